@@ -1,0 +1,40 @@
+# `make demo` and `make test` do all set-up themselves, once: they put what they need into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+WORKERS ?= 2
+BENCHES ?= hop split start
+
+.PHONY: demo test lint bench nightly clean
+
+demo: $(VENV)/installed
+	$(BIN)/unfuse generate "a red circle on white" -o out.png
+
+test: lint
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not nightly and not gpu"
+
+lint: $(VENV)/installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/installed-test
+	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name || exit 1; done
+
+nightly: $(VENV)/installed-test
+	$(BIN)/pytest -m "nightly"
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	$(PIP) --editable '.[test]'
+	@touch $@

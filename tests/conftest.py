@@ -1,0 +1,19 @@
+"""What holds for every test: one compute thread, no network, a data folder of its own, and no settings but its own."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No UNFUSE_ variable of the caller reaches a test or what it starts; a user's data is left alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("UNFUSE_")]:
+            patch.delenv(name)
+        patch.setenv("UNFUSE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
+        yield

@@ -1,0 +1,117 @@
+"""The house's gates: small files, small functions, plain names, tests that weigh as much as the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "unfuse").rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
+
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BANNED = {"Manager", "Helper", "Handler", "Util", "Utils", "Common", "Misc", "Mixin", "Base", "V1"}
+"""Words that say nothing: no module or class is named by one of them alone, none ends in one. `base.py` is a port's."""
+
+FAMILIES = {"wan", "flux", "hunyuan", "qwen", "ltx", "cogvideo", "mochi", "sdxl", "pixart", "sana", "chroma", "lumina"}
+"""Model families, of which the rest of the house must know nothing."""
+
+
+def words(text: str) -> set[str]:
+    """The words of a text in lower case, those inside identifiers apart: `AutoencoderKLWan` has three."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", text)}
+
+
+def lines(path: Path) -> int:
+    """Lines of a file."""
+    return path.read_text().count("\n")
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function with a name to find it by."""
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, FUNCTIONS):
+                yield f"{path}:{node.lineno} {node.name}", node
+
+
+def depth(node: ast.AST) -> int:
+    """Nested blocks inside a node; an elif is as deep as its if, an inner function starts anew."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, FUNCTIONS):
+            continue
+        chained = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, depth(child) + (isinstance(child, BLOCKS) and not chained))
+    return deepest
+
+
+def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function, docstring counted."""
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_have_at_most_400_lines() -> None:
+    assert {path.name: lines(path) for path in SOURCES if lines(path) > 400} == {}
+
+
+def test_functions_have_at_most_80_lines_and_most_at_most_45() -> None:
+    lengths = {name: length(node) for name, node in functions()}
+    assert {name: count for name, count in lengths.items() if count > 80} == {}
+    ordered = sorted(lengths.values())
+    assert ordered[int(0.95 * len(ordered))] <= 45
+
+
+def test_blocks_nest_at_most_four_deep() -> None:
+    assert [name for name, node in functions() if depth(node) > 4] == []
+
+
+def test_depth_counts_blocks_and_takes_elif_for_its_if() -> None:
+    chain = "def f():\n if a: pass\n elif b: pass\n elif c:\n  for x in y: pass\n"
+    nested = "def f():\n for x in y:\n  if a:\n   with b:\n    while c:\n     try: pass\n     except E: pass\n"
+    assert (depth(ast.parse(chain).body[0]), depth(ast.parse(nested).body[0])) == (2, 5)
+
+
+def test_names_say_something() -> None:
+    classes = [
+        f"{path} {node.name}" for path, tree in TREES.items() for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and re.findall(r"[A-Z][a-z]*\d*", node.name)[-1] in BANNED
+    ]  # fmt: skip
+    modules = [path for path in TREES if Path(path).stem.title() in BANNED - {"Base"}]
+    assert classes + modules == []
+
+
+def test_a_model_family_is_named_only_in_models() -> None:
+    found = [
+        f"{path}:{number} {line.strip()}"
+        for path in TREES if not path.startswith("unfuse/models/")
+        for number, line in enumerate((ROOT / path).read_text().splitlines(), 1) if words(line) & FAMILIES
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_a_family_is_recognised_however_it_is_written() -> None:
+    for text in (
+        "WanPipeline",
+        "wan_i2v",
+        '"flux"',
+        "Wan2.1",
+        "FluxTransformer",
+        "AutoencoderKLWan",
+        "LTXVideo",
+        "FLUX.1",
+    ):
+        assert words(text) & FAMILIES, text
+    assert not words("wanted wants influx fluxes sanity Wander") & FAMILIES
+
+
+def test_the_whole_is_small_and_as_much_is_test_as_source() -> None:
+    """The published suites in unfuse/testing are tests that ship: they count on that side."""
+    suites = [path for path in SOURCES if "testing" in path.parts]
+    source = sum(map(lines, SOURCES)) - sum(map(lines, suites))
+    tests = sum(map(lines, (*suites, *(ROOT / "tests").rglob("*.py"))))
+    assert source <= 15_000
+    assert tests >= source, f"{tests} lines of tests for {source} of source"

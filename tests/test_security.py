@@ -1,0 +1,106 @@
+"""What shipped code must never do, looked for in its syntax, and what a light process must never import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
+"""Reading what these wrote runs code."""
+
+CALLS = {
+    "eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load", "torch.save", "yaml.load",
+    "yaml.unsafe_load", "tempfile.mktemp",
+}  # fmt: skip
+METHODS = {"recv_pyobj", "send_pyobj", "load_module"}
+KEYWORDS = {("shell", True), ("trust_remote_code", True), ("allow_pickle", True), ("weights_only", False)}
+
+
+def dangers(source: str) -> list[str]:
+    """What in a source text would let a stranger's bytes run code."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                found += [name.name for name in names if name.name.split(".")[0] in MODULES]
+            case ast.ImportFrom(module=str(module), names=names):
+                found += [module] if module.split(".")[0] in MODULES else []
+                found += [f"{module}.{name.name}" for name in names if f"{module}.{name.name}" in CALLS]
+            case ast.Call(func=func, keywords=keywords):
+                name = ast.unparse(func)
+                found += [name] if name in CALLS or name.rpartition(".")[2] in METHODS else []
+                found += [
+                    f"{word.arg}={word.value.value}" for word in keywords
+                    if isinstance(word.value, ast.Constant) and (word.arg, word.value.value) in KEYWORDS
+                ]  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "unfuse").rglob("*.py")), ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_shipped_code_runs_no_stranger_s_bytes(path: Path) -> None:
+    assert dangers(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from dill import loads", "import torch\ntorch.load(x)", "from torch import load", "eval('1')",
+        "yaml.load(x)", "socket.recv_pyobj()", "subprocess.run(x, shell=True)", "numpy.load(x, allow_pickle=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_it_looks_for(source: str) -> None:
+    assert dangers(source) != []
+
+
+def test_the_search_lets_ordinary_code_pass() -> None:
+    assert dangers("import json, re\nre.compile('a')\njson.load(f)\nmodel.eval()\ntorch.load_state") == []
+
+
+HEAVY = {"torch", "diffusers", "transformers", "fastapi", "starlette", "uvicorn", "numpy", "PIL", "zmq"}
+
+
+def modules_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running this code."""
+    report = f"import sys\ntry:\n    {code}\nexcept SystemExit: pass\nsys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.split(".")[0] for name in done.stderr.split()}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import unfuse",
+        "from unfuse.cli.main import run; run(['--help'])",
+        "from unfuse.cli.main import run; run(['version'])",
+    ],
+)
+def test_a_light_start_imports_nothing_heavy(code: str) -> None:
+    assert modules_after(code) & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["unfuse.cli.compose", "unfuse.server", "unfuse.scheduler.scheduler", "unfuse.worker.worker"]
+)
+def test_control_processes_import_no_torch(module: str) -> None:
+    loaded = modules_after(f"import {module}")
+    assert module.split(".")[0] in loaded
+    assert loaded & {"torch", "diffusers", "transformers"} == set()
+
+
+def test_the_module_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "unfuse", "--help"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert "generate" in done.stdout
+
+
+def test_the_built_in_model_is_safetensors_and_json() -> None:
+    kinds = {path.suffix for path in (ROOT / "unfuse" / "models" / "shapes").rglob("*") if path.is_file()}
+    assert kinds <= {".safetensors", ".json", ".md"}
