@@ -1,0 +1,39 @@
+"""Hypothesis strategies for msgspec structs, from their types, within what msgpack can carry."""
+
+from collections.abc import Mapping
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from hypothesis import strategies as st
+
+PLAIN: Mapping[object, st.SearchStrategy[Any]] = {
+    NoneType: st.none(),
+    bool: st.booleans(),
+    int: st.integers(-(2**63), 2**64 - 1),
+    float: st.floats(allow_nan=False),
+    str: st.text(max_size=4),
+    bytes: st.binary(max_size=4),
+}
+
+
+@cache
+def of(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of a type: a plain one, a struct, or a tuple, dict, literal or union of such."""
+    if kind in PLAIN:
+        return PLAIN[kind]
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return st.one_of([of(one) for one in inside])
+    if origin is Literal:
+        return st.sampled_from(inside)
+    if origin is dict:
+        return st.dictionaries(of(inside[0]), of(inside[1]), max_size=2)
+    if origin is tuple and inside[-1] is ...:
+        return st.lists(of(inside[0]), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(of(one) for one in inside))
+    assert issubclass(kind, msgspec.Struct), kind
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{name: of(hints[name]) for name in kind.__struct_fields__})

@@ -1,0 +1,159 @@
+"""Messages to bytes and back, whatever the bytes."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.core.structs import of
+from unfuse.core import codec, messages
+from unfuse.core.errors import ProtocolError
+from unfuse.core.messages import Ask, Bye, Done, ToScheduler, ToWorker
+from unfuse.core.object_ref import ObjectRef, lay_out
+from unfuse.core.plan import Params
+from unfuse.core.request import Record, RequestContext, Timings
+from unfuse.core.task import Claim, Task
+
+UNIONS = [("ToScheduler", ToScheduler), ("ToWorker", ToWorker)]
+KINDS = [(kind, union) for _, union in UNIONS for kind in union.__args__]
+
+
+def exactly(left: object, right: object) -> bool:
+    """Equal in type as well: 1 is not 1.0, nor True."""
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+@pytest.mark.parametrize("kind, union", KINDS, ids=lambda kind: getattr(kind, "__name__", ""))
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_every_message_comes_back_equal(kind: type, union: object, data: st.DataObject) -> None:
+    message = data.draw(of(kind))
+    assert exactly(codec.decode(codec.encode(message), union), message)
+
+
+@settings(max_examples=30, deadline=None)
+@given(of(RequestContext))
+def test_a_context_comes_back_equal(context: RequestContext) -> None:
+    assert exactly(codec.decode(codec.encode(Record(context)), Record), Record(context))
+
+
+@settings(deadline=None)
+@given(of(Params))
+def test_parameters_keep_their_types(params: Params) -> None:
+    task = Task("r", "s", 1, "p", "k", "m", params)
+    assert exactly(codec.decode(codec.encode(task), Task).params, params)
+
+
+def test_an_object_ref_comes_back_equal() -> None:
+    metas, size = lay_out([("x", "bfloat16", (3, 5)), ("none", "none", ())])
+    ref = ObjectRef("o", "w", "n", "r", "s", 1, 2, size, metas, (2**64 - 1,), bytes(16), 0.5)
+    message = Done(Claim("r", "s", 1, bytes(16)), ref, (), Timings())
+    assert codec.decode(codec.encode(message), ToScheduler) == message
+
+
+def test_the_first_byte_is_the_version() -> None:
+    data = codec.encode(Bye())
+    assert data[0] == codec.VERSION
+    assert codec.VERSION in codec.READABLE
+
+
+@pytest.mark.parametrize("version", sorted(set(range(256)) - set(codec.READABLE)))
+def test_an_unknown_version_is_refused(version: int) -> None:
+    with pytest.raises(ProtocolError, match=f"version {version}"):
+        codec.decode(bytes([version]) + codec.encode(Bye())[1:], ToScheduler)
+
+
+def test_a_field_of_a_newer_peer_is_ignored() -> None:
+    body = msgspec.msgpack.encode({"type": "Ask", "slots": 1, "room": None, "wait": 0.5, "mood": ["good"]})
+    assert codec.decode(bytes([codec.VERSION]) + body, ToScheduler) == Ask(1, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"type": "Nobody"},
+        {"slots": 1, "room": None, "wait": 0.0},
+        {"type": "Ask", "slots": 1},
+        {"type": "Ask", "slots": "1", "room": None, "wait": 0.0},
+        {"type": "Ask", "slots": 1.5, "room": None, "wait": 0.0},
+        ["Ask", 1, None, 0.0],
+        None,
+        "Bye",
+    ],
+)
+def test_what_is_no_message_is_refused(body: object) -> None:
+    with pytest.raises(ProtocolError, match="not a message"):
+        codec.decode(bytes([codec.VERSION]) + msgspec.msgpack.encode(body), ToScheduler)
+
+
+def test_a_message_of_the_other_direction_is_refused() -> None:
+    with pytest.raises(ProtocolError):
+        codec.decode(codec.encode(Bye()), ToWorker)
+
+
+def test_an_empty_message_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="0 bytes"):
+        codec.decode(b"", ToScheduler)
+
+
+def test_size_is_bounded_on_both_sides() -> None:
+    """The largest message that can be encoded can be decoded; one byte more is refused by either."""
+    room = codec.MAX_BYTES - len(codec.encode(b"x" * 70_000)) + 70_000
+    largest = codec.encode(b"x" * room)
+    assert len(largest) == codec.MAX_BYTES
+    assert codec.decode(largest, bytes) == b"x" * room
+    with pytest.raises(ProtocolError, match="larger"):
+        codec.encode(b"x" * (room + 1))
+    with pytest.raises(ProtocolError, match="bytes"):
+        codec.decode(largest + b"\0", bytes)
+
+
+@pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\x00\x00\x00\x01", b"\x81"])
+@pytest.mark.parametrize("kind", [ToScheduler, ToWorker, Params, RequestContext])
+def test_endless_nesting_is_refused(opening: bytes, kind: object) -> None:
+    """A million lists in lists end in an error, also where a newer peer's field would be skipped."""
+    nested = opening * (1_000_000 // len(opening))
+    skipped = b"\x82\xa4type\xa3Bye\xa1x" + nested
+    for body in (nested, skipped):
+        with pytest.raises(ProtocolError):
+            codec.decode(bytes([codec.VERSION]) + body, kind)
+
+
+@pytest.mark.parametrize("length", [b"\xdb\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff"])
+def test_a_length_that_lies_is_refused(length: bytes) -> None:
+    """Four billion elements are claimed, none is there, and nothing is allocated for them."""
+    for kind in (ToScheduler, Params, str, list[int], dict[str, int]):
+        with pytest.raises(ProtocolError):
+            codec.decode(bytes([codec.VERSION]) + length, kind)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=200), st.booleans(), st.sampled_from([ToScheduler, ToWorker, RequestContext]))
+def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: object) -> None:
+    try:
+        codec.decode((bytes([codec.VERSION]) if versioned else b"") + noise, kind)
+    except ProtocolError as error:
+        assert str(error)
+
+
+@settings(max_examples=200, deadline=None)
+@given(of(Done), st.data())
+def test_damage_raises_protocol_errors_only(message: Done, data: st.DataObject) -> None:
+    """Given a true message with a byte changed and its end cut, then it is a message or a ProtocolError."""
+    damaged = bytearray(codec.encode(message))
+    damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(damaged)))
+    try:
+        found = codec.decode(memoryview(damaged)[:cut], ToScheduler)
+    except ProtocolError:
+        return
+    assert isinstance(found, ToScheduler)
+
+
+def test_every_message_is_in_a_union() -> None:
+    """A tagged struct that no union holds could be sent, and never read."""
+    tagged = {
+        found
+        for found in vars(messages).values()
+        if isinstance(found, type) and issubclass(found, msgspec.Struct) and found.__struct_config__.tag is not None
+    }
+    assert tagged == {kind for kind, _ in KINDS}

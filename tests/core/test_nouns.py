@@ -1,0 +1,143 @@
+"""Requests, tasks, cards, errors and clocks: what holds for all of them."""
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+import typing
+
+import msgspec
+import pytest
+
+import unfuse.core
+from unfuse.core import errors
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.clock import AlarmClock, SystemClock
+from unfuse.core.event import TERMINAL_EVENTS, EventType
+from unfuse.core.plan import ExecutionPlan, Pipeline, StageSpec
+from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
+from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
+from unfuse.testing import ManualClock
+
+MODULES = [importlib.import_module(f"unfuse.core.{found.name}") for found in pkgutil.iter_modules(unfuse.core.__path__)]
+STRUCTS = {
+    found for module in MODULES for found in vars(module).values()
+    if inspect.isclass(found) and issubclass(found, msgspec.Struct) and found is not msgspec.Struct
+}  # fmt: skip
+ERRORS = [found for found in vars(errors).values() if inspect.isclass(found)]
+
+
+def test_core_imports_no_framework() -> None:
+    """A process that imports all of core has neither torch nor asyncio nor a server."""
+    names = ", ".join(module.__name__ for module in MODULES)
+    code = f"import sys, {names}; print({{'torch', 'asyncio', 'socket', 'zmq', 'fastapi', 'numpy'}} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout
+    assert shown == "set()\n"
+
+
+@pytest.mark.parametrize("kind", sorted(STRUCTS, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+def test_a_noun_is_frozen(kind: type[msgspec.Struct]) -> None:
+    assert kind.__struct_config__.frozen
+
+
+def test_a_request_is_no_grab_bag() -> None:
+    assert len(RequestContext.__struct_fields__) <= 20
+    assert {"tenant", "idempotency_key", "version"} <= set(RequestContext.__struct_fields__)
+
+
+@pytest.mark.parametrize("status", typing.get_args(RequestStatus))
+def test_a_request_is_over_in_a_terminal_status(status: RequestStatus) -> None:
+    context = RequestContext("r", "m", {}, ExecutionPlan(()), {}, status=status)
+    assert context.over == (status in TERMINAL) == (not REQUEST_MOVES[status])
+
+
+@pytest.mark.parametrize(
+    "moves, statuses", [(REQUEST_MOVES, typing.get_args(RequestStatus)), (TASK_MOVES, typing.get_args(TaskStatus))]
+)
+def test_a_table_of_moves_names_every_status(moves: dict[str, frozenset[str]], statuses: tuple[str, ...]) -> None:
+    assert tuple(moves) == statuses
+    assert frozenset().union(*moves.values()) <= set(statuses)
+
+
+def test_terminal_events_are_events() -> None:
+    assert set(typing.get_args(EventType)) > TERMINAL_EVENTS
+
+
+def test_request_ids_say_what_they_are() -> None:
+    ids = {new_request_id() for _ in range(100)}
+    assert len(ids) == 100
+    assert all(name.startswith("req_") and len(name) == 4 + 32 for name in ids)
+    assert new_request_id(video=True).startswith("video_")
+
+
+def test_a_leases_claim_is_what_fences_it() -> None:
+    task = Task("r", "s", 3, "p", "k", "m", {})
+    lease = Lease(task, "w", b"token", 9.0)
+    assert lease.claim == Claim("r", "s", 3, b"token")
+    assert lease.claim.key == task.key == ("r", "s")
+
+
+def test_a_card_names_the_pools_of_its_stages() -> None:
+    stages = (StageSpec("text", "text_encode", ("t",), (), ("e",)), StageSpec("decode", "vae_decode", ("v",), ("e",)))
+    weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
+    card = ModelCard("m", "/m", "f", Pipeline(stages), Limits(), {}, weights, dtypes)
+    assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
+    assert list(card.pools(frozenset({"vae_decode"}))) == ["decode"]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
+def test_errors_are_one_tree_and_say_what_they_mean(kind: type[Exception]) -> None:
+    assert issubclass(kind, errors.UnfuseError)
+    assert kind.__doc__
+
+
+def test_the_type_decides_the_retry() -> None:
+    again = {kind for kind in ERRORS if issubclass(kind, errors.TransientError)}
+    assert again == {errors.TransientError, errors.ObjectLost, errors.ArenaFull, errors.ComputeCrashed}
+    assert not issubclass(errors.PermanentError, errors.TransientError)
+
+
+def test_errors_carry_what_a_program_needs() -> None:
+    assert errors.InvalidParameter("n is 0", "n").param == "n"
+    assert errors.UnknownModel("no", "model").param == "model"
+    assert errors.Overloaded("full", 7.0).retry_after == 7.0
+    assert errors.ObjectLost("gone", "id").object_id == "id"
+    full = errors.ArenaFull(10, 5, 100)
+    assert (full.needed, full.free, full.capacity) == (10, 5, 100)
+    assert "10 bytes (5 of 100 free)" in str(full)
+
+
+def test_the_systems_clock_runs_forward() -> None:
+    clock = SystemClock()
+    assert clock.now() <= clock.now()
+    assert clock.wall() > 1_600_000_000
+    assert not isinstance(clock, AlarmClock)
+
+
+class TestManualClock:
+    def test_it_stands_still_until_it_is_moved(self) -> None:
+        clock = ManualClock(now=5.0, wall=100.0)
+        assert (clock.now(), clock.wall()) == (5.0, 100.0) == (clock.now(), clock.wall())
+        clock.advance(2.5)
+        assert (clock.now(), clock.wall()) == (7.5, 102.5)
+        assert isinstance(clock, AlarmClock)
+
+    def test_alarms_ring_in_order_each_at_its_time(self) -> None:
+        clock, rung = ManualClock(now=0.0), []
+        clock.call_at(3.0, lambda: rung.append(("c", clock.now())))
+        clock.call_at(1.0, lambda: rung.append(("a", clock.now())))
+        clock.call_at(1.0, lambda: rung.append(("b", clock.now())))
+        clock.advance(2.0)
+        assert rung == [("a", 1.0), ("b", 1.0)]
+        clock.advance(1.0)
+        assert rung[2:] == [("c", 3.0)]
+
+    def test_an_alarm_may_set_another_or_be_taken_back(self) -> None:
+        clock, rung = ManualClock(now=0.0), []
+        take_back = clock.call_at(1.0, lambda: rung.append("never"))
+        clock.call_at(1.0, lambda: clock.call_at(2.0, lambda: rung.append("second")))
+        take_back()
+        clock.advance(2.0)
+        assert rung == ["second"]
+        take_back()

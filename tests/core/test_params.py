@@ -1,0 +1,286 @@
+"""What a client may ask for: every bound has a test that fails without it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.params import MAX_SEED, Delivery, check, check_delivery, nearest_size
+from unfuse.core.plan import Pipeline
+
+LIMITS = Limits(
+    min_size=32,
+    max_size=128,
+    max_pixels=128 * 96,
+    max_frames=17,
+    max_steps=100,
+    max_guidance=20.0,
+    max_prompt_chars=200,
+)
+DEFAULTS = {
+    "width": 64,
+    "height": 64,
+    "num_frames": 1,
+    "num_inference_steps": 20,
+    "guidance_scale": 3.0,
+    "max_sequence_length": 16,
+    "fps": 8,
+}
+CARD = ModelCard("test/model", "/nowhere", "test", Pipeline(()), LIMITS, DEFAULTS, {}, {})
+
+
+def refusal(**given: object) -> InvalidParameter:
+    with pytest.raises(InvalidParameter) as caught:
+        check(CARD, {"prompt": "a red circle", **given})
+    return caught.value
+
+
+def test_what_is_left_out_comes_from_the_card() -> None:
+    params, n = check(CARD, {"prompt": "a red circle"})
+    seed = params.pop("seed")
+    assert n == 1
+    assert isinstance(seed, int)
+    assert params == {
+        **DEFAULTS,
+        "prompt": "a red circle",
+        "negative_prompt": "",
+        "output_format": "png",
+        "output_compression": 100,
+    }
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    assert repr(check(CARD, {"prompt": "a", "num_inference_steps": 5.0})[0]["num_inference_steps"]) == "5"
+
+
+def test_null_is_left_out() -> None:
+    params, _ = check(CARD, {"prompt": "a", "num_inference_steps": None, "size": None, "user": None})
+    assert params["num_inference_steps"] == 20
+
+
+def test_values_may_be_form_strings() -> None:
+    asked = {"n": "2", "seed": "7", "num_inference_steps": "5", "guidance_scale": "2.5", "num_frames": "5"}
+    params, n = check(CARD, {"prompt": "a", **asked})
+    assert (n, params["seed"], params["num_inference_steps"]) == (2, 7, 5)
+    assert (params["guidance_scale"], params["num_frames"]) == (2.5, 5)
+
+
+def test_size_becomes_width_and_height() -> None:
+    params, _ = check(CARD, {"prompt": "a", "size": "128x96"})
+    assert (params["width"], params["height"]) == (128, 96)
+    assert "size" not in params
+
+
+def test_auto_is_the_default_size() -> None:
+    params, _ = check(CARD, {"prompt": "a", "size": "auto"})
+    assert (params["width"], params["height"]) == (64, 64)
+
+
+def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
+    error = refusal(num_inference_steps=1_000_000_000)
+    assert str(error) == "num_inference_steps must be 1 to 100, not 1000000000"
+    assert error.param == "num_inference_steps"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_inference_steps", 0),
+        ("num_inference_steps", "1e9"),
+        ("num_inference_steps", 5.5),
+        ("num_inference_steps", 1e300),
+        ("num_inference_steps", True),
+        ("num_inference_steps", "٣"),
+        pytest.param("num_inference_steps", 10**5000, id="5001 digits"),
+        ("num_inference_steps", []),
+        ("guidance_scale", float("nan")),
+        ("guidance_scale", "nan"),
+        ("guidance_scale", float("inf")),
+        ("guidance_scale", "inf"),
+        ("guidance_scale", -0.1),
+        ("guidance_scale", 20.1),
+        ("guidance_scale", False),
+        ("guidance_scale", 10**400),
+        ("seed", -1),
+        ("seed", MAX_SEED + 1),
+        ("seed", "12 "),
+        ("n", 0),
+        ("n", 11),
+        ("n", 1.5),
+        ("num_frames", 18),
+        ("num_frames", 4),
+        ("fps", 0),
+        ("fps", 121),
+        ("output_format", "gif"),
+        ("output_format", ["png"]),
+        ("output_compression", 101),
+        ("output_compression", -1),
+        ("size", "big"),
+        ("size", "64X64"),
+        ("size", "-64x64"),
+        ("size", 64),
+        ("size", "64x9999999"),
+        ("quality", "hd"),
+        ("background", "transparent"),
+        ("stream", True),
+        ("partial_images", 2),
+        ("negative_prompt", "x" * 201),
+        ("negative_prompt", 3),
+        ("prompt", 3),
+        ("prompt", ""),
+        ("prompt", "x" * 201),
+        pytest.param("prompt", "half a pair: \ud800", id="surrogate"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused_by_name(name: str, value: object) -> None:
+    error = refusal(**{name: value})
+    assert error.param == name
+    assert name in str(error)
+    assert len(str(error)) < 400
+    str(error).encode()
+
+
+def test_the_prompt_is_required() -> None:
+    with pytest.raises(InvalidParameter, match="prompt is missing") as caught:
+        check(CARD, {})
+    assert caught.value.param == "prompt"
+
+
+def test_a_long_prompt_is_told_its_length_and_not_repeated() -> None:
+    assert str(refusal(prompt="x" * 1_000_000)) == "prompt must be 1 to 200 characters long, not 1000000"
+
+
+def test_a_size_that_cannot_be_made_is_told_the_nearest() -> None:
+    error = refusal(size="100x70")
+    assert error.param == "size"
+    assert str(error).endswith("the nearest is 96x64")
+    assert "multiple of 16 from 32 to 128" in str(error)
+
+
+def test_frames_are_one_more_than_a_multiple() -> None:
+    assert "the nearest below is 9" in str(refusal(num_frames=12))
+    assert check(CARD, {"prompt": "a", "num_frames": 17})[0]["num_frames"] == 17
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("promt", "prompt"), ("num_steps", "num_inference_steps"), ("width", "size"), ("guidance", "guidance_scale")],
+)
+def test_an_unknown_field_is_named_with_its_nearest(typed: str, meant: str) -> None:
+    error = refusal(**{typed: 1})
+    assert str(error) == f"unknown parameter '{typed}': did you mean {meant}?"
+    assert error.param == typed
+
+
+def test_a_field_like_no_other_is_told_all_of_them() -> None:
+    assert "num_inference_steps, output_compression" in str(refusal(zzzz=1))
+
+
+def test_what_only_the_model_decides_cannot_be_sent() -> None:
+    assert refusal(max_sequence_length=512).param == "max_sequence_length"
+
+
+def test_known_fields_without_use_are_accepted() -> None:
+    unused = {"user": "u", "style": "vivid", "moderation": "low", "safety_identifier": "x"}
+    params, _ = check(CARD, {"prompt": "a", **unused})
+    assert not set(unused) & set(params)
+
+
+def test_seeds_of_all_pictures_stay_in_range() -> None:
+    assert check(CARD, {"prompt": "a", "n": 4, "seed": MAX_SEED - 3})[0]["seed"] == MAX_SEED - 3
+    assert refusal(n=4, seed=MAX_SEED - 2).param == "seed"
+
+
+def test_missing_seeds_differ() -> None:
+    assert len({check(CARD, {"prompt": "a"})[0]["seed"] for _ in range(8)}) > 1
+
+
+def test_delivery_has_its_own_defaults() -> None:
+    assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", 0, None, {})
+
+
+def test_delivery_is_read() -> None:
+    delivery = check_delivery({"response_format": "url", "priority": "5", "timeout": 30, "metadata": {"job": "7"}})
+    assert (delivery.response_format, delivery.priority, delivery.timeout) == ("url", 5, 30.0)
+    assert delivery.metadata == {"job": "7"}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": "png"},
+        {"response_format": ["url"]},
+        {"priority": 101},
+        {"priority": 0.5},
+        {"timeout": 0},
+        {"timeout": float("nan")},
+        {"timeout": 86_401},
+        {"metadata": "x"},
+        {"metadata": {"a": 1}},
+        {"metadata": {"a": "x" * 513}},
+        {"metadata": {"x" * 65: "a"}},
+        {"metadata": {str(key): "a" for key in range(17)}},
+    ],
+)
+def test_delivery_out_of_bounds_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        check_delivery(asked)
+    assert next(iter(asked)) in str(caught.value)
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from(["5", "64x64", "png"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+NAMES = st.sampled_from(
+    ["prompt", "negative_prompt", "size", "n", "seed", "num_inference_steps", "guidance_scale", "num_frames", "fps",
+     "output_format", "output_compression", "response_format", "priority", "timeout", "metadata", "quality", "user"]
+)  # fmt: skip
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(NAMES, ANYTHING, max_size=4) | st.dictionaries(st.text(max_size=12), ANYTHING), st.booleans())
+def test_nothing_but_invalid_parameter_is_raised_and_what_passes_is_within_limits(
+    asked: dict[str, object], with_prompt: bool
+) -> None:
+    asked = {"prompt": "a red circle", **asked} if with_prompt else asked
+    try:
+        check_delivery(asked)
+        params, n = check(CARD, asked)
+    except InvalidParameter as error:
+        str(error).encode()
+        assert len(str(error)) < 600
+        return
+    assert_within_limits(params, n)
+    json.dumps(params, allow_nan=False)
+
+
+def assert_within_limits(params: dict[str, Any], n: int) -> None:
+    assert 1 <= len(params["prompt"]) <= LIMITS.max_prompt_chars
+    assert 1 <= n <= LIMITS.max_n
+    assert 0 <= params["seed"] <= MAX_SEED - n + 1
+    assert 1 <= params["num_inference_steps"] <= LIMITS.max_steps
+    assert math.isfinite(params["guidance_scale"])
+    assert 0 <= params["guidance_scale"] <= LIMITS.max_guidance
+    assert params["num_frames"] <= LIMITS.max_frames
+    assert params["num_frames"] % LIMITS.frame_multiple == 1
+    assert nearest_size(LIMITS, params["width"], params["height"]) == (params["width"], params["height"])
+    assert set(params) == {*DEFAULTS, "prompt", "negative_prompt", "seed", "output_format", "output_compression"}
+
+
+@settings(deadline=None)
+@given(st.integers(0, 999_999), st.integers(0, 999_999))
+def test_the_nearest_size_can_be_made(width: int, height: int) -> None:
+    near = nearest_size(LIMITS, width, height)
+    assert nearest_size(LIMITS, *near) == near
+    assert near[0] * near[1] <= LIMITS.max_pixels
+    assert all(32 <= side <= 128 and side % 16 == 0 for side in near)
+    params, _ = check(CARD, {"prompt": "a", "size": f"{near[0]}x{near[1]}"})
+    assert (params["width"], params["height"]) == near

@@ -1,0 +1,155 @@
+"""Pipelines are refused with a reason, and compiled for one request with a stage for each picture."""
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.core.graphs import pipelines
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ROLES, Pipeline, Room, StageSpec, compile_plan, kinds_of, pool_name
+
+
+def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
+    return StageSpec(name, kind, (name,), tuple(inputs.split()), tuple(outputs.split()), per_sample)
+
+
+PICTURE = Pipeline(
+    (
+        stage("vae_decode", "latents", per_sample=True),
+        stage("text_encode", outputs="embedding mask"),
+        stage("image_encode", outputs="pixels"),
+        stage("denoise", "embedding mask pixels", "latents", per_sample=True),
+    )
+)
+
+
+@pytest.mark.parametrize(
+    "stages, reason",
+    [
+        ([stage("a", outputs="x"), stage("a", "x")], "two stages of the pipeline have one name"),
+        ([stage("a", outputs="x"), stage("b", outputs="x"), stage("c", "x")], "make the same output"),
+        ([stage("a", outputs="x x"), stage("c", "x")], "make the same output"),
+        ([stage("a", outputs="x"), stage("b", "x y z")], "no stage of the pipeline makes y, z"),
+        ([stage("a", "y", "x"), stage("b", "x", "y"), stage("c", "y")], "wait for each other: "),
+        ([stage("a", "x", "x"), stage("c", "x")], "wait for each other: a → a"),
+        ([stage("a", outputs="x", per_sample=True), stage("b", "x")], "stage b runs once a request but reads"),
+        ([stage("a", outputs="x")], "none writes results"),
+        ([], "none writes results"),
+        ([stage("a.0")], "no dot"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused(stages: list[StageSpec], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Pipeline(tuple(stages)).validate()
+
+
+def test_a_pipeline_that_can_run_is_accepted() -> None:
+    PICTURE.validate()
+    assert PICTURE.producers()["mask"].name == "text_encode"
+
+
+class TestCompiling:
+    def plan(self, samples: int = 2, width: int = 64):  # type: ignore[no-untyped-def]
+        pools = {spec.name: f"pool of {spec.name}" for spec in PICTURE.stages}
+        return compile_plan(PICTURE, pools, {"width": width}, [{"seed": 7 + n} for n in range(samples)])
+
+    def test_what_differs_between_pictures_is_fanned_out(self) -> None:
+        plan = self.plan()
+        assert {one.name: one.after for one in plan.stages} == {
+            "text_encode": (),
+            "image_encode": (),
+            "denoise.0": ("text_encode", "image_encode"),
+            "denoise.1": ("text_encode", "image_encode"),
+            "vae_decode.0": ("denoise.0",),
+            "vae_decode.1": ("denoise.1",),
+        }
+        assert [plan.stage(f"denoise.{n}").params for n in (0, 1)] == [{"seed": 7}, {"seed": 8}]
+        assert plan.stage("text_encode").params == {}
+
+    def test_stages_know_their_pool_and_whether_they_are_final(self) -> None:
+        plan = self.plan()
+        assert plan.stage("denoise.1").pool == "pool of denoise"
+        assert [one.name for one in plan.stages if one.final] == ["vae_decode.0", "vae_decode.1"]
+
+    def test_consumers_are_who_comes_after(self) -> None:
+        plan = self.plan()
+        assert [one.name for one in plan.consumers("text_encode")] == ["denoise.0", "denoise.1"]
+        assert plan.consumers("vae_decode.0") == ()
+        with pytest.raises(KeyError):
+            plan.stage("denoise")
+
+    def test_the_plan_is_the_same_in_every_process(self) -> None:
+        """Two schedulers with other hash seeds compile one request to the same order of stages."""
+        code = (
+            "from unfuse.core.plan import Pipeline, StageSpec as S, compile_plan as c\n"
+            "stages = [S('x', 'k', (), tuple('dcba')), *(S(n.upper(), 'k', (), (), (n,)) for n in 'abcd')]\n"
+            "print([s.name for s in c(Pipeline(tuple(stages)), {s.name: 'p' for s in stages}, {}, []).stages])"
+        )
+        orders = {
+            subprocess.run(
+                [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            ).stdout
+            for seed in ("1", "2", "3", "4")
+        }
+        assert len(orders) == 1
+
+
+@settings(deadline=None)
+@given(pipelines(), st.integers(1, 4))
+def test_any_valid_pipeline_compiles(pipeline: Pipeline, samples: int) -> None:
+    """Stages come after what they read, once a request or once a picture, and read their own picture's values."""
+    pipeline.validate()
+    pools = {spec.name: spec.name for spec in pipeline.stages}
+    plan = compile_plan(pipeline, pools, {}, [{"index": n} for n in range(samples)])
+    places = {one.name: place for place, one in enumerate(plan.stages)}
+    specs = {spec.name: spec for spec in pipeline.stages}
+    assert len(places) == len(plan.stages) == sum(samples if spec.per_sample else 1 for spec in pipeline.stages)
+    for one in plan.stages:
+        spec = specs[one.pool]
+        assert one.final == (not spec.outputs)
+        assert all(places[before] < places[one.name] for before in one.after)
+        assert {before.partition(".")[0] for before in one.after} == {
+            pipeline.producers()[value].name for value in spec.inputs
+        }
+        indices = {before.partition(".")[2] for before in one.after} - {""}
+        assert indices <= {one.name.partition(".")[2]}
+        assert one.params == ({"index": int(one.name.partition(".")[2])} if spec.per_sample else {})
+
+
+@settings(deadline=None)
+@given(pipelines(), st.data())
+def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data: st.DataObject) -> None:
+    needed = sorted({value for spec in pipeline.stages for value in spec.inputs})
+    if not needed:
+        return
+    gone = data.draw(st.sampled_from(needed))
+    stages = [
+        msgspec.structs.replace(spec, outputs=tuple(value for value in spec.outputs if value != gone))
+        for spec in pipeline.stages
+    ]
+    with pytest.raises(ConfigError, match=f"makes {gone}"):
+        Pipeline(tuple(stages)).validate()
+
+
+def test_room_grows_with_pixels_and_frame_groups() -> None:
+    room = Room(fixed=100, per_pixel=0.5, frame_group=4)
+    assert room.bytes({"width": 8, "height": 4}) == 116
+    assert room.bytes({"width": 8, "height": 4, "num_frames": 1}) == 116
+    assert room.bytes({"width": 8, "height": 4, "num_frames": 9}) == 148
+    assert Room().bytes({"width": 8, "height": 4}) == 0
+
+
+def test_a_pool_is_kind_weights_and_dtype() -> None:
+    weights, dtypes = {"denoise": "0123456789abcdef"}, {"denoise": "bfloat16"}
+    assert pool_name(stage("denoise"), weights, dtypes) == "denoise:0123456789ab:bfloat16"
+
+
+def test_roles_cover_every_kind_once() -> None:
+    assert kinds_of("all") is None
+    kinds = [kind for role in ROLES for kind in sorted(kinds_of(role) or ())]
+    assert len(kinds) == len(set(kinds))
+    with pytest.raises(ConfigError, match="unknown role 'denoise': one of encoder, denoiser, decoder, all"):
+        kinds_of("denoise")

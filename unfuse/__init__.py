@@ -1,0 +1,56 @@
+"""unfuse serves a generative model as stages, each from its own pool of workers.
+
+The public names below are looked up at first use, so that `import unfuse` stays light and brings no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unfuse.cli.own import local
+    from unfuse.client import connect
+    from unfuse.core.errors import (
+        InvalidParameter,
+        ObjectLost,
+        Overloaded,
+        PermanentError,
+        TransientError,
+        UnfuseError,
+    )
+    from unfuse.stores.tensor_store import TensorStore
+
+__version__ = "0.1.0"
+
+_NAMES = {
+    "local": "unfuse.cli.own",
+    "connect": "unfuse.client",
+    "TensorStore": "unfuse.stores.tensor_store",
+    "InvalidParameter": "unfuse.core.errors",
+    "ObjectLost": "unfuse.core.errors",
+    "Overloaded": "unfuse.core.errors",
+    "PermanentError": "unfuse.core.errors",
+    "TransientError": "unfuse.core.errors",
+    "UnfuseError": "unfuse.core.errors",
+}
+
+__all__ = [
+    "InvalidParameter",
+    "ObjectLost",
+    "Overloaded",
+    "PermanentError",
+    "TensorStore",
+    "TransientError",
+    "UnfuseError",
+    "__version__",
+    "connect",
+    "local",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """A public name. Raises AttributeError for any other."""
+    if name not in _NAMES:
+        raise AttributeError(f"module 'unfuse' has no attribute {name!r}")
+    return getattr(import_module(_NAMES[name]), name)

@@ -1,0 +1,5 @@
+"""`python -m unfuse` is the command `unfuse`."""
+
+from unfuse.cli.main import main
+
+main()

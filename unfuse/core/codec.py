@@ -1,0 +1,52 @@
+"""Messages to bytes and back: a version byte, then msgpack. Every size is bounded before anything is decoded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from unfuse.core.errors import ProtocolError
+
+VERSION = 1
+READABLE = (1,)
+"""Versions this code reads: the current one and, once there is one, the one before."""
+
+MAX_BYTES = 8 * 1024 * 1024
+"""A control message is small; tensors never travel in one."""
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+@cache
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    return msgspec.msgpack.Decoder(kind)
+
+
+def encode(message: object) -> bytes:
+    """Return the message as bytes.
+
+    Raises ProtocolError when it is larger than MAX_BYTES: no peer would read it.
+    """
+    body = _encoder.encode(message)
+    if len(body) >= MAX_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes is larger than the {MAX_BYTES} that peers accept")
+    return bytes([VERSION]) + body
+
+
+def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
+    """Return the message of type `kind` that `data` holds.
+
+    Unknown fields are ignored, so that a newer peer may add optional ones. Depth is bounded by the types,
+    none of which is recursive. Raises ProtocolError for anything else: too large, empty, another version, other types.
+    """
+    if not 0 < len(data) <= MAX_BYTES:
+        raise ProtocolError(f"message of {len(data)} bytes: 1 to {MAX_BYTES} are accepted")
+    if data[0] not in READABLE:
+        raise ProtocolError(f"message of version {data[0]}: this build reads {', '.join(map(str, READABLE))}")
+    try:
+        return cast(T, _decoder(cast(Any, kind)).decode(memoryview(data)[1:]))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a message: {error}") from error

@@ -1,0 +1,125 @@
+"""What workers and schedulers say to each other. Each union is decoded whole: an unknown tag is a ProtocolError."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.card import ModelCard
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import ResultFile, Timings
+from unfuse.core.task import Claim, Lease
+
+FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken."""
+
+    id: str
+    node: str
+    role: str
+    pools: tuple[str, ...]
+    slots: int
+    arena: str
+    room: int
+    pid: int = 0
+    used: int = 0
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A worker introduces itself; one without pools asks what it should serve."""
+
+    worker: WorkerInfo
+    cards: tuple[ModelCard, ...] = ()
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds."""
+
+    slots: int
+    room: int | None
+    wait: float
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take."""
+
+    claims: tuple[Claim, ...] = ()
+    holding: tuple[str, ...] = ()
+    used: int = 0
+
+
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Steps `first`…`step` of `steps` are done. The answer says whether to go on: a lost lease is a cancellation."""
+
+    claim: Claim
+    step: int
+    steps: int
+    first: int
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """A task's outcome: the object it made, or the results it wrote."""
+
+    claim: Claim
+    output: ObjectRef | None
+    results: tuple[ResultFile, ...]
+    timings: Timings
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it."""
+
+    claim: Claim
+    kind: FailureKind
+    message: str
+    evidence: str = ""
+    object_id: str = ""
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """A worker leaves for good."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Hello: models to serve as (name, source), where results go, how often to beat (seconds)."""
+
+    models: tuple[tuple[str, str], ...]
+    results: str
+    lease_ttl: float
+    beat: float
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """Leases, and the arena addresses of the workers that own their inputs as {worker id: (node, address)}."""
+
+    leases: tuple[Lease, ...]
+    peers: dict[str, tuple[str, str]]
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Beat: claims that ended (lost or cancelled), and requests whose objects may go."""
+
+    ended: tuple[Claim, ...]
+    over: tuple[str, ...]
+
+
+class Accepted(msgspec.Struct, frozen=True, tag=True):
+    """The outcome is recorded."""
+
+
+class Stranger(msgspec.Struct, frozen=True, tag=True):
+    """The scheduler does not know this connection (it was restarted, say): introduce yourself and ask again."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The message had no effect. `lease_lost`: drop what the attempt made."""
+
+    message: str
+    lease_lost: bool = False
+
+
+ToScheduler = Hello | Ask | Beat | Progress | Done | Failed | Bye
+ToWorker = Welcome | Granted | Pulse | Accepted | Stranger | Refused

@@ -1,0 +1,80 @@
+"""Handles to stage outputs. A ref holds no data and grants no trust: addresses come from the worker registry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import msgspec
+
+DTYPES: dict[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+"""Tensor types that may cross a stage border, with bytes per element."""
+
+ALIGNMENT = 64
+"""Tensors start on cache lines, which also satisfies every vector load."""
+
+CHUNK_BYTES = 4 * 1024 * 1024
+MAX_CHUNKS = 256
+MAX_TENSORS = 256
+MAX_DIMS = 16
+
+
+class TensorMeta(msgspec.Struct, frozen=True):
+    """One named tensor inside an object. `dtype` is "none" for a value that is None; offset and nbytes are bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class ObjectRef(msgspec.Struct, frozen=True):
+    """The handle to one stage output: named tensors in one sealed allocation.
+
+    `owner` is the id of the worker that holds it and `node` where that worker runs; `generation` tells a reused
+    allocation from the one that was sealed; `checksums` are xxh3-64 per chunk of `chunk_bytes(nbytes)`;
+    `key` must be shown to read it; `created_at` is Unix seconds.
+    """
+
+    id: str
+    owner: str
+    node: str
+    request: str
+    stage: str
+    attempt: int
+    generation: int
+    nbytes: int
+    tensors: tuple[TensorMeta, ...]
+    checksums: tuple[int, ...]
+    key: bytes
+    created_at: float
+
+
+def chunk_bytes(nbytes: int) -> int:
+    """Bytes per checksummed chunk of an object: at least CHUNK_BYTES, at most MAX_CHUNKS chunks."""
+    return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
+
+
+def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:
+    """Place tensors given as (name, dtype, shape) one after another.
+
+    Returns their metas and the total bytes. A dtype of "none" takes no room.
+    Raises ValueError for a dtype, shape or count outside the allow-list.
+    """
+    metas: list[TensorMeta] = []
+    offset = 0
+    for name, dtype, shape in tensors:
+        if len(shape) > MAX_DIMS or any(side < 0 for side in shape):
+            raise ValueError(f"tensor {name!r} has shape {shape}")
+        if dtype != "none" and dtype not in DTYPES:
+            raise ValueError(f"tensor {name!r} has dtype {dtype}; one of {', '.join(DTYPES)} may cross a stage border")
+        size = 0 if dtype == "none" else DTYPES[dtype] * prod(shape)
+        metas.append(TensorMeta(name, dtype, shape, offset, size))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    if len(metas) > MAX_TENSORS or len({meta.name for meta in metas}) != len(metas):
+        raise ValueError(f"an object has up to {MAX_TENSORS} tensors of different names, not {[m.name for m in metas]}")
+    return tuple(metas), offset

@@ -1,0 +1,216 @@
+"""What a client may ask for, checked against a model's card before anything is queued.
+
+Values arrive as JSON values (where 2.0 is the whole number 2) or as form strings; null counts as left out. Whatever is
+refused is refused with InvalidParameter, whose sentence holds the bound and the value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.plan import Params, Value
+
+MAX_SEED = 2**53 - 1
+"""The largest seed a client may send, and the largest of a request's pictures: every JSON reader keeps it exactly."""
+
+DRAWN_SEEDS = 2**31
+"""A seed that was left out is drawn below this, short enough to type again."""
+
+OUTPUT_FORMATS = ("png", "jpeg", "webp")
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86_400.0
+MAX_PRIORITY = 100
+MAX_FPS = 120
+MAX_METADATA = 16
+
+UNUSED = frozenset({"user", "style", "moderation", "safety_identifier"})
+"""Fields the `openai` client may send and unfuse has no use for: any value is accepted."""
+
+_ONLY: dict[str, tuple[object, ...]] = {
+    "quality": ("auto",),
+    "background": ("auto",),
+    "stream": (False, "false"),
+    "partial_images": (0, "0"),
+}
+_STANDARD: Params = {"negative_prompt": "", "num_frames": 1, "output_format": "png", "output_compression": 100}
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
+_SIZE = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
+
+
+class Delivery(msgspec.Struct, frozen=True):
+    """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit)."""
+
+    response_format: Literal["b64_json", "url"] = "b64_json"
+    priority: int = 0
+    timeout: float | None = None
+    metadata: dict[str, str] = {}
+
+
+def check(card: ModelCard, given: Mapping[str, object]) -> tuple[Params, int]:
+    """Everything the stages need for a request, and how many pictures it asks for.
+
+    What the client left out comes from the card's defaults; a missing seed is drawn. The pictures have the seeds
+    s … s + n − 1. Raises InvalidParameter, also for a field that nobody knows.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in values:
+        _known(name)
+    for name, allowed in _ONLY.items():
+        if name in values and values[name] not in allowed:
+            raise InvalidParameter(f"{name} can only be {_shown(allowed[0])} here, not {_shown(values[name])}", name)
+    limits = card.limits
+    params: Params = {**_STANDARD, **card.defaults}
+    if "prompt" not in values:
+        raise InvalidParameter("prompt is missing: say what the picture should show", "prompt")
+    for name, read in _READERS.items():
+        if name in values:
+            params[name] = read(limits, values[name])
+    if values.get("size", "auto") != "auto":
+        params["width"], params["height"] = _size(limits, values["size"])
+    n = _integer("n", values.get("n", 1), 1, limits.max_n)
+    if "seed" in values:
+        params["seed"] = _integer("seed", values["seed"], 0, MAX_SEED - n + 1)
+    else:
+        params["seed"] = secrets.randbelow(DRAWN_SEEDS - n + 1)
+    return params, n
+
+
+def check_delivery(given: Mapping[str, object]) -> Delivery:
+    """How the client wants the request handled. Raises InvalidParameter."""
+    values = {name: given[name] for name in Delivery.__struct_fields__ if given.get(name) is not None}
+    form = values.get("response_format", "b64_json")
+    if form not in ("b64_json", "url"):
+        raise InvalidParameter(f"response_format must be b64_json or url, not {_shown(form)}", "response_format")
+    timeout = values.get("timeout")
+    return Delivery(
+        response_format="url" if form == "url" else "b64_json",
+        priority=_integer("priority", values.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY),
+        timeout=None if timeout is None else _number("timeout", timeout, MIN_TIMEOUT, MAX_TIMEOUT),
+        metadata=_metadata(values.get("metadata", {})),
+    )
+
+
+def _known(name: str) -> None:
+    known = sorted({*_READERS, *_ONLY, *UNUSED, *Delivery.__struct_fields__, "model", "n", "seed", "size"})
+    if name in known:
+        return
+    near = ["size"] if name in ("width", "height") else get_close_matches(name, known, 1, 0.4)
+    hint = f"did you mean {near[0]}?" if near else f"the parameters are {', '.join(known)}"
+    raise InvalidParameter(f"unknown parameter {_shown(name)}: {hint}", _shown(name)[1:-1])
+
+
+def _text(name: str, value: object, low: int, high: int) -> str:
+    if not isinstance(value, str):
+        raise InvalidParameter(f"{name} must be text, not {_shown(value)}", name)
+    if not low <= len(value) <= high:
+        raise InvalidParameter(f"{name} must be {low} to {high} characters long, not {len(value)}", name)
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise InvalidParameter(f"{name} holds half of a surrogate pair, which is not text", name)
+    return value
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    number = value
+    if isinstance(value, str) and _INTEGER.fullmatch(value) or isinstance(value, float) and value.is_integer():
+        number = int(value)
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise InvalidParameter(f"{name} must be a whole number ({low} to {high}), not {_shown(value)}", name)
+    if not low <= number <= high:
+        raise InvalidParameter(f"{name} must be {low} to {high}, not {_shown(number)}", name)
+    return number
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    number = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise InvalidParameter(f"{name} must be a number ({low:g} to {high:g}), not {_shown(value)}", name)
+    if not low <= number <= high:
+        raise InvalidParameter(f"{name} must be {low:g} to {high:g}, not {_shown(number)}", name)
+    return float(number)
+
+
+def _frames(limits: Limits, value: object) -> int:
+    frames = _integer("num_frames", value, 1, limits.max_frames)
+    below = (frames - 1) % limits.frame_multiple
+    if below:
+        raise InvalidParameter(
+            f"num_frames must be one more than a multiple of {limits.frame_multiple}, not {frames}; "
+            f"the nearest below is {frames - below}",
+            "num_frames",
+        )
+    return frames
+
+
+def _format(_: Limits, value: object) -> str:
+    if not isinstance(value, str) or value not in OUTPUT_FORMATS:
+        known = ", ".join(OUTPUT_FORMATS)
+        raise InvalidParameter(f"output_format must be one of {known}, not {_shown(value)}", "output_format")
+    return value
+
+
+def _size(limits: Limits, value: object) -> tuple[int, int]:
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        raise InvalidParameter(f"size must be auto or WIDTHxHEIGHT in pixels (64x64), not {_shown(value)}", "size")
+    width, height = int(match[1]), int(match[2])
+    near = nearest_size(limits, width, height)
+    if near != (width, height):
+        raise InvalidParameter(
+            f"size {width}x{height} cannot be made: each side must be a multiple of {limits.size_multiple} from "
+            f"{limits.min_size} to {limits.max_size}, with at most {limits.max_pixels} pixels in all; "
+            f"the nearest is {near[0]}x{near[1]}",
+            "size",
+        )
+    return width, height
+
+
+def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
+    """The size in pixels closest to this one that the model can make (itself when it can)."""
+    multiple = limits.size_multiple
+    low, high = -(-limits.min_size // multiple) * multiple, limits.max_size // multiple * multiple
+
+    def fit(side: int) -> int:
+        return min(max((side + multiple // 2) // multiple * multiple, low), high)
+
+    width, height = fit(width), fit(height)
+    while width * height > limits.max_pixels and max(width, height) > low:
+        width, height = (width - multiple, height) if width > height else (width, height - multiple)
+    return width, height
+
+
+def _metadata(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_METADATA:
+        raise InvalidParameter(f"metadata must be an object of at most {MAX_METADATA} texts", "metadata")
+    return {_text("metadata key", key, 1, 64): _text(f"metadata.{key}"[:80], one, 0, 512) for key, one in value.items()}
+
+
+def _shown(value: object) -> str:
+    """The value as it may stand in a sentence: short, printable whatever it is."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= 60 else value[:60] + "…")
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"a number of {int(math.log10(abs(value))) + 1} digits"
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+_READERS: dict[str, Callable[[Limits, object], Value]] = {
+    "prompt": lambda limits, value: _text("prompt", value, 1, limits.max_prompt_chars),
+    "negative_prompt": lambda limits, value: _text("negative_prompt", value, 0, limits.max_prompt_chars),
+    "num_inference_steps": lambda limits, value: _integer("num_inference_steps", value, 1, limits.max_steps),
+    "guidance_scale": lambda limits, value: _number("guidance_scale", value, 0.0, limits.max_guidance),
+    "num_frames": _frames,
+    "fps": lambda _, value: _integer("fps", value, 1, MAX_FPS),
+    "output_format": _format,
+    "output_compression": lambda _, value: _integer("output_compression", value, 0, 100),
+}

@@ -1,0 +1,152 @@
+"""Pipelines and execution plans: a model's graph of stages, and that graph compiled for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+
+import msgspec
+
+from unfuse.core.errors import ConfigError
+
+Value = str | int | float | bool | None
+Params = dict[str, Value]
+
+ROLES: dict[str, frozenset[str]] = {
+    "encoder": frozenset({"text_encode", "text_encode_2", "image_encode"}),
+    "denoiser": frozenset({"denoise"}),
+    "decoder": frozenset({"vae_decode"}),
+}
+"""What `--role` means; `all` is every kind."""
+
+
+class Room(msgspec.Struct, frozen=True):
+    """Predicted bytes of a stage's output: fixed + per_pixel × width × height × groups of frames."""
+
+    fixed: int = 0
+    per_pixel: float = 0.0
+    frame_group: int = 1
+
+    def bytes(self, params: Mapping[str, Value]) -> int:
+        """Bytes for one request with these parameters (width, height in pixels; num_frames)."""
+        sizes = [params.get(name) for name in ("width", "height", "num_frames")]
+        width, height, frames = (value if isinstance(value, int) else 1 for value in sizes)
+        return self.fixed + round(self.per_pixel * width * height * (1 + (frames - 1) // self.frame_group))
+
+
+class StageSpec(msgspec.Struct, frozen=True):
+    """A node of a pipeline.
+
+    `components` are the folders its workers load; the first names its pool. `inputs` and `outputs` are value names that
+    join stages. A stage with `per_sample` runs once for each picture of a request, the others once a request.
+    """
+
+    name: str
+    kind: str
+    components: tuple[str, ...]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    per_sample: bool = False
+    room: Room = Room()
+
+
+class Pipeline(msgspec.Struct, frozen=True):
+    """A model's graph of stages."""
+
+    stages: tuple[StageSpec, ...]
+
+    def validate(self) -> None:
+        """Raise ConfigError unless names join without a circle, every output is made once and results are written."""
+        producers = self.producers()
+        if len({stage.name for stage in self.stages}) != len(self.stages):
+            raise ConfigError("two stages of the pipeline have one name")
+        if dotted := [stage.name for stage in self.stages if "." in stage.name]:
+            raise ConfigError(f"stage names hold no dot (it sets a picture's index apart), unlike {', '.join(dotted)}")
+        if all(stage.outputs for stage in self.stages):
+            raise ConfigError("no stage of the pipeline is without outputs: none writes results")
+        if sum(len(stage.outputs) for stage in self.stages) != len(producers):
+            raise ConfigError("two stages of the pipeline make the same output")
+        missing = sorted({name for stage in self.stages for name in stage.inputs} - set(producers))
+        if missing:
+            raise ConfigError(f"no stage of the pipeline makes {', '.join(missing)}")
+        try:
+            TopologicalSorter({s.name: {producers[name].name for name in s.inputs} for s in self.stages}).prepare()
+        except CycleError as error:
+            raise ConfigError(f"the pipeline's stages wait for each other: {' → '.join(error.args[1])}") from error
+        for stage in self.stages:
+            if not stage.per_sample and any(producers[name].per_sample for name in stage.inputs):
+                raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
+
+    def producers(self) -> dict[str, StageSpec]:
+        """Which stage makes which output."""
+        return {name: stage for stage in self.stages for name in stage.outputs}
+
+
+class PlannedStage(msgspec.Struct, frozen=True):
+    """A stage of one request: where it waits, which stages it comes after, what is particular to it.
+
+    `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
+    `final` stages write results.
+    """
+
+    name: str
+    kind: str
+    pool: str
+    after: tuple[str, ...]
+    params: Params
+    room: int
+    final: bool
+
+
+class ExecutionPlan(msgspec.Struct, frozen=True):
+    """A pipeline compiled for one request, in an order in which it could run."""
+
+    stages: tuple[PlannedStage, ...]
+
+    def stage(self, name: str) -> PlannedStage:
+        """The stage of that name. Raises KeyError."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise KeyError(name)
+
+    def consumers(self, name: str) -> tuple[PlannedStage, ...]:
+        """The stages that read the output of `name`."""
+        return tuple(stage for stage in self.stages if name in stage.after)
+
+
+def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str]) -> str:
+    """The pool of a stage: workers are interchangeable for one kind of one component in one dtype."""
+    component = stage.components[0]
+    return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
+
+
+def kinds_of(role: str) -> frozenset[str] | None:
+    """Stage kinds a worker of that role runs, None for all of them. Raises ConfigError for an unknown role."""
+    if role == "all":
+        return None
+    if role not in ROLES:
+        raise ConfigError(f"unknown role {role!r}: one of {', '.join([*ROLES, 'all'])}")
+    return ROLES[role]
+
+
+def compile_plan(
+    pipeline: Pipeline, pools: Mapping[str, str], params: Params, samples: Iterable[Params]
+) -> ExecutionPlan:
+    """Fan a validated pipeline out over the samples of one request.
+
+    `pools` maps stage names to pools; `samples` holds what differs between the pictures of the request.
+    """
+    producers = pipeline.producers()
+    order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
+    specs = {spec.name: spec for spec in pipeline.stages}
+    each = list(samples)
+    planned: list[PlannedStage] = []
+    for spec in (specs[name] for name in order):
+        room = spec.room.bytes(params)
+        for index, own in enumerate(each if spec.per_sample else [{}]):
+            feeds = dict.fromkeys(producers[name].name for name in spec.inputs)
+            after = tuple(f"{name}.{index}" if specs[name].per_sample else name for name in feeds)
+            name = f"{spec.name}.{index}" if spec.per_sample else spec.name
+            planned.append(PlannedStage(name, spec.kind, pools[spec.name], after, own, room, not spec.outputs))
+    return ExecutionPlan(tuple(planned))

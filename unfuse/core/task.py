@@ -1,0 +1,78 @@
+"""Tasks and leases: what a queue holds, and a timed claim on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Params
+
+TaskStatus = Literal["waiting", "queued", "leased", "done", "cancelled"]
+
+TASK_MOVES: dict[str, frozenset[str]] = {
+    "waiting": frozenset({"queued", "cancelled"}),
+    "queued": frozenset({"leased", "waiting", "cancelled"}),
+    "leased": frozenset({"queued", "waiting", "done", "cancelled"}),
+    "done": frozenset({"queued", "waiting"}),
+    "cancelled": frozenset(),
+}
+"""Legal moves of one stage of one request. `done` is left only when its output was lost;
+`waiting` is reached again when an input was."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """One stage of one request, with a read-only view of what it needs.
+
+    `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
+    seconds of the queue's clock; `room` is the predicted bytes of the output.
+    """
+
+    request: str
+    stage: str
+    attempt: int
+    pool: str
+    kind: str
+    model: str
+    params: Params
+    inputs: tuple[ObjectRef, ...] = ()
+    room: int = 0
+    final: bool = False
+    priority: int = 0
+    order: float = 0.0
+    not_before: float = 0.0
+    deadline: float | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What a task is, whatever its attempt."""
+        return self.request, self.stage
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What a worker shows to speak for a task: the attempt orders, the token (128 random bits) fences."""
+
+    request: str
+    stage: str
+    attempt: int
+    token: bytes
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The task it is about."""
+        return self.request, self.stage
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A timed claim on a task. `expires` is seconds of the queue's clock."""
+
+    task: Task
+    worker: str
+    token: bytes
+    expires: float
+
+    @property
+    def claim(self) -> Claim:
+        """What its holder shows."""
+        return Claim(self.task.request, self.task.stage, self.task.attempt, self.token)
