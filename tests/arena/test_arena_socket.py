@@ -1,0 +1,328 @@
+"""Readers and writers at an arena's socket, honest and otherwise."""
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from threading import Thread
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.client import ArenaClient
+from unfuse.arena.objects import Extent
+from unfuse.arena.protocol import (
+    Abort,
+    Create,
+    Delete,
+    Done,
+    FromOwner,
+    Hold,
+    Look,
+    Lost,
+    Placed,
+    Release,
+    Seal,
+    ToOwner,
+    Unhold,
+    Write,
+    frame,
+    socket_name,
+)
+from unfuse.arena.server import ArenaServer
+from unfuse.core.codec import decode
+from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
+
+TOKEN = b"t" * 16
+REQUEST = "req_" + "a" * 32
+
+
+class Owner:
+    """An arena that is served."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(1 << 20)
+        self.server = ArenaServer(self.arena, TOKEN)
+        self.address = self.server.address
+
+    def put(self, text: bytes = b"hello") -> Extent:
+        extent = self.arena.create(len(text), REQUEST)
+        self.arena.memory[extent.offset : extent.offset + len(text)] = list(text)
+        self.arena.seal(extent.id)
+        return extent
+
+    def settled(self) -> "Owner":
+        """This owner, once its server has seen everything that happened so far."""
+        ArenaClient(self.address, TOKEN).close()
+        return self
+
+    def close(self) -> None:
+        self.server.close()
+        self.arena.close()
+
+
+class Raw:
+    """A client that sends what it likes."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(10)
+        self.socket.connect(socket_name(address))
+
+    def __enter__(self) -> "Raw":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def ask(self, message: ToOwner) -> tuple[FromOwner, list[int]]:
+        self.socket.sendall(frame(message))
+        data, fds, _, _ = socket.recv_fds(self.socket, 65536, 4)
+        return decode(data[4:], FromOwner), fds
+
+    def is_disconnected(self) -> bool:
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+
+@pytest.fixture
+def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.close()
+
+
+def hold(client: ArenaClient, extent: Extent) -> Extent:
+    return client.hold(extent.id, extent.key, extent.generation, extent.nbytes)
+
+
+def as_hold(extent: Extent) -> Hold:
+    return Hold(extent.id, extent.key, extent.generation, extent.nbytes)
+
+
+def test_a_reader_maps_what_the_owner_wrote(owner: Owner) -> None:
+    extent = owner.put(b"hello")
+    reader = ArenaClient(owner.address)
+    where = hold(reader, extent)
+    assert bytes(reader.view[where.offset : where.offset + 5]) == b"hello"
+    owner.arena.memory[where.offset] = ord("j")
+    assert bytes(reader.view[where.offset : where.offset + 5]) == b"jello", "it is a copy"
+    owner.arena.delete(extent.id)
+    assert owner.settled().arena.usage().used > 0
+    reader.unhold(extent.id)
+    reader.close()
+    assert owner.settled().arena.usage().used == 0
+
+
+def test_the_end_of_a_connection_ends_all_of_its_holds_and_no_others(owner: Owner) -> None:
+    extent = owner.put()
+    one, two = ArenaClient(owner.address), ArenaClient(owner.address)
+    for reader in (one, one, two):
+        hold(reader, extent)
+    owner.arena.delete(extent.id)
+    one.close()
+    assert owner.settled().arena.usage().used > 0
+    two.close()
+    assert owner.settled().arena.usage().used == 0
+
+
+def test_the_descriptor_comes_with_the_first_hold_only_and_cannot_be_written(owner: Owner) -> None:
+    extent = owner.put()
+    with Raw(owner.address) as raw:
+        refused, none = raw.ask(msgspec.structs.replace(as_hold(extent), key=bytes(16)))
+        assert isinstance(refused, Lost) and none == []
+        placed, fds = raw.ask(as_hold(extent))
+        assert isinstance(placed, Placed) and len(fds) == 1
+        with pytest.raises(PermissionError):
+            mmap.mmap(fds[0], 4096, mmap.MAP_SHARED, mmap.PROT_WRITE)
+        os.close(fds[0])
+        assert raw.ask(as_hold(extent)) == (placed, [])
+
+
+@pytest.mark.parametrize("change", [{"key": b"k" * 16}, {"id": "0" * 32}, {"generation": 7}, {"nbytes": 4}])
+def test_a_forged_ref_holds_nothing(owner: Owner, change: dict[str, object]) -> None:
+    extent = owner.put()
+    reader = ArenaClient(owner.address)
+    with pytest.raises(ObjectLost):
+        hold(reader, msgspec.structs.replace(extent, **change))
+    assert not hasattr(reader, "view")
+    hold(reader, extent)
+    reader.close()
+
+
+def test_a_writer_writes_what_readers_read(owner: Owner) -> None:
+    writer, reader = ArenaClient(owner.address, TOKEN), ArenaClient(owner.address)
+    extent = writer.create(5, REQUEST)
+    writer.memory[extent.offset : extent.offset + 5] = list(b"hello")
+    with pytest.raises(ObjectLost):
+        hold(reader, extent)
+    writer.seal(extent.id)
+    where = hold(reader, extent)
+    assert bytes(reader.view[where.offset : where.offset + 5]) == b"hello"
+    assert writer.requests() == {REQUEST} and writer.usage() == owner.arena.usage()
+    reader.close()
+    writer.delete(extent.id)
+    assert owner.settled().arena.usage().used == 0
+    writer.close()
+
+
+def test_what_a_writer_leaves_half_written_is_aborted_and_what_it_sealed_stays(owner: Owner) -> None:
+    writer = ArenaClient(owner.address, TOKEN)
+    half, whole, given_up = (writer.create(5000, REQUEST) for _ in range(3))
+    writer.seal(whole.id)
+    writer.abort(given_up.id)
+    writer.close()
+    assert owner.settled().arena.usage().requested == 5000
+    hold(reader := ArenaClient(owner.address), whole)
+    with pytest.raises(ObjectLost):
+        hold(reader, half)
+    reader.close()
+
+
+def test_release_by_a_writer_waits_for_what_another_still_writes(owner: Owner) -> None:
+    one, two = ArenaClient(owner.address, TOKEN), ArenaClient(owner.address, TOKEN)
+    extent = one.create(10, REQUEST)
+    two.release(REQUEST)
+    assert two.usage().used > 0
+    with pytest.raises(ObjectLost, match="its request is over") as lost:
+        one.seal(extent.id)
+    assert lost.value.object_id == extent.id and two.usage().used == 0
+    one.close()
+    two.close()
+
+
+def test_a_full_arena_is_the_same_error_in_every_process(owner: Owner) -> None:
+    writer = ArenaClient(owner.address, TOKEN)
+    with pytest.raises(ArenaFull) as full:
+        writer.create(2 << 20, REQUEST)
+    assert (full.value.needed, full.value.free, full.value.capacity) == (2 << 20, 1 << 20, 1 << 20)
+    writer.seal(writer.create(10, REQUEST).id)
+    writer.close()
+
+
+FOR_WRITERS = [Create(1, REQUEST), Seal("a"), Abort("a"), Delete("a"), Release(REQUEST), Look()]
+
+
+@pytest.mark.parametrize("message", [*FOR_WRITERS, Write(b"wrong"), Unhold("a")], ids=repr)
+def test_who_has_not_shown_the_token_is_disconnected_when_it_writes(owner: Owner, message: ToOwner) -> None:
+    with Raw(owner.address) as raw:
+        raw.socket.sendall(frame(message))
+        assert raw.is_disconnected()
+
+
+@pytest.mark.parametrize("message", [Seal, Abort])
+def test_a_writer_cannot_finish_what_another_writes(owner: Owner, message: type[Seal] | type[Abort]) -> None:
+    writer = ArenaClient(owner.address, TOKEN)
+    extent = writer.create(10, REQUEST)
+    with Raw(owner.address) as raw:
+        done, (fd,) = raw.ask(Write(TOKEN))
+        os.close(fd)
+        assert done == Done()
+        raw.socket.sendall(frame(message(extent.id)))
+        assert raw.is_disconnected()
+    writer.seal(extent.id)
+    writer.close()
+
+
+def test_a_wrong_token_is_an_error_at_the_client(owner: Owner) -> None:
+    with pytest.raises(TransientError, match="closed the connection"):
+        ArenaClient(owner.address, b"wrong")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        bytes(64),
+        struct.pack("!I", 1 << 31),
+        struct.pack("!I", 3) + b"\x01ab",
+        frame(Look())[:4] + b"\x63" + frame(Look())[5:],
+        struct.pack("!I", 12) + b"\x01\x82\xa4type\xa4Gone",
+    ],
+)
+def test_a_client_that_sends_garbage_is_disconnected_and_harms_nobody(owner: Owner, garbage: bytes) -> None:
+    extent = owner.put()
+    reader = ArenaClient(owner.address)
+    hold(reader, extent)
+    with Raw(owner.address) as raw:
+        raw.socket.sendall(garbage)
+        raw.socket.shutdown(socket.SHUT_WR)
+        assert raw.is_disconnected()
+    hold(reader, extent)
+    reader.close()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.binary(max_size=300))
+def test_no_bytes_stop_the_server(owner: Owner, data: bytes) -> None:
+    with Raw(owner.address) as raw:
+        raw.socket.sendall(data)
+    owner.settled()
+
+
+def test_a_client_that_never_reads_is_disconnected(owner: Owner) -> None:
+    with Raw(owner.address) as raw:
+        lost = frame(Hold("0" * 32, b"", 0, 0)) * 1000
+        with pytest.raises(ConnectionError):
+            while True:
+                raw.socket.sendall(lost)
+    owner.settled()
+
+
+def test_a_message_may_arrive_in_any_pieces(owner: Owner) -> None:
+    message = frame(as_hold(owner.put()))
+    with Raw(owner.address) as raw:
+        for byte in message[:-1]:
+            raw.socket.sendall(bytes([byte]))
+        raw.socket.sendall(message[-1:] + message)
+        data, (fd,), _, _ = socket.recv_fds(raw.socket, 65536, 1)
+        os.close(fd)
+        assert isinstance(decode(data[4:], FromOwner), Placed)
+
+
+def test_an_owner_that_is_gone_is_a_transient_error() -> None:
+    owner = Owner()
+    extent = owner.put()
+    reader = ArenaClient(owner.address)
+    where = hold(reader, extent)
+    owner.close()
+    with pytest.raises(TransientError, match="does not answer"):
+        hold(reader, extent)
+    reader.unhold(extent.id)
+    reader.close()
+    assert bytes(reader.view[where.offset : where.offset + 5]) == b"hello"
+    with pytest.raises(TransientError, match="does not answer"):
+        ArenaClient(owner.address)
+
+
+def test_an_address_of_another_kind_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="unix:@"):
+        ArenaClient("tcp://127.0.0.1:80")
+
+
+def test_one_client_serves_many_threads(owner: Owner) -> None:
+    extents = [owner.put(str(number).encode()) for number in range(20)]
+    reader = ArenaClient(owner.address)
+    wrong: list[Extent] = []
+
+    def read(extent: Extent, text: bytes) -> None:
+        for _ in range(30):
+            where = hold(reader, extent)
+            if bytes(reader.view[where.offset : where.offset + where.nbytes]) != text:
+                wrong.append(extent)
+            reader.unhold(extent.id)
+
+    threads = [Thread(target=read, args=(extent, str(n).encode())) for n, extent in enumerate(extents)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for extent in extents:
+        owner.arena.delete(extent.id)
+    reader.close()
+    assert wrong == [] and owner.settled().arena.usage().used == 0

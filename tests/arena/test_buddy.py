@@ -1,0 +1,111 @@
+"""The allocator against a model that marks every block by hand."""
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from unfuse.arena.buddy import Buddy
+from unfuse.core.errors import ArenaFull
+
+BLOCK = 16
+
+
+class AgainstBlocks(RuleBasedStateMachine):
+    """Every block is free or belongs to one extent; the model knows which."""
+
+    @initialize(blocks=st.integers(1, 200), rest=st.integers(0, BLOCK - 1))
+    def start(self, blocks: int, rest: int) -> None:
+        self.blocks = blocks
+        self.buddy = Buddy(blocks * BLOCK + rest, BLOCK)
+        self.owner: list[int | None] = [None] * blocks
+        self.sizes: dict[int, int] = {}
+        self.most = 0
+
+    def free_in_a_row(self, length: int) -> bool:
+        """Whether an aligned, free power of two of at least `length` blocks exists."""
+        size = 1 << (length - 1).bit_length()
+        starts = range(0, self.blocks - size + 1, size)
+        return any(all(owner is None for owner in self.owner[start : start + size]) for start in starts)
+
+    @rule(nbytes=st.integers(0, 220 * BLOCK))
+    def allocate(self, nbytes: int) -> None:
+        length = max(1, -(-nbytes // BLOCK))
+        fits = self.free_in_a_row(length)
+        try:
+            offset = self.buddy.allocate(nbytes)
+        except ArenaFull as full:
+            assert not fits
+            assert (full.needed, full.free) == (nbytes, self.owner.count(None) * BLOCK)
+            return
+        assert fits
+        start, rest = divmod(offset, BLOCK)
+        assert rest == 0 and start + length <= self.blocks
+        assert self.owner[start : start + length] == [None] * length, "two extents overlap"
+        self.owner[start : start + length] = [offset] * length
+        self.sizes[offset] = nbytes
+        self.most = max(self.most, self.blocks - self.owner.count(None))
+
+    @precondition(lambda self: self.sizes)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        offset = data.draw(st.sampled_from(sorted(self.sizes)))
+        self.buddy.free(offset)
+        del self.sizes[offset]
+        self.owner = [None if owner == offset else owner for owner in self.owner]
+
+    @invariant()
+    def counters_agree(self) -> None:
+        usage = self.buddy.usage()
+        free = self.owner.count(None)
+        assert usage.capacity == self.blocks * BLOCK
+        assert usage.used + usage.free == usage.capacity
+        assert usage.free == free * BLOCK
+        assert usage.requested == sum(self.sizes.values()) <= usage.used
+        assert usage.high_water == self.most * BLOCK
+        largest = usage.largest_free // BLOCK
+        assert largest == 0 or self.free_in_a_row(largest)
+        assert largest * 2 > self.blocks or not self.free_in_a_row(max(1, largest * 2))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "buddy"):
+            return
+        for offset in list(self.sizes):
+            self.buddy.free(offset)
+        fresh = Buddy(self.blocks * BLOCK, BLOCK).usage()
+        assert self.buddy.usage().free == fresh.capacity
+        assert self.buddy.usage().largest_free == fresh.largest_free, "what came back did not merge"
+
+
+TestAgainstBlocks = AgainstBlocks.TestCase
+TestAgainstBlocks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+@given(blocks=st.integers(1, 300))
+def test_single_blocks_fill_any_capacity_to_the_last_one(blocks: int) -> None:
+    buddy = Buddy(blocks * BLOCK, BLOCK)
+    offsets = {buddy.allocate(1) for _ in range(blocks)}
+    assert offsets == set(range(0, blocks * BLOCK, BLOCK))
+    with pytest.raises(ArenaFull):
+        buddy.allocate(0)
+
+
+def test_an_extent_takes_only_the_blocks_it_needs() -> None:
+    buddy = Buddy(8 * BLOCK, BLOCK)
+    buddy.allocate(5 * BLOCK)
+    assert buddy.usage().used == 5 * BLOCK
+    buddy.allocate(2 * BLOCK)
+    buddy.allocate(1)
+    assert (buddy.usage().free, buddy.usage().requested) == (0, 7 * BLOCK + 1)
+
+
+def test_freeing_twice_is_an_error() -> None:
+    buddy = Buddy(4 * BLOCK, BLOCK)
+    offset = buddy.allocate(1)
+    buddy.free(offset)
+    with pytest.raises(KeyError):
+        buddy.free(offset)
+
+
+def test_a_span_without_room_for_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="15 bytes"):
+        Buddy(15, BLOCK)

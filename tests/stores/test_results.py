@@ -1,0 +1,177 @@
+"""Results on disk: whole or not at all, found by request and index only."""
+
+import errno
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.core.request import new_request_id
+from unfuse.stores.results import REQUEST_ID, ResultStore, open_results
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "deep" / "results"
+
+
+@pytest.fixture
+def results(folder: Path) -> ResultStore:
+    return open_results(f"disk:{folder}")
+
+
+def test_a_result_comes_back_by_request_and_index(results: ResultStore) -> None:
+    request = new_request_id()
+    file = results.put(request, 1, "image/png", b"picture")
+    assert (file.index, file.content_type, file.bytes) == (1, "image/png", 7)
+    assert file.sha256 == hashlib.sha256(b"picture").hexdigest()
+    assert results.read(request, 1) == results.path(request, 1).read_bytes() == b"picture"
+
+
+def test_another_attempt_replaces_the_result(results: ResultStore) -> None:
+    request = new_request_id()
+    for data in (b"first", b"second"):
+        results.put(request, 0, "image/png", data)
+    assert results.read(request, 0) == b"second"
+    assert os.listdir(results.path(request, 0).parent) == ["0"]
+
+
+def test_results_are_private(results: ResultStore, folder: Path) -> None:
+    request = new_request_id(video=True)
+    results.put(request, 0, "video/mp4", b"x")
+    file = results.path(request, 0)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, file.parent, file)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+def test_a_store_opened_again_has_what_was_put(results: ResultStore, folder: Path) -> None:
+    request = new_request_id()
+    results.put(request, 0, "image/png", b"x")
+    assert open_results(f"disk:{folder}").read(request, 0) == b"x"
+
+
+def test_what_is_not_there_is_not_found(results: ResultStore) -> None:
+    request = new_request_id()
+    results.put(request, 0, "image/png", b"x")
+    for missing, index in ((request, 1), (new_request_id(), 0)):
+        with pytest.raises(NotFound, match=missing):
+            results.read(missing, index)
+        with pytest.raises(NotFound, match=missing):
+            results.path(missing, index)
+
+
+@pytest.mark.parametrize(
+    "request_id",
+    ["", "..", "../x", "req_", "req_" + "a" * 31, "req_" + "a" * 33, "req_" + "A" * 32, "req_" + "a" * 32 + "\n",
+     "req_" + "a" * 32 + "/..", "/etc", "video_" + "g" * 32, "x" * 10_000],
+)  # fmt: skip
+def test_an_id_that_is_none_touches_no_file(results: ResultStore, folder: Path, request_id: str) -> None:
+    for attempt in (
+        lambda: results.put(request_id, 0, "image/png", b"x"),
+        lambda: results.path(request_id, 0),
+        lambda: results.read(request_id, 0),
+        lambda: results.delete(request_id),
+    ):
+        with pytest.raises(NotFound, match="is not a request's id"):
+            attempt()
+    assert os.listdir(folder) == []
+
+
+@given(st.text())
+def test_only_our_own_ids_are_ids(text: str) -> None:
+    assert not REQUEST_ID.fullmatch(text) or text.startswith(("req_", "video_"))
+
+
+def test_deleting_is_idempotent_and_leaves_the_others(results: ResultStore) -> None:
+    mine, other = new_request_id(), new_request_id()
+    for request in (mine, other):
+        results.put(request, 0, "image/png", b"x")
+    results.delete(mine)
+    results.delete(mine)
+    with pytest.raises(NotFound):
+        results.path(mine, 0)
+    assert results.read(other, 0) == b"x"
+
+
+def test_forgetting_takes_the_old_and_names_them(results: ResultStore, folder: Path) -> None:
+    old, new = new_request_id(), new_request_id()
+    for request, age in ((old, 1000), (new, 3000)):
+        results.put(request, 0, "image/png", b"x")
+        os.utime(folder / request, (age, age))
+    (folder / "notes of somebody").mkdir()
+    os.utime(folder / "notes of somebody", (0, 0))
+    assert results.forget(2000) == [old]
+    assert results.forget(2000) == []
+    assert sorted(os.listdir(folder)) == sorted([new, "notes of somebody"])
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_full_disk_is_said_and_nothing_is_left(
+    results: ResultStore, folder: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    request = new_request_id()
+    results.put(request, 0, "image/png", b"old")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if broken == "fsync" else (Path, "replace")), full)
+        sentence = r"\(3 bytes\) cannot be written: No space left on device; make room under"
+        with pytest.raises(TransientError, match=sentence):
+            results.put(request, 0, "image/png", b"new")
+    assert os.listdir(folder / request) == ["0"] and results.read(request, 0) == b"old"
+    results.put(request, 0, "image/png", b"new")
+    assert results.read(request, 0) == b"new"
+
+
+def test_a_file_that_grows_too_large_leaves_nothing(folder: Path) -> None:
+    script = """
+import os, resource, sys
+from unfuse.core.errors import TransientError
+from unfuse.stores.results import open_results
+results, request = open_results(sys.argv[1]), "req_" + "a" * 32
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+try:
+    results.put(request, 0, "video/mp4", bytes(200_000))
+except TransientError as error:
+    sys.exit(f"{error} {os.listdir(sys.argv[2] + '/' + request)}")
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", script, f"disk:{folder}", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert "File too large; make room under" in done.stderr and done.stderr.strip().endswith("[]")
+
+
+def test_the_file_and_its_name_are_on_disk_before_put_returns(
+    results: ResultStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, synced, fsync = new_request_id(), [], os.fsync
+    results.put(request, 0, "image/png", b"x")
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    results.put(request, 1, "image/png", b"y")
+    temporary, parent = synced
+    assert Path(temporary).parent == Path(parent) == folder / request
+
+
+@pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "/plain/path"])
+def test_an_unknown_place_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="give disk:PATH"):
+        open_results(url)
+
+
+def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="choose another --results"):
+        open_results(f"disk:{tmp_path}/file/results")

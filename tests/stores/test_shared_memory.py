@@ -1,0 +1,293 @@
+"""Objects between real processes: mapped, not copied; let go by whoever dies; gone with the last of them."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from unfuse.arena.client import ArenaClient
+from unfuse.core.errors import ObjectLost
+from unfuse.stores.tensor_store import TensorStore
+
+CHILD = Path(__file__).with_name("store_child.py")
+ROOT = Path(__file__).parents[2]
+
+
+class Process:
+    """A store in a process of its own, which does what is asked of it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, CHILD, json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        self.where: dict[str, str] = self._answer()
+
+    def __call__(self, verb: str, *arguments: Any) -> Any:
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self.process.stdout
+        answer = json.loads(self.process.stdout.readline())
+        if "error" in answer:
+            raise Refused(answer["error"], answer["message"])
+        return answer["answer"]
+
+    def kill(self) -> int:
+        """Kill −9, wait, and return the exit status."""
+        self.process.kill()
+        return self.end()
+
+    def end(self) -> int:
+        for stream in (self.process.stdin, self.process.stdout):
+            assert stream
+            stream.close()
+        return self.process.wait(20)
+
+
+class Refused(Exception):
+    """A child's answer was an error of this name."""
+
+
+Start = Callable[..., Process]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start children that end with the test."""
+    children: list[Process] = []
+
+    def start(**options: Any) -> Process:
+        children.append(Process(**options))
+        return children[-1]
+
+    yield start
+    for child in children:
+        if child.process.poll() is None:
+            child.kill()
+
+
+def used(owner: Process | dict[str, str]) -> int:
+    """Bytes in use at an owner, once it has seen everything that happened so far."""
+    where = owner if isinstance(owner, dict) else owner.where
+    client = ArenaClient(where["address"], bytes.fromhex(where["write_token"]))
+    try:
+        return client.usage().used
+    finally:
+        client.close()
+
+
+def test_three_processes_share_one_object_without_a_copy(start: Start) -> None:
+    owner = start(owner="a", capacity=16 << 20)
+    writer = start(owner="a", **owner.where)
+    reader = start(owner="b", capacity=1 << 20)
+    reader("learn", {"a": ["n", owner.where["address"]]})
+
+    ref = writer("put", 7, 100_000)
+    for process in (owner, writer, reader):
+        assert process("get", ref) == [7, 700_000]
+    lines = [process("lies_in").split() for process in (owner, writer, reader)]
+
+    assert {line[1] for line in lines} == {"r--s"}, "mapped shared, and not for writing"
+    assert {line[4] for line in lines} == {str(owner("memory_file"))}, "all lie in the owner's memory"
+    for process in (owner, writer, reader):
+        process("close")
+
+
+def test_holding_an_object_is_seen_by_its_owner_until_it_is_closed(start: Start) -> None:
+    owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
+    reader("learn", {"a": ["n", owner.where["address"]]})
+    with TensorStore.create("shared_memory", owner="a", address=owner.where["address"],
+                            write_token=bytes.fromhex(owner.where["write_token"])) as store:  # fmt: skip
+        ref = store.put({"x": np.ones(1000, int)}, request="r", stage="s", attempt=1)
+        reader("get", encoded(ref))
+        store.delete(ref)
+        assert used(owner) > 0
+        reader("close")
+    assert used(owner) == 0
+
+
+def encoded(ref: object) -> str:
+    import msgspec
+
+    return msgspec.msgpack.encode(ref).hex()
+
+
+def test_kill_9_of_a_reader_releases_its_holds(start: Start) -> None:
+    with TensorStore.create("shared_memory", owner="a", capacity=1 << 20) as owner:
+        where = {"address": owner.address, "write_token": owner.write_token.hex()}
+        reader = start(owner="b", capacity=1 << 20)
+        reader("learn", {"a": ["n", owner.address]})
+        ref = owner.put({"x": np.ones(1000, int)}, request="r", stage="s", attempt=1)
+        reader("get", encoded(ref), "one")
+        reader("get", encoded(ref), "two")
+        owner.delete(ref)
+        assert used(where) > 0
+        assert reader.kill() == -9
+        assert used(where) == 0
+
+
+def test_kill_9_of_a_writer_aborts_what_it_was_writing_and_keeps_what_it_sealed(start: Start) -> None:
+    owner = start(owner="a", capacity=1 << 20)
+    writer = start(owner="a", **owner.where)
+    ref = writer("put", 3, 100)
+    sealed = used(owner)
+    writer("begin", 300_000)
+    assert used(owner) > sealed + 300_000
+    assert writer.kill() == -9
+    assert used(owner) == sealed
+    again = start(owner="a", **owner.where)
+    assert again("get", ref) == [3, 300]
+    assert owner("get", ref) == [3, 300]
+
+
+def test_a_reader_that_writes_by_force_harms_only_itself(start: Start) -> None:
+    owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
+    reader("learn", {"a": ["n", owner.where["address"]]})
+    ref = owner("put", 5, 10)
+    reader("get", ref)
+    with pytest.raises(json.JSONDecodeError):
+        reader("poke")
+    assert reader.end() == -11
+    assert owner("get", ref) == [5, 50]
+
+
+def test_an_object_of_a_killed_owner_stays_readable_to_its_reader_and_is_lost_to_others(start: Start) -> None:
+    owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
+    reader("learn", {"a": ["n", owner.where["address"]]})
+    held, other = owner("put", 5, 10), owner("put", 6, 10)
+    reader("get", held)
+    owner.kill()
+    assert reader("first") == 5
+    with pytest.raises(Refused, match="ObjectLost"):
+        reader("get", other, "other")
+    reader("close")
+
+
+def test_an_owner_nobody_spoke_of_is_unknown_and_one_that_came_back_elsewhere_is_found(start: Start) -> None:
+    owner, reader = start(owner="a", capacity=1 << 20), start(owner="b", capacity=1 << 20)
+    ref = owner("put", 5, 10)
+    with pytest.raises(Refused, match="not known here"):
+        reader("get", ref)
+    owner.kill()
+    reader("learn", {"a": ["n", owner.where["address"]]})
+    with pytest.raises(Refused, match="lost with its owner"):
+        reader("get", ref)
+    again = start(owner="a", capacity=1 << 20)
+    reader("learn", {"a": ["n", again.where["address"]]})
+    with pytest.raises(Refused, match="is not here"):
+        reader("get", ref)
+    assert reader("get", again("put", 8, 10)) == [8, 80]
+
+
+def processes_with(inode: int) -> set[str]:
+    """Ids of the processes that have a memory file open or mapped."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            maps = (process / "maps").read_text()
+            open_files = [os.stat(fd).st_ino for fd in (process / "fd").iterdir()]
+        except (OSError, PermissionError):
+            continue
+        mapped = any("memfd:unfuse-arena" in line and line.split()[4] == str(inode) for line in maps.splitlines())
+        if mapped or inode in open_files:
+            found.add(process.name)
+    return found
+
+
+def test_after_kill_9_of_everything_nobody_has_the_memory_and_there_is_no_file(start: Start) -> None:
+    owner = start(owner="a", capacity=16 << 20)
+    writer = start(owner="a", **owner.where)
+    reader = start(owner="b", capacity=1 << 20)
+    reader("learn", {"a": ["n", owner.where["address"]]})
+    reader("get", writer("put", 7, 100_000))
+    writer("begin", 1000)
+    inode = owner("memory_file")
+    assert processes_with(inode) == {str(process.process.pid) for process in (owner, writer, reader)}
+    assert owner.where["address"].removeprefix("unix:") in Path("/proc/net/unix").read_text()
+
+    for process in (owner, writer, reader):
+        process.kill()
+
+    assert processes_with(inode) == set()
+    assert owner.where["address"].removeprefix("unix:") not in Path("/proc/net/unix").read_text()
+    assert not [name for name in os.listdir("/dev/shm") if "unfuse" in name]
+
+
+def test_an_idle_reader_lets_a_dead_owners_memory_go(start: Start) -> None:
+    owner = start(owner="a", capacity=4 << 20)
+    ref = owner("put", 5, 10)
+    with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
+        reader.learn({"a": ("n", owner.where["address"])})
+        reader.get(decoded(ref)).close()
+        (client,) = reader._backend._readers._clients.values()
+        gone = threading.Event()
+        weakref.finalize(client.view, gone.set)
+        del client
+        owner.kill()
+        assert gone.wait(20)
+        with pytest.raises(ObjectLost, match="lost with its owner"):
+            reader.get(decoded(ref))
+
+
+def test_a_death_that_a_reader_notices_first_lets_the_memory_go_too(start: Start) -> None:
+    owner = start(owner="a", capacity=4 << 20)
+    ref = owner("put", 5, 10)
+    with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
+        reader.learn({"a": ("n", owner.where["address"])})
+        held = reader.get(decoded(ref))
+        readers = reader._backend._readers
+        (client,) = readers._clients.values()
+        gone = threading.Event()
+        weakref.finalize(client.view, gone.set)
+        with readers._lock:
+            owner.kill()
+            held.close()
+            del client, held
+        assert gone.wait(20)
+
+
+def decoded(ref: str) -> Any:
+    import msgspec
+
+    from unfuse.core.object_ref import ObjectRef
+
+    return msgspec.msgpack.decode(bytes.fromhex(ref), type=ObjectRef)
+
+
+def test_no_process_that_serves_objects_imports_torch(start: Start) -> None:
+    owner = start(owner="a", capacity=1 << 20)
+    owner("get", owner("put", 1, 1))
+    modules = owner("modules")
+    assert "numpy" in modules and "unfuse" in modules
+    assert not {"torch", "diffusers", "transformers", "asyncio"} & set(modules)
+
+
+def test_closing_a_store_leaves_no_descriptor_and_no_thread() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    threads, before = threading.active_count(), descriptors()
+    with TensorStore.create("shared_memory", owner="a", capacity=1 << 20) as owner:
+        ref = owner.put({"x": np.ones(3)}, request="r", stage="s", attempt=1)
+        with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
+            reader.learn({"a": ("n", owner.address)})
+            array = reader.get(ref)["x"]
+    assert array.tolist() == [1, 1, 1], "what was got outlives the store"
+    del array
+    owner.__dict__.clear(), reader.__dict__.clear()
+    assert (threading.active_count(), descriptors()) == (threads, before)

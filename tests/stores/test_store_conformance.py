@@ -1,0 +1,174 @@
+"""Every backend, and every way to it, is a tensor store; the suite notices one that is not."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from unfuse.arena.arena import Arena
+from unfuse.core.errors import ConfigError, ObjectLost
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.stores.base import Draft, Hold, StoreOptions
+from unfuse.stores.memory import MemoryBackend
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.testing import check_store
+
+CAPACITY = 48 << 20
+assert torch, "the suite checks torch tensors where torch has been imported"
+
+
+@pytest.mark.parametrize("name", ["memory", "shared_memory"])
+def test_a_backend_is_a_tensor_store(name: str) -> None:
+    check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY))
+
+
+@pytest.fixture
+def parent() -> Iterator[TensorStore]:
+    with TensorStore.create("shared_memory", owner="w1", capacity=CAPACITY) as parent:
+        yield parent
+
+
+def test_a_writer_at_another_process_arena_is_a_tensor_store(parent: TensorStore) -> None:
+    check_store(
+        lambda: TensorStore.create("shared_memory", owner="w1", address=parent.address, write_token=parent.write_token)
+    )
+    assert parent.usage().used == 0
+
+
+def test_a_capacity_that_is_no_power_of_two_does(parent: TensorStore) -> None:
+    check_store(lambda: TensorStore.create("shared_memory", capacity=(40 << 20) + 12345))
+
+
+class Leaky(MemoryBackend):
+    """Never frees."""
+
+    def delete(self, ref: ObjectRef) -> None:
+        """Does nothing."""
+
+
+class Trusting(MemoryBackend):
+    """Lets anybody read who knows an id."""
+
+    def hold(self, ref: ObjectRef) -> Hold:
+        entry = self._objects._entries.get(ref.id)
+        if entry is None or entry.state != "sealed":
+            raise ObjectLost("gone", ref.id)
+        entry.holds += 1
+        return Hold(self._heap.buffers[entry.extent.offset], lambda: self._objects.unhold(ref.id))
+
+
+class Copying(MemoryBackend):
+    """Frees at once what is still held, and hands out what comes next."""
+
+    def hold(self, ref: ObjectRef) -> Hold:
+        hold = super().hold(ref)
+        self._objects.unhold(ref.id)
+        return Hold(hold.bytes(), lambda: None)
+
+
+class Forgetful(MemoryBackend):
+    """Loses the last byte."""
+
+    def create(self, nbytes: int, request: str) -> Draft:
+        draft = super().create(nbytes, request)
+        draft.memory.flags.writeable = True
+        return Draft(draft.id, draft.key, draft.generation, np.zeros_like(draft.memory))
+
+
+class Endless(MemoryBackend):
+    """Knows no bound."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity << 10)
+
+    def usage(self):  # type: ignore[no-untyped-def]
+        usage = super().usage()
+        return type(usage)(CAPACITY, usage.used, usage.requested, CAPACITY - usage.used, CAPACITY, usage.high_water)
+
+
+@pytest.mark.parametrize("broken", [Leaky, Trusting, Copying, Forgetful, Endless])
+def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
+    from unfuse.core.clock import SystemClock
+
+    with pytest.raises(AssertionError):
+        check_store(lambda: TensorStore(broken(CAPACITY), "w1", "n1", SystemClock()))
+
+
+def test_auto_is_shared_memory_where_there_is_such_and_any_backend_can_be_named() -> None:
+    with TensorStore.create(capacity=1 << 20) as auto, TensorStore.create("unfuse.stores.memory:open_memory") as named:
+        assert auto.address.startswith("unix:@unfuse-")
+        assert named.address == ""
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="did you mean memory"):
+        TensorStore.create("memori")
+
+
+def test_an_owner_without_a_name_gets_one() -> None:
+    with TensorStore.create("memory") as one, TensorStore.create("memory") as two:
+        assert one.owner and one.owner != two.owner
+        assert (one.address, one.write_token) == ("", b"")
+
+
+def test_a_memory_store_reaches_no_other() -> None:
+    with TensorStore.create("memory", owner="a") as one, TensorStore.create("memory", owner="b") as two:
+        two.learn({"a": ("n", "unix:@nowhere")})
+        ref = one.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
+        with pytest.raises(ObjectLost):
+            two.get(ref)
+
+
+@pytest.mark.parametrize("where", ["start", "end", "second chunk"])
+def test_a_byte_that_changed_in_memory_is_found(parent: TensorStore, where: str) -> None:
+    value = np.zeros(6 << 20, np.uint8)
+    ref = parent.put({"x": value}, request=new_request_id(), stage="s", attempt=1)
+    arena = parent._backend._home
+    assert isinstance(arena, Arena)
+    place = {"start": 0, "end": ref.nbytes - 1, "second chunk": 4 << 20}[where]
+    arena.memory[arena._entries[ref.id].extent.offset + place] ^= 1
+    parent.get(ref).close()
+    with pytest.raises(ObjectLost, match="damaged") as lost:
+        parent.get(ref, verify=True)
+    assert lost.value.object_id == ref.id
+
+
+def test_a_put_that_fails_half_way_leaves_nothing(parent: TensorStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.stores.tensor_store.flat_bytes", lambda value: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        parent.put({"x": np.ones(3)}, request=new_request_id(), stage="s", attempt=1)
+    assert parent.usage().used == 0
+
+
+def test_a_put_for_a_request_that_was_released_meanwhile_is_lost(
+    parent: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from unfuse.stores import tensor_store
+
+    request, write = new_request_id(), tensor_store._write
+
+    def release_while_writing(*arguments):  # type: ignore[no-untyped-def]
+        parent.release(request)
+        return write(*arguments)
+
+    monkeypatch.setattr(tensor_store, "_write", release_while_writing)
+    with pytest.raises(ObjectLost, match="its request is over"):
+        parent.put({"x": np.ones(3)}, request=request, stage="s", attempt=1)
+    assert parent.usage().used == 0
+
+
+def test_memory_between_tensors_shows_nothing_of_what_was_there(parent: TensorStore) -> None:
+    def put(byte: int) -> ObjectRef:
+        tensors = {"a": np.full(3, byte, np.uint8), "b": np.full(70, byte, np.uint8)}
+        return parent.put(tensors, request=new_request_id(), stage="s", attempt=1)
+
+    filled = parent.put({"x": np.full(192, 255, np.uint8)}, request=new_request_id(), stage="s", attempt=1)
+    parent.delete(filled)
+    assert put(7).checksums == put(7).checksums
+
+
+def test_options_default_to_an_arena_of_ones_own() -> None:
+    options = StoreOptions("w")
+    assert (options.address, options.write_token) == ("", b"")

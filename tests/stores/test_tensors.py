@@ -1,0 +1,114 @@
+"""Any array of an allowed type comes back equal, whatever its strides."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from hypothesis.extra import numpy as hnp
+
+from unfuse.core.object_ref import DTYPES, TensorMeta, lay_out
+from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.tensors import RAW, copy_into, describe, flat_bytes, numpy_over, torch_over
+
+NUMPY_TYPES = sorted(set(DTYPES) - set(RAW))
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+arrays = st.sampled_from(NUMPY_TYPES).flatmap(lambda name: hnp.arrays(name, shapes))
+
+
+def views(array: np.ndarray, data: st.DataObject) -> np.ndarray:
+    """Some view of an array: transposed, stepped, reversed."""
+    slices = st.sampled_from([slice(None), slice(None, None, -1), slice(1, None, 2)])
+    index = [data.draw(slices) for _ in array.shape]
+    return array[(*index, ...)].transpose(data.draw(st.permutations(range(array.ndim))))
+
+
+def over(memory: np.ndarray, value: object) -> TensorMeta:
+    ((meta,), nbytes) = lay_out([("x", *describe(value))])  # type: ignore[arg-type]
+    assert nbytes <= memory.nbytes
+    return meta
+
+
+@settings(deadline=None)
+@given(array=arrays, data=st.data())
+def test_numpy_arrays_of_any_strides_come_back(array: np.ndarray, data: st.DataObject) -> None:
+    value, memory = views(array, data), np.full(8192, 255, np.uint8)
+    copy_into(memory[: value.nbytes], value)
+    back = numpy_over(memory, over(memory, value))
+    np.testing.assert_array_equal(back, value, strict=True)
+
+
+@settings(deadline=None)
+@given(array=hnp.arrays("int8", shapes), data=st.data(), name=st.sampled_from(sorted(DTYPES)))
+def test_torch_tensors_of_any_strides_come_back(array: np.ndarray, data: st.DataObject, name: str) -> None:
+    tensor = torch.from_numpy(array).to(getattr(torch, name))
+    order = data.draw(st.permutations(range(tensor.dim())))
+    value, memory = tensor.permute(order), np.full(8192, 255, np.uint8)
+    copy_into(memory[: value.nbytes], value)
+    back = torch_over(memory, over(memory, value))
+    assert back is not None and (back.dtype, back.shape) == (value.dtype, value.shape)
+    straight = value.clone(memory_format=torch.contiguous_format)
+    assert back.reshape(-1).view(torch.uint8).equal(straight.view(-1).view(torch.uint8))
+
+
+@given(array=arrays, data=st.data())
+def test_flat_bytes_are_the_array_itself_or_nothing(array: np.ndarray, data: st.DataObject) -> None:
+    value = views(array, data)
+    flat = flat_bytes(value)
+    if flat is None:
+        assert not value.flags.c_contiguous
+    else:
+        assert bytes(flat) == value.tobytes()
+        assert value.size == 0 or np.shares_memory(flat, value)
+
+
+def test_foreign_byte_order_is_never_taken_as_bytes() -> None:
+    value, memory = np.arange(3, dtype=">i4"), np.zeros(64, np.uint8)
+    assert flat_bytes(value) is None
+    copy_into(memory[:12], value)
+    assert memory[:12].view("=i4").tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", sorted(RAW))
+def test_types_numpy_lacks_are_their_bits(name: str) -> None:
+    value, memory = torch.tensor([1.5, -2.0]).to(getattr(torch, name)), np.zeros(64, np.uint8)
+    assert describe(value) == (name, (2,))
+    copy_into(memory[: value.nbytes], value)
+    bits = numpy_over(memory, over(memory, value))
+    assert bits is not None and bits.tolist() == value.view(getattr(torch, RAW[name])).tolist()
+
+
+def test_one_element_of_any_stride_is_taken_as_bytes() -> None:
+    value = torch.ones(3, dtype=torch.bfloat16).as_strided((1, 1), (0, 7))
+    flat = flat_bytes(value)
+    assert flat is not None and flat.nbytes == 2
+
+
+def test_a_tensor_that_needs_a_gradient_is_stored_without() -> None:
+    value = torch.ones(3, requires_grad=True)
+    flat = flat_bytes(value)
+    assert flat is not None and flat.view("float32").tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("value", [1, 2.5, [1], "x", np.float32(1)])
+def test_what_is_no_tensor_is_refused_by_its_type(value: object) -> None:
+    with pytest.raises(TypeError, match=type(value).__name__):
+        describe(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, (4 << 20) - 1, 4 << 20, (4 << 20) + 1, 9 << 20])
+def test_checksums_taken_while_filling_are_those_taken_afterwards(nbytes: int) -> None:
+    memory = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
+    checksums = Checksums(memory)
+    for end in (0, nbytes // 3, nbytes // 2, nbytes):
+        checksums.filled(end)
+    assert checksums.finish() == checksums_of(memory)
+    assert len(checksums.finish()) == -(-nbytes // (4 << 20))
+
+
+def test_a_chunk_is_hashed_only_when_it_is_complete() -> None:
+    memory = np.zeros(8 << 20, np.uint8)
+    checksums = Checksums(memory)
+    checksums.filled((4 << 20) - 1)
+    memory[(4 << 20) - 1] = 9
+    checksums.filled(4 << 20)
+    assert checksums.finish() == checksums_of(memory)

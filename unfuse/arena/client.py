@@ -1,0 +1,193 @@
+"""Another process's end of an arena's socket: holds objects of it for reading and, with its token, writes new ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING
+
+from unfuse.arena.arena import map_bytes
+from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
+from unfuse.arena.protocol import (
+    HEADER,
+    Abort,
+    Create,
+    Delete,
+    FromOwner,
+    Full,
+    Hold,
+    Look,
+    Lost,
+    Placed,
+    Release,
+    Seal,
+    Seen,
+    ToOwner,
+    Unhold,
+    Write,
+    frame,
+    length_of,
+    same_user,
+    socket_name,
+)
+from unfuse.arena.turn import Turn
+from unfuse.core.codec import decode
+from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+ANSWER_WITHIN_S = 30
+"""An owner answers in microseconds; one that is silent for this long is stopped or gone."""
+
+
+class ArenaClient:
+    """A connection to the arena at `address`; with `token`, a writer's. Thread-safe.
+
+    `view` is the map objects are read from (there is one from the first hold on) and `memory` the one they are
+    written to (a writer's). Every method that asks raises TransientError when the owner is gone; then `close` is all
+    that is left.
+    """
+
+    view: NDArray[np.uint8]
+    memory: NDArray[np.uint8]
+
+    def __init__(self, address: str, token: bytes = b"") -> None:
+        name = socket_name(address)
+        self._address = address
+        self._turn = Turn()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        for direction in (
+            socket.SO_RCVTIMEO,
+            socket.SO_SNDTIMEO,
+        ):  # MSG_WAITALL needs a socket that Python sees as blocking
+            self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
+        try:
+            self._connect(name)
+            if token:
+                self._ask(Write(token))
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        """The socket, for a selector that watches whether the owner lives."""
+        return self._socket.fileno()
+
+    def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
+        """Keep a sealed object where it is until `unhold` or the end of this connection. Raises ObjectLost."""
+        return self._placed(Hold(id, key, generation, nbytes))
+
+    def unhold(self, id: str) -> None:
+        """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
+        self._turn.post(partial(self._tell, Unhold(id)))
+
+    def create(self, nbytes: int, request: str) -> Extent:
+        """Make room for an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
+        return self._placed(Create(nbytes, request))
+
+    def seal(self, id: str) -> None:
+        """Make an object readable. Raises ObjectLost if it was released meanwhile."""
+        self._ask(Seal(id), id)
+
+    def abort(self, id: str) -> None:
+        """Give up an object that is being written."""
+        self._ask(Abort(id))
+
+    def delete(self, id: str) -> None:
+        """Delete an object; its room is free when its last hold ends."""
+        self._ask(Delete(id))
+
+    def release(self, request: str) -> None:
+        """Delete every object of a request."""
+        self._ask(Release(request))
+
+    def requests(self) -> frozenset[str]:
+        """Ids of the requests that objects exist for."""
+        return self._look().requests
+
+    def usage(self) -> Usage:
+        """How full the arena is."""
+        return self._look().usage
+
+    def close(self) -> None:
+        """End the connection and with it every hold and everything half-written; what is mapped stays readable."""
+        with self._turn:
+            self._hang_up()
+            self._socket.close()
+
+    def _connect(self, name: str) -> None:
+        try:
+            self._socket.connect(name)
+            if not same_user(self._socket):
+                raise PermissionError("it belongs to another user")
+        except OSError as error:
+            raise self._gone(error) from error
+
+    def _look(self) -> Seen:
+        reply = self._ask(Look())
+        if not isinstance(reply, Seen):
+            raise ProtocolError(f"the arena answered {type(reply).__name__} to Look")
+        return reply
+
+    def _placed(self, message: Hold | Create) -> Extent:
+        reply = self._ask(message, message.id if isinstance(message, Hold) else "")
+        if not isinstance(reply, Placed):
+            raise ProtocolError(f"the arena answered {type(reply).__name__} to {type(message).__name__}")
+        return reply.extent
+
+    def _ask(self, message: ToOwner, id: str = "") -> FromOwner:
+        with self._turn:
+            try:
+                self._socket.sendall(frame(message))
+                reply, fd = self._receive()
+                if fd is not None:
+                    self._map(fd, isinstance(message, Write))
+            except OSError as error:
+                self._hang_up()
+                raise self._gone(error) from error
+            except BaseException:
+                self._hang_up()
+                raise
+        match reply:
+            case Lost(text):
+                raise ObjectLost(text, id)
+            case Full(needed, free, capacity):
+                raise ArenaFull(needed, free, capacity)
+        return reply
+
+    def _tell(self, message: ToOwner) -> None:
+        try:
+            self._socket.sendall(frame(message))
+        except OSError:
+            self._hang_up()
+
+    def _receive(self) -> tuple[FromOwner, int | None]:
+        header, fds, _, _ = socket.recv_fds(self._socket, HEADER.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
+        if len(header) < HEADER.size:
+            raise ConnectionResetError("it closed the connection")
+        length = length_of(header)
+        body = self._socket.recv(length, socket.MSG_WAITALL)
+        return decode(body, FromOwner), fds[0] if fds else None
+
+    def _map(self, fd: int, writable: bool) -> None:
+        try:
+            if writable:
+                self.memory = map_bytes(fd, writable=True)
+            else:
+                self.view = map_bytes(fd, writable=False)
+        finally:
+            os.close(fd)
+
+    def _hang_up(self) -> None:
+        """End the connection, but leave its descriptor to who watches it."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _gone(self, error: OSError) -> TransientError:
+        return TransientError(f"the owner of the arena at {self._address} does not answer: {error.strerror or error}")

@@ -1,0 +1,141 @@
+"""What an arena and its readers and writers say to each other over a unix socket: a length, then one message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Annotated
+
+import msgspec
+
+from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
+from unfuse.core.codec import encode
+from unfuse.core.errors import ProtocolError
+
+SCHEME = "unix:@"
+"""Addresses are `unix:@name`: a socket in the abstract namespace leaves no file behind, whatever ends its owner."""
+
+HEADER = struct.Struct("!I")
+MAX_MESSAGE = 128 * 1024
+"""Bytes of a message, beyond which its sender is not one of ours."""
+
+
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """Keep a sealed object until Unhold or the end of this connection. Answered by Placed, or Lost."""
+
+    id: str
+    key: bytes
+    generation: int
+    nbytes: int
+
+
+class Unhold(msgspec.Struct, frozen=True, tag=True):
+    """End one hold. Not answered."""
+
+    id: str
+
+
+class Write(msgspec.Struct, frozen=True, tag=True):
+    """Prove the right to write; every message below needs it. Answered by Done with a writable descriptor."""
+
+    token: bytes
+
+
+class Create(msgspec.Struct, frozen=True, tag=True):
+    """Make room for an object; it is aborted if this connection ends before Seal. Answered by Placed, or Full."""
+
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+    request: str
+
+
+class Seal(msgspec.Struct, frozen=True, tag=True):
+    """The object of this connection is written. Answered by Done, or Lost."""
+
+    id: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Give up an object of this connection. Answered by Done."""
+
+    id: str
+
+
+class Delete(msgspec.Struct, frozen=True, tag=True):
+    """Delete an object. Answered by Done."""
+
+    id: str
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Delete every object of a request. Answered by Done."""
+
+    request: str
+
+
+class Look(msgspec.Struct, frozen=True, tag=True):
+    """Answered by Seen."""
+
+
+class Placed(msgspec.Struct, frozen=True, tag=True):
+    """Where the object is. The answer to a connection's first Hold brings the read-only descriptor."""
+
+    extent: Extent
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is so."""
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The object cannot be held or sealed."""
+
+    message: str
+
+
+class Full(msgspec.Struct, frozen=True, tag=True):
+    """There is no room; bytes."""
+
+    needed: int
+    free: int
+    capacity: int
+
+
+class Seen(msgspec.Struct, frozen=True, tag=True):
+    """How full the arena is, and the requests it holds objects for."""
+
+    usage: Usage
+    requests: frozenset[str]
+
+
+ToOwner = Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Look
+FromOwner = Placed | Done | Lost | Full | Seen
+
+
+def frame(message: ToOwner | FromOwner) -> bytes:
+    """The message as it travels."""
+    body = encode(message)
+    return HEADER.pack(len(body)) + body
+
+
+def length_of(header: bytes | bytearray) -> int:
+    """Bytes of the message that follows a header. Raises ProtocolError if no message of ours is that long."""
+    length: int = HEADER.unpack_from(header)[0]
+    if length > MAX_MESSAGE:
+        raise ProtocolError(f"message of {length} bytes: an arena's messages are at most {MAX_MESSAGE}")
+    return length
+
+
+def socket_name(address: str) -> str:
+    """What to bind or connect to. Raises ProtocolError for what is not an address of an arena."""
+    if not address.startswith(SCHEME):
+        raise ProtocolError(f"{address!r} is not an arena's address: those begin with {SCHEME}")
+    return "\0" + address.removeprefix(SCHEME)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the other end runs as the same user: names in the abstract namespace are open to every user."""
+    credentials = struct.Struct("3i")
+    _, uid, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
+    return bool(uid == os.getuid())

@@ -1,0 +1,212 @@
+"""The owner's end of an arena's socket: one thread that answers readers and writers, and ends their holds with them."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import selectors
+import socket
+from collections import Counter
+from dataclasses import dataclass, field
+from threading import Thread
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.protocol import (
+    HEADER,
+    SCHEME,
+    Abort,
+    Create,
+    Delete,
+    Done,
+    FromOwner,
+    Full,
+    Hold,
+    Look,
+    Lost,
+    Placed,
+    Release,
+    Seal,
+    Seen,
+    ToOwner,
+    Unhold,
+    Write,
+    frame,
+    length_of,
+    same_user,
+    socket_name,
+)
+from unfuse.core.codec import decode
+from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
+
+RECEIVE_BYTES = 64 * 1024
+
+
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """A client: what it has sent so far, and what must be undone when it goes."""
+
+    socket: socket.socket
+    received: bytearray = field(default_factory=bytearray)
+    holds: Counter[str] = field(default_factory=Counter)
+    writing: set[str] = field(default_factory=set)
+    writer: bool = False
+    reads: bool = False
+
+
+class ArenaServer:
+    """Serves an arena at `address` until closed. Who shows `token` (128 random bits) may write.
+
+    A client that sends anything but messages it may send is disconnected; nobody else notices.
+    """
+
+    def __init__(self, arena: Arena, token: bytes) -> None:
+        self._arena, self._token = arena, token
+        self.address = f"{SCHEME}unfuse-{secrets.token_hex(16)}"
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._listener.bind(socket_name(self.address))
+        self._listener.listen()
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._stop, selectors.EVENT_READ)
+        self._thread = Thread(target=self._serve, name="arena", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Disconnect everybody, which ends their holds. What they have mapped stays readable to them."""
+        os.eventfd_write(self._stop, 1)
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            if key.data:
+                self._disconnect(key.data)
+        self._selector.close()
+        self._listener.close()
+        os.close(self._stop)
+
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj == self._stop:
+                    return
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._receive(key.data)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except OSError:  # out of descriptors: the next client may find one
+            return
+        if not same_user(client):
+            client.close()
+            return
+        client.setblocking(False)
+        self._selector.register(client, selectors.EVENT_READ, _Connection(client))
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(RECEIVE_BYTES)
+            if not data:
+                raise ProtocolError("the connection is closed")
+            connection.received += data
+            while (body := _next_message(connection.received)) is not None:
+                self._answer(connection, decode(body, ToOwner))
+        except (OSError, ProtocolError):
+            self._disconnect(connection)
+
+    def _disconnect(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        for id in connection.holds.elements():
+            self._arena.unhold(id)
+        for id in connection.writing:
+            self._arena.abort(id)
+
+    def _answer(self, connection: _Connection, message: ToOwner) -> None:
+        fd = None
+        match message:
+            case Unhold(id):
+                self._unhold(connection, id)
+                return
+            case Hold():
+                reply = self._hold(connection, message)
+                if isinstance(reply, Placed) and not connection.reads:
+                    connection.reads, fd = True, self._arena.read_fd
+            case Write(token):
+                if not hmac.compare_digest(token, self._token):
+                    raise ProtocolError("not this arena's token")
+                connection.writer, reply, fd = True, Done(), self._arena.fd
+            case _:
+                reply = self._change(connection, message)
+        _send(connection.socket, frame(reply), fd)
+
+    def _hold(self, connection: _Connection, message: Hold) -> FromOwner:
+        try:
+            extent = self._arena.hold(message.id, message.key, message.generation, message.nbytes)
+        except ObjectLost as error:
+            return Lost(str(error))
+        connection.holds[message.id] += 1
+        return Placed(extent)
+
+    def _unhold(self, connection: _Connection, id: str) -> None:
+        if not connection.holds[id]:
+            raise ProtocolError(f"object {id} is not held by this connection")
+        connection.holds[id] -= 1
+        self._arena.unhold(id)
+
+    def _change(self, connection: _Connection, message: ToOwner) -> FromOwner:
+        if not connection.writer:
+            raise ProtocolError("not a writer")
+        match message:
+            case Create(nbytes, request):
+                return self._create(connection, nbytes, request)
+            case Seal(id) | Abort(id):
+                return self._finish(connection, message, id)
+            case Delete(id):
+                self._arena.delete(id)
+            case Release(request):
+                self._arena.release(request)
+            case Look():
+                return Seen(self._arena.usage(), self._arena.requests())
+        return Done()
+
+    def _create(self, connection: _Connection, nbytes: int, request: str) -> FromOwner:
+        try:
+            extent = self._arena.create(nbytes, request)
+        except ArenaFull as error:
+            return Full(error.needed, error.free, error.capacity)
+        connection.writing.add(extent.id)
+        return Placed(extent)
+
+    def _finish(self, connection: _Connection, message: Seal | Abort, id: str) -> FromOwner:
+        if id not in connection.writing:
+            raise ProtocolError(f"object {id} is not being written by this connection")
+        connection.writing.remove(id)
+        if isinstance(message, Abort):
+            self._arena.abort(id)
+            return Done()
+        try:
+            self._arena.seal(id)
+        except ObjectLost as error:
+            return Lost(str(error))
+        return Done()
+
+
+def _next_message(received: bytearray) -> bytes | None:
+    if len(received) < HEADER.size:
+        return None
+    end = HEADER.size + length_of(received)
+    if len(received) < end:
+        return None
+    body = bytes(received[HEADER.size : end])
+    del received[:end]
+    return body
+
+
+def _send(client: socket.socket, data: bytes, fd: int | None) -> None:
+    """Send without waiting: a client asks one thing at a time, so only one that never reads has no room for more."""
+    sent = socket.send_fds(client, [data], [] if fd is None else [fd])
+    if sent < len(data):
+        raise ProtocolError("the client does not read its answers")

@@ -1,0 +1,128 @@
+"""The storage port: where the bytes of objects live. It knows nothing of tensors; `tensor_store.py` is the face.
+
+Whoever writes a backend runs `unfuse.testing.check_store` on it: the suite is the contract in executable form,
+and the memory backend its plainest reading.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from unfuse.arena.buddy import Usage
+from unfuse.core.object_ref import ObjectRef
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DEFAULT_CAPACITY = 256 * 1024 * 1024
+
+
+class StoreOptions(msgspec.Struct, frozen=True):
+    """What a backend is opened with.
+
+    `owner` names the objects' owner in refs; `capacity` is bytes. With `address` and `write_token` the store puts into
+    memory that another process owns.
+    """
+
+    owner: str
+    capacity: int = DEFAULT_CAPACITY
+    address: str = ""
+    write_token: bytes = b""
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """An object while it is written: `memory` is its bytes, the rest goes into its ref."""
+
+    id: str
+    key: bytes
+    generation: int
+    memory: Any
+
+
+class Hold:
+    """The bytes of a sealed object, which stay what and where they are until `release`.
+
+    It is released by itself when neither it nor an array that lies in it exists any more.
+    """
+
+    def __init__(self, memory: NDArray[np.uint8], release: Callable[[], None]) -> None:
+        self._memory = memory
+        self._finalizer = weakref.finalize(self, release)
+        self._finalizer.atexit = False
+
+    def bytes(self, *, writable: bool = False) -> NDArray[np.uint8]:
+        """The bytes, as an array that keeps this hold. `writable` only says so, for torch: nobody may write."""
+        return np.asarray(_Region(self._memory, writable, self))
+
+    def release(self) -> None:
+        """Let go; arrays that lie in it stay valid memory, but may show another object. Again: no effect."""
+        self._finalizer()
+
+
+class _Region:
+    """An array's base that keeps a hold alive beside the memory."""
+
+    def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: Hold) -> None:
+        self._hold = hold
+        self.__array_interface__ = {**memory.__array_interface__, "data": (memory.ctypes.data, not writable)}
+
+
+class StorageBackend(ABC):
+    """Objects of one owner: written once, sealed, read by many, deleted when the last reader lets go.
+
+    Thread-safe. What is not sealed cannot be read; what is sealed never changes. Room comes back when an object is
+    aborted, or deleted and not held. `address` is where other processes reach the objects, and `write_token` what they
+    must show there to put their own; both are empty for a backend that no other process reaches.
+    """
+
+    address: str = ""
+    write_token: bytes = b""
+
+    @abstractmethod
+    def create(self, nbytes: int, request: str) -> Draft:
+        """Make room for an object, to be filled and then sealed or aborted. Raises ArenaFull when there is none now."""
+
+    @abstractmethod
+    def seal(self, id: str) -> None:
+        """Make an object readable. Raises ObjectLost if its request was released meanwhile (the room is free then)."""
+
+    @abstractmethod
+    def abort(self, id: str) -> None:
+        """Give up an object that is not sealed."""
+
+    @abstractmethod
+    def hold(self, ref: ObjectRef) -> Hold:
+        """Read an object, of this owner or another.
+
+        Raises ObjectLost unless it can be reached and is sealed, with the ref's key, generation and length.
+        """
+
+    @abstractmethod
+    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        """Where other owners are, as {owner: (node, address)}: their objects can be held from now on."""
+
+    @abstractmethod
+    def delete(self, ref: ObjectRef) -> None:
+        """Let nobody new hold the object. Idempotent; an object of another owner is left alone."""
+
+    @abstractmethod
+    def release(self, request: str) -> None:
+        """Delete all objects of a request, those being written included. Idempotent."""
+
+    @abstractmethod
+    def holding(self) -> frozenset[str]:
+        """Ids of the requests that this owner has objects of (deleted ones not counted)."""
+
+    @abstractmethod
+    def usage(self) -> Usage:
+        """How full it is."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything; the store is not used afterwards, arrays got from it may be."""

@@ -1,0 +1,42 @@
+"""Checksums of an object's bytes: xxh3-64 of each chunk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from unfuse.core.object_ref import chunk_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Checksums:
+    """The checksums of `memory`, taken while it is filled from front to back, each chunk as soon as it is complete."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self._values: list[int] = []
+        self.chunk = chunk_bytes(memory.nbytes)
+
+    def filled(self, end: int) -> None:
+        """The first `end` bytes are written."""
+        while (len(self._values) + 1) * self.chunk <= end:
+            self._take()
+
+    def finish(self) -> tuple[int, ...]:
+        """All bytes are written: the checksum of every chunk."""
+        while len(self._values) * self.chunk < self._memory.nbytes:
+            self._take()
+        return tuple(self._values)
+
+    def _take(self) -> None:
+        start = len(self._values) * self.chunk
+        self._values.append(xxhash.xxh3_64_intdigest(self._memory[start : start + self.chunk].data))
+
+
+def checksums_of(memory: NDArray[np.uint8]) -> tuple[int, ...]:
+    """The checksum of every chunk."""
+    return Checksums(memory).finish()

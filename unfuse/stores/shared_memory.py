@@ -1,0 +1,121 @@
+"""Objects in an arena that every process of the machine can map: the owner's own, and those of its peers."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.buddy import Usage
+from unfuse.arena.client import ArenaClient
+from unfuse.arena.objects import Extent
+from unfuse.arena.server import ArenaServer
+from unfuse.core.errors import ObjectLost, TransientError
+from unfuse.core.object_ref import ObjectRef
+from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.readers import Readers
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Reader(Protocol):
+    """An arena as its readers see it, from inside or outside of the process that owns it."""
+
+    @property
+    def view(self) -> NDArray[np.uint8]:
+        """All of its bytes."""
+        ...
+
+    def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
+        """Keep a sealed object where it is. Raises ObjectLost."""
+        ...
+
+    def unhold(self, id: str) -> None:
+        """End one hold."""
+        ...
+
+
+class SharedMemoryBackend(StorageBackend):
+    """Puts into `home`, one's own arena or a writer's connection to one; reads from there and from peers."""
+
+    def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
+        self.address, self.write_token = address, token
+        self._owner, self._home = options.owner, home
+        self._readers = Readers()
+
+    def create(self, nbytes: int, request: str) -> Draft:
+        """See StorageBackend."""
+        extent = self._home.create(nbytes, request)
+        memory = self._home.memory[extent.offset : extent.offset + nbytes]
+        return Draft(extent.id, extent.key, extent.generation, memory)
+
+    def seal(self, id: str) -> None:
+        """See StorageBackend."""
+        self._home.seal(id)
+
+    def abort(self, id: str) -> None:
+        """See StorageBackend."""
+        self._home.abort(id)
+
+    def hold(self, ref: ObjectRef) -> Hold:
+        """See StorageBackend."""
+        reader: Reader = self._home if ref.owner == self._owner else self._readers.find(ref)
+        try:
+            extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
+        except ObjectLost:
+            raise
+        except TransientError as error:
+            raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
+        return Hold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
+
+    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        """See StorageBackend."""
+        self._readers.learn(peers)
+
+    def delete(self, ref: ObjectRef) -> None:
+        """See StorageBackend."""
+        self._home.delete(ref.id)
+
+    def release(self, request: str) -> None:
+        """See StorageBackend."""
+        self._home.release(request)
+
+    def holding(self) -> frozenset[str]:
+        """See StorageBackend."""
+        return self._home.requests()
+
+    def usage(self) -> Usage:
+        """See StorageBackend."""
+        return self._home.usage()
+
+    def close(self) -> None:
+        """See StorageBackend."""
+        self._readers.close()
+        self._home.close()
+
+
+class OwnedSharedMemory(SharedMemoryBackend):
+    """The store of the process that owns the arena and serves it to the others."""
+
+    def __init__(self, options: StoreOptions) -> None:
+        arena = Arena(options.capacity)
+        token = secrets.token_bytes(16)
+        self._server = ArenaServer(arena, token)
+        super().__init__(options, arena, self._server.address, token)
+
+    def close(self) -> None:
+        """See StorageBackend."""
+        self._server.close()
+        super().close()
+
+
+def open_shared_memory(options: StoreOptions) -> SharedMemoryBackend:
+    """An arena of one's own, or with `address` the one behind it. Raises ConfigError when there is no memory for it."""
+    if not options.address:
+        return OwnedSharedMemory(options)
+    writer = ArenaClient(options.address, options.write_token)
+    return SharedMemoryBackend(options, writer, options.address, options.write_token)

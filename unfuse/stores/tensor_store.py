@@ -1,0 +1,195 @@
+"""The tensor store: stage outputs in, object refs out, and tensors again wherever a ref is shown."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from unfuse.arena.buddy import Usage
+from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.errors import ObjectLost
+from unfuse.core.object_ref import ALIGNMENT, ObjectRef, TensorMeta, lay_out
+from unfuse.core.registry import resolve
+from unfuse.stores import BACKENDS
+from unfuse.stores.base import DEFAULT_CAPACITY, Hold, StorageBackend, StoreOptions
+from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.tensors import copy_into, describe, flat_bytes, numpy_over, torch_over
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from unfuse.stores.tensors import Value
+
+
+class Held(Mapping[str, Any]):
+    """The tensors of an object by name, for reading: arrays that lie in the store's memory, not copies.
+
+    The store keeps them until `close` (or the end of the `with` block), after which they must not be read, or else
+    until the last of them is garbage.
+    """
+
+    def __init__(self, tensors: dict[str, Any], hold: Hold) -> None:
+        self._tensors, self._hold = tensors, hold
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __enter__(self) -> Held:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the store have its memory back."""
+        self._tensors = {}
+        self._hold.release()
+
+
+class TensorStore:
+    """Objects of one owner, and for reading those of others. Synchronous, thread-safe, a context manager."""
+
+    def __init__(self, backend: StorageBackend, owner: str, node: str, clock: Clock) -> None:
+        self._backend, self._clock = backend, clock
+        self.owner, self.node = owner, node
+
+    @classmethod
+    def create(
+        cls,
+        name: str = "auto",
+        *,
+        owner: str = "",
+        node: str = "",
+        capacity: int = DEFAULT_CAPACITY,
+        address: str = "",
+        write_token: bytes = b"",
+        clock: Clock | None = None,
+    ) -> TensorStore:
+        """Open a store: "memory", "shared_memory", "auto" (shared memory where the kernel has it) or `module:attr`.
+
+        `owner` and `node` go into refs (default: a random owner). Without `address` the store owns `capacity` bytes;
+        with it, and the `write_token` of the process that owns them, it puts into that one's. Raises ConfigError.
+        """
+        if name == "auto":
+            name = "shared_memory" if hasattr(os, "memfd_create") else "memory"
+        owner = owner or f"store-{secrets.token_hex(4)}"
+        options = StoreOptions(owner, capacity, address, write_token)
+        return cls(resolve(BACKENDS, name, "store")(options), owner, node, clock or SystemClock())
+
+    @property
+    def address(self) -> str:
+        """Where other processes on this machine find the objects; empty if they cannot."""
+        return self._backend.address
+
+    @property
+    def write_token(self) -> bytes:
+        """What a process shows to put into this store's memory. A secret."""
+        return self._backend.write_token
+
+    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        """Where other owners are, as {owner: (node, address)}: their objects can be got from now on."""
+        self._backend.learn(peers)
+
+    def put(self, tensors: Mapping[str, Value], *, request: str, stage: str, attempt: int) -> ObjectRef:
+        """Store one stage's output, copying each tensor once.
+
+        Raises ArenaFull when there is no room now, ObjectLost when the request was released meanwhile,
+        TypeError or ValueError for what may not cross a stage border.
+        """
+        metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
+        draft = self._backend.create(nbytes, request)
+        try:
+            checksums = _write(draft.memory, metas, tensors)
+        except BaseException:
+            self._backend.abort(draft.id)
+            raise
+        self._backend.seal(draft.id)
+        return ObjectRef(
+            id=draft.id,
+            owner=self.owner,
+            node=self.node,
+            request=request,
+            stage=stage,
+            attempt=attempt,
+            generation=draft.generation,
+            nbytes=nbytes,
+            tensors=metas,
+            checksums=checksums,
+            key=draft.key,
+            created_at=self._clock.wall(),
+        )
+
+    def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False) -> Held:
+        """Read an object where it lies, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.
+
+        Raises ObjectLost when it is not there any more, or not what the ref says; with `verify`, also when a byte of it
+        is not the one that was written.
+        """
+        if not _consistent(ref):
+            raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
+        hold = self._backend.hold(ref)
+        if verify and checksums_of(hold.bytes()) != ref.checksums:
+            hold.release()
+            raise ObjectLost(f"object {ref.id} is damaged: its bytes are not the ones that were written", ref.id)
+        over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
+        return Held({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
+
+    def delete(self, ref: ObjectRef) -> None:
+        """Give an object of this owner up; its memory is free when the last reader closes. Idempotent."""
+        self._backend.delete(ref)
+
+    def release(self, request: str) -> None:
+        """Give up every object of a request. Idempotent."""
+        self._backend.release(request)
+
+    def holding(self) -> frozenset[str]:
+        """Ids of the requests this owner has objects of."""
+        return self._backend.holding()
+
+    def usage(self) -> Usage:
+        """How full the store is, in bytes."""
+        return self._backend.usage()
+
+    def close(self) -> None:
+        """Give everything up. Arrays that were got stay valid, as long as they live."""
+        self._backend.close()
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _consistent(ref: ObjectRef) -> bool:
+    """Whether a ref's tensors lie where `lay_out` puts them, so that none reaches into another object."""
+    try:
+        return lay_out((meta.name, meta.dtype, meta.shape) for meta in ref.tensors) == (ref.tensors, ref.nbytes)
+    except ValueError:
+        return False
+
+
+def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Mapping[str, Value]) -> tuple[int, ...]:
+    """Copy the tensors to their places, zeros between them, and hash each chunk while it is still in the cache."""
+    checksums = Checksums(memory)
+    for meta in metas:
+        value, end = tensors[meta.name], meta.offset + meta.nbytes
+        source = None if value is None else flat_bytes(value)
+        if value is not None and source is None:
+            copy_into(memory[meta.offset : end], value)
+        elif source is not None:
+            for start in range(meta.offset, end, checksums.chunk):
+                stop = min(start + checksums.chunk, end)
+                memory[start:stop] = source[start - meta.offset : stop - meta.offset]
+                checksums.filled(stop)
+        memory[end : end + -end % ALIGNMENT] = 0
+    return checksums.finish()

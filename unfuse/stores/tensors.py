@@ -1,0 +1,74 @@
+"""Tensors as bytes and back. Types numpy lacks are tags over raw bytes, so none of this needs torch."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from unfuse.core.object_ref import TensorMeta
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Value: TypeAlias = NDArray[Any] | Tensor | None
+
+RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
+"""What numpy shows of the types it lacks: their bits."""
+
+
+def describe(value: Value) -> tuple[str, tuple[int, ...]]:
+    """The dtype's name and the shape of a tensor; "none" for None. Raises TypeError for anything else."""
+    if value is None:
+        return "none", ()
+    if isinstance(value, np.ndarray):
+        return value.dtype.name, value.shape
+    torch = sys.modules.get("torch")  # there is no torch tensor where torch was never imported
+    if torch is not None and isinstance(value, torch.Tensor):
+        return str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    raise TypeError(f"an object holds tensors of numpy or torch and None, not {type(value).__name__}")
+
+
+def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
+    """A tensor's own bytes in C order without a copy, or None where they do not lie so in this process's memory."""
+    if isinstance(value, np.ndarray):
+        straight = value.flags.c_contiguous and value.dtype.isnative
+        return value.reshape(-1).view(np.uint8) if straight else None
+    if value.device.type != "cpu" or not value.is_contiguous():
+        return None
+    import torch
+
+    line = value.detach().as_strided((value.numel(),), (1,))  # dimensions of one element may have any stride
+    flat: NDArray[np.uint8] = line.view(torch.uint8).numpy()
+    return flat
+
+
+def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
+    """Write a tensor of any strides, device and byte order into `memory`, in C order."""
+    if isinstance(value, np.ndarray):
+        memory.view(value.dtype.newbyteorder("=")).reshape(value.shape)[...] = value
+    else:
+        _torch_over(memory, *describe(value)).copy_(value.detach())
+
+
+def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
+    """The tensor that `meta` places in an object's bytes, without a copy; bfloat16 and float8 as their bits."""
+    if meta.dtype == "none":
+        return None
+    part = memory[meta.offset : meta.offset + meta.nbytes]
+    return part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
+
+
+def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
+    """As numpy_over, for torch. torch knows no read-only tensor: writing to this one ends the process."""
+    if meta.dtype == "none":
+        return None
+    return _torch_over(memory[meta.offset : meta.offset + meta.nbytes], meta.dtype, meta.shape)
+
+
+def _torch_over(memory: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    return torch.from_numpy(memory).view(getattr(torch, dtype)).reshape(shape)

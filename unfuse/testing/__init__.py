@@ -1,0 +1,19 @@
+"""Published conformance suites and fakes, imported when they are named: plain asserts, no test framework."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unfuse.core.registry import resolve
+
+_SUITES = {
+    "ManualClock": "unfuse.testing.clock:ManualClock",
+    "check_queue": "unfuse.testing.queue_suite:check_queue",
+    "check_store": "unfuse.testing.store_suite:check_store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _SUITES:
+        raise AttributeError(f"unfuse.testing has no {name}: it has {', '.join(_SUITES)}")
+    return resolve(_SUITES, name, "suite")

@@ -1,0 +1,295 @@
+"""The conformance suite of tensor stores: whoever writes a StorageBackend runs `check_store` on it."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from unfuse.core.errors import ArenaFull, ObjectLost, UnfuseError
+from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.stores.tensors import RAW
+
+Open = Callable[[], TensorStore]
+
+
+def check_store(open: Open) -> None:
+    """Raise AssertionError where a store breaks the contract.
+
+    `open` returns a new, empty store of at least 32 MiB, which the suite closes. torch tensors are checked where torch
+    has been imported.
+    """
+    for check in CHECKS:
+        with open() as store:
+            try:
+                check(store)
+            except UnfuseError as error:
+                raise AssertionError(f"{check.__name__}: {error}") from error
+            for request in store.holding():
+                store.release(request)
+            assert store.usage().used == 0, f"{check.__name__} left something behind: {store.usage()}"
+
+
+def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
+    """Put as stage "s" of a request (default: a new one)."""
+    return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
+
+
+@contextmanager
+def lost(ref: ObjectRef) -> Iterator[None]:
+    """What is done inside must raise ObjectLost, naming the object."""
+    try:
+        yield
+    except ObjectLost as error:
+        assert error.object_id == ref.id, f"ObjectLost names {error.object_id!r}, not {ref.id!r}"
+    else:
+        raise AssertionError("an object that is not there was read")
+
+
+def check_dtypes(store: TensorStore) -> None:
+    """Every dtype comes back with its values, shape and name."""
+    bits = np.random.default_rng(7).integers(0, 2, 48, np.uint8)
+    tensors = {name: bits.view(bool) if name == "bool" else bits.astype(name) for name in DTYPES if name not in RAW}
+    ref = put(store, tensors)
+    assert [(meta.name, meta.dtype) for meta in ref.tensors] == [(name, name) for name in tensors]
+    with store.get(ref, verify=True) as held:
+        assert list(held) == list(tensors)
+        for name, value in tensors.items():
+            np.testing.assert_array_equal(held[name], value, strict=True)
+
+
+def check_torch(store: TensorStore) -> None:
+    """Tensors of torch come back bit for bit, as tensors or as their bits; strides and gradients do not matter."""
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    tensors = {name: torch.arange(24).reshape(2, 3, 4).to(getattr(torch, name)) for name in DTYPES}
+    tensors["across"] = tensors["bfloat16"].transpose(0, 2)
+    tensors["point"] = torch.tensor(1.5)
+    tensors["empty"] = torch.empty(0, 4, dtype=torch.bfloat16)
+    tensors["weight"] = torch.ones(3, requires_grad=True)
+    ref = put(store, {**tensors, "nothing": None})
+    with store.get(ref, as_torch=True, verify=True) as held:
+        assert held["nothing"] is None
+        for name, value in tensors.items():
+            got = held[name]
+            assert (got.dtype, got.shape, got.requires_grad) == (value.dtype, value.shape, False), name
+            assert (
+                got.contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .equal(value.detach().contiguous().view(-1).view(torch.uint8))
+            ), name
+    with store.get(ref) as held:
+        assert all(held[name].dtype == raw for name, raw in RAW.items())
+        assert bytes(held["bfloat16"]) == bytes(tensors["bfloat16"].view(torch.uint16).numpy())
+
+
+def check_shapes(store: TensorStore) -> None:
+    """None, nothing, a point, views of any strides, foreign byte order; and an object without bytes."""
+    grid = np.arange(60, dtype="int32").reshape(3, 4, 5)
+    tensors = {
+        "none": None,
+        "point": np.array(2.5),
+        "empty": np.empty((0, 7), "float16"),
+        "across": grid.transpose(2, 0, 1),
+        "every other": grid[:, ::2, ::-1],
+        "foreign": np.arange(5, dtype=">i8"),
+        "spread": np.broadcast_to(np.float32(3), (2, 3)),
+    }
+    with store.get(put(store, tensors), verify=True) as held:
+        assert held["none"] is None
+        for name, value in tensors.items():
+            if value is not None:
+                np.testing.assert_array_equal(held[name], value)
+                assert held[name].shape == value.shape and held[name].flags.c_contiguous, name
+    for nothing in ({}, {"a": None}, {"a": np.empty(0)}):
+        ref = put(store, nothing)
+        assert ref.nbytes == 0 and ref.checksums == ()
+        with store.get(ref, verify=True) as held:
+            assert list(held) == list(nothing)
+
+
+def check_refusals(store: TensorStore) -> None:
+    """What may not cross a stage border is refused, and takes no room."""
+    for value, error in ((np.zeros(2, "complex64"), ValueError), ([1, 2], TypeError), (np.array("text"), ValueError)):
+        try:
+            put(store, {"x": value})
+        except error:
+            continue
+        raise AssertionError(f"{value!r} was stored")
+    assert store.usage().used == 0 and not store.holding()
+
+
+def check_ref(store: TensorStore) -> None:
+    """A ref says what it is of, is unique, carries a secret, and survives the wire."""
+    request = new_request_id()
+    one, two = (store.put({"x": np.ones(3)}, request=request, stage="denoise", attempt=4) for _ in range(2))
+    assert (one.owner, one.node, one.request, one.stage, one.attempt) == (
+        store.owner,
+        store.node,
+        request,
+        "denoise",
+        4,
+    )
+    assert one.id != two.id and one.key != two.key and len(one.key) >= 16 and one.generation != two.generation
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=ObjectRef)
+    with store.get(again) as held:
+        assert held["x"].tolist() == [1, 1, 1]
+
+
+def check_large(store: TensorStore) -> None:
+    """An object of several chunks, tensors across chunk borders, has a checksum for each."""
+    rng = np.random.default_rng(3)
+    tensors = {name: rng.integers(0, 255, CHUNK_BYTES + 1001, np.uint8) for name in "ab"}
+    tensors["c"] = rng.random((512, 1025), np.float32)[:, ::2]
+    ref = put(store, tensors)
+    assert len(ref.checksums) == -(-ref.nbytes // CHUNK_BYTES) == 3
+    with store.get(ref, verify=True) as held:
+        assert all(np.array_equal(held[name], value) for name, value in tensors.items())
+
+
+def check_read_only(store: TensorStore) -> None:
+    """What was put does not change: not through the array it came from, not through the arrays it is read by."""
+    mine = np.arange(6.0)
+    ref = put(store, {"x": mine})
+    mine[:] = -1
+    with store.get(ref) as held:
+        assert held["x"].tolist() == [0, 1, 2, 3, 4, 5]
+        assert not held["x"].flags.writeable
+        try:
+            held["x"].flags.writeable = True
+        except ValueError:
+            return
+    raise AssertionError("a reader could make the array writable")
+
+
+def check_delete(store: TensorStore) -> None:
+    """A deleted object is gone for new readers at once, and its memory when the last reader closes; twice is once."""
+    ref = put(store, {"x": np.full(5000, 7)})
+    before = store.usage().used
+    with store.get(ref) as held:
+        store.delete(ref)
+        store.delete(ref)
+        with lost(ref):
+            store.get(ref)
+        assert not store.holding() and store.usage().used == before
+        others = [put(store, {"x": np.zeros(5000)}) for _ in range(3)]
+        assert (held["x"] == 7).all()
+        for other in others:
+            store.delete(other)
+    assert store.usage().used == 0
+
+
+def check_garbage(store: TensorStore) -> None:
+    """A reader that never closes holds the object as long as one array of it lives, and no longer."""
+    ref = put(store, {"x": np.full(5000, 7), "y": np.ones(9)})
+    array = store.get(ref)["x"][10:]
+    store.delete(ref)
+    gc.collect()
+    assert store.usage().used > 0 and (array == 7).all()
+    del array
+    gc.collect()
+    assert store.usage().used == 0
+
+
+def check_release(store: TensorStore) -> None:
+    """`release` frees all objects of one request and no others; `holding` names the requests that have some."""
+    one, two = new_request_id(), new_request_id()
+    refs = [put(store, {"x": np.ones(10)}, one) for _ in range(3)]
+    kept = put(store, {"x": np.ones(10)}, two)
+    assert store.holding() == {one, two}
+    store.release(one)
+    store.release(one)
+    assert store.holding() == {two}
+    for ref in refs:
+        with lost(ref):
+            store.get(ref)
+    store.get(kept).close()
+
+
+def check_full(store: TensorStore) -> None:
+    """A full store says so with numbers, loses nothing, and takes more once there is room."""
+    empty = store.usage()
+    piece = np.zeros(empty.capacity // 8, np.uint8)
+    refs: list[ObjectRef] = []
+    try:
+        for _ in range(9):
+            refs.append(put(store, {"x": piece}))
+    except ArenaFull as error:
+        assert error.needed == piece.nbytes and error.free < error.capacity
+    assert 4 <= len(refs) <= 8, f"{len(refs)} eighths fitted"
+    assert len(store.holding()) == len(refs)
+    store.delete(refs.pop())
+    refs.append(put(store, {"x": piece}))
+    for ref in refs:
+        store.get(ref).close()
+        store.delete(ref)
+    usage = store.usage()
+    assert usage.used == usage.requested == 0 and usage.free == usage.capacity
+    assert usage.largest_free == empty.largest_free, "what came back did not merge"
+    assert usage.high_water >= 4 * piece.nbytes
+
+
+def check_forged(store: TensorStore) -> None:
+    """A ref that is not exactly the one `put` returned reads nothing, and takes no hold."""
+    ref = put(store, {"x": np.ones(1000), "y": np.zeros(3, "int8")})
+    x, y = ref.tensors
+    changed: list[dict[str, Any]] = [
+        {"key": bytes(16)},
+        {"key": b""},
+        {"generation": ref.generation + 1},
+        {"id": "0" * 32},
+        {"nbytes": ref.nbytes + 64},
+        {"tensors": (x, msgspec.structs.replace(y, offset=1 << 40))},
+        {"tensors": (msgspec.structs.replace(x, shape=(1 << 50,)), y)},
+        {"tensors": (msgspec.structs.replace(x, dtype="object"), y)},
+    ]
+    for change in changed:
+        forged = msgspec.structs.replace(ref, **change)
+        with lost(forged):
+            store.get(forged)
+    store.delete(ref)
+    assert store.usage().used == 0
+
+
+def check_damage(store: TensorStore) -> None:
+    """With `verify`, bytes that do not have the checksums of the ref are never handed out; without, nothing is read."""
+    ref = put(store, {"x": np.arange(1000)})
+    damaged = msgspec.structs.replace(ref, checksums=(ref.checksums[0] ^ 1,))
+    with lost(damaged):
+        store.get(damaged, verify=True)
+    store.get(damaged).close()
+    store.delete(ref)
+    assert store.usage().used == 0
+
+
+def check_threads(store: TensorStore) -> None:
+    """Many threads put, get, hold and delete at once; each sees its own bytes."""
+
+    def work(number: int) -> None:
+        request = new_request_id()
+        for turn in range(20):
+            value = np.full(2000 + 500 * number, number * 1000 + turn)
+            ref = put(store, {"x": value}, request)
+            with store.get(ref, verify=turn % 2 == 0) as held:
+                store.delete(ref)
+                assert (held["x"] == value).all()
+        store.release(request)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert store.usage().used == 0
+
+
+CHECKS = (
+    check_dtypes, check_torch, check_shapes, check_refusals, check_ref, check_large, check_read_only, check_delete,
+    check_garbage, check_release, check_full, check_forged, check_damage, check_threads,
+)  # fmt: skip
