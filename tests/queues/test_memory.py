@@ -1,0 +1,238 @@
+"""The memory backend: the suite, that the suite can fail, and what is particular to it."""
+
+import asyncio
+from collections.abc import Callable
+from unittest.mock import patch
+
+import msgspec
+import pytest
+
+from unfuse import queues
+from unfuse.core.clock import SystemClock
+from unfuse.core.errors import ConfigError
+from unfuse.core.event import Event
+from unfuse.core.task import Claim
+from unfuse.queues import memory
+from unfuse.queues.history import MAX_EVENTS, History
+from unfuse.queues.memory import MemoryQueue
+from unfuse.testing import ManualClock, check_queue
+from unfuse.testing.queue_samples import LIMITS, TTL, change, drained, leased, request, started, submitted, task
+from unfuse.testing.queue_suite import RULES, Rule, check_rule
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def queue(clock: ManualClock) -> MemoryQueue:
+    return MemoryQueue(clock)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock) -> None:
+    await check_rule(rule, MemoryQueue(clock), clock)
+
+
+async def test_the_suite_as_others_run_it(clock: ManualClock) -> None:
+    async def fresh() -> MemoryQueue:
+        return MemoryQueue(clock)
+
+    await check_queue(fresh, clock)
+
+
+class TestTheSuiteCanFail:
+    """A backend with one defect breaks the rule that speaks of it."""
+
+    @staticmethod
+    async def broken_rules(queue: Callable[[ManualClock], MemoryQueue]) -> set[str]:
+        clock = ManualClock()
+
+        async def fresh() -> MemoryQueue:
+            return queue(clock)
+
+        with patch("unfuse.testing.queue_suite.PATIENCE_S", 0.05), pytest.raises(ExceptionGroup) as failure:
+            await check_queue(fresh, clock)
+        return {error.__notes__[-1].split(":")[0].removeprefix("rule ") for error in failure.value.exceptions}
+
+    async def test_when_order_is_not_kept(self) -> None:
+        class Unordered(MemoryQueue):
+            def _put(self, rank: memory.Rank) -> None:
+                super()._put((0.0, 0.0, *rank[2:]))
+
+        broken = await self.broken_rules(Unordered)
+        assert {"a_higher_priority_goes_first", "a_lower_order_number_goes_first"} <= broken
+        assert "tasks_of_one_priority_leave_as_they_arrived" not in broken
+
+    async def test_when_tokens_are_not_checked(self) -> None:
+        class Trusting(MemoryQueue):
+            def _held(self, claim: Claim) -> memory._Held | None:
+                return self._leased.get(claim.key)
+
+        assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= await self.broken_rules(Trusting)
+
+    async def test_when_effects_come_before_checks(self) -> None:
+        class Hasty(MemoryQueue):
+            async def commit(self, change: memory.Change) -> memory.Record:
+                for key in change.close:
+                    self._drop(key)
+                return await super().commit(change)
+
+        assert await self.broken_rules(Hasty) == {"a_commit_that_raises_has_no_effect"}
+
+    async def test_when_nobody_is_woken(self) -> None:
+        class Sleepy(MemoryQueue):
+            def _wake(self, pool: str) -> None:
+                pass
+
+        broken = await self.broken_rules(Sleepy)
+        assert broken >= {"a_push_wakes_who_waits", "time_and_hand_backs_wake_too", "each_push_finds_its_waiter"}
+
+    async def test_when_a_cancelled_waiter_keeps_the_wake_up(self) -> None:
+        class Claiming(MemoryQueue):
+            async def lease(self, *args: object, **kwargs: object) -> list[memory.Lease]:
+                return await asyncio.shield(super().lease(*args, **kwargs))  # type: ignore[arg-type]
+
+        assert await self.broken_rules(Claiming) == {"a_cancelled_waiter_has_claimed_nothing"}
+
+    async def test_when_leases_end_by_themselves(self) -> None:
+        class Impatient(MemoryQueue):
+            async def expired(self) -> list[memory.Lease]:
+                late = await super().expired()
+                for lease in late:
+                    del self._leased[lease.claim.key]
+                return late
+
+        assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules(Impatient)
+
+    async def test_when_the_log_has_no_bound(self) -> None:
+        with patch("unfuse.queues.history.MAX_EVENTS", 10_000):
+            assert await self.broken_rules(MemoryQueue) == {"old_progress_is_dropped_first"}
+
+
+async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
+    """Given a long line, then places, withdrawals and leases are right at its head, middle and end."""
+    limits = queues.base.Limits(max_active=50_000, max_queue=50_000)
+    for number in reversed(range(20_000)):
+        await queue.submit(request(f"{number:05}"), [task(f"{number:05}", order=float(number))], [], limits)
+    assert (await queue.load("10000")).position == 10_000
+    await queue.commit(change(await queue.load("00001"), status="cancelled"))
+    assert [lease.task.request for lease in await queue.lease("w", ["p"], 3, TTL)] == ["00000", "00002", "00003"]
+    assert (await queue.load("19999")).position == 19_995
+    assert await queue.size("p") == 19_996
+
+
+async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
+    """Given no manual clock, when a task's time comes or a wait ends, then the waiting caller is woken."""
+    queue = MemoryQueue(SystemClock())
+    await submitted(queue, "a", not_before=await queue.now() + 0.01)
+    assert await drained(queue) == []
+    (lease,) = await queue.lease("w", ["p"], 1, TTL, wait=30.0)
+    assert lease.task.request == "a"
+    assert await queue.lease("w", ["p"], 1, TTL, wait=0.01) == []
+    await submitted(queue, "b", not_before=await queue.now() + 1000)
+    await queue.close()
+
+
+async def test_a_closed_queue_hands_out_nothing(queue: MemoryQueue) -> None:
+    await queue.close()
+    assert await queue.lease("w", ["p"], 1, TTL, wait=60.0) == []
+
+
+async def test_who_asks_for_no_slot_gets_nothing_and_wakes_nobody(queue: MemoryQueue) -> None:
+    assert await queue.lease("w", ["p"], 0, TTL, wait=60.0) == []
+    await submitted(queue, "a")
+    assert await queue.lease("w", ["p"], 0, TTL, wait=60.0) == []
+    assert await drained(queue) == ["a"]
+
+
+async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: MemoryQueue) -> None:
+    """Given a large urgent task in one pool, then a small one of the other pool waits until it is gone."""
+    await submitted(queue, "large", pool="p", room=100, priority=1)
+    await submitted(queue, "small", pool="q", room=1)
+    waiting = await started(queue.lease("w", ["p", "q"], 1, TTL, wait=60.0, room=10))
+    assert not waiting.done()
+    await queue.commit(change(await queue.load("large"), status="cancelled"))
+    assert [lease.task.request for lease in await waiting] == ["small"]
+
+
+async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClock) -> None:
+    waiting = [await started(queue.lease("w", ["p"], 1, TTL, wait=60.0)) for _ in range(3)]
+    waiting[0].cancel()
+    await submitted(queue, "a")
+    clock.advance(60)
+    await asyncio.wait(waiting)
+    assert sorted(len(one.result()) for one in waiting[1:]) == [0, 1]
+    assert not queue._waiters
+
+
+async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
+    """Given a request that was over without a terminal event, then its stream still ends."""
+    record = await submitted(queue, "a")
+    stream = queue.watch("a")
+    await anext(stream)
+    await queue.commit(change(record, status="cancelled", completed_at=1.0))
+    assert await anext(stream, None) is None
+    assert await queue.forget(2.0) == ["a"]
+
+
+async def test_a_follower_that_leaves_does_no_harm(queue: MemoryQueue) -> None:
+    await submitted(queue, "a")
+    streams = [queue.watch("a", after=1) for _ in range(2)]
+    leaving, staying = [await started(_next(stream)) for stream in streams]
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    await leased(queue)
+    assert (await staying).type == "stage_started"
+
+
+async def _next(stream: object) -> Event:
+    return await anext(stream)  # type: ignore[call-overload]
+
+
+async def test_a_history_of_structure_alone_is_bounded_too() -> None:
+    """Given more hand-backs than the log holds, then the oldest events go."""
+    history = History()
+    for number in range(MAX_EVENTS + 10):
+        history.publish(Event("stage_started", attempt=number), wall=5.0)
+    history.end()
+    events = [event async for event in history.follow(0)]
+    assert [event.seq for event in events] == list(range(11, MAX_EVENTS + 11))
+    assert {event.at for event in events} == {5.0}
+
+
+async def test_a_date_that_was_given_is_kept(queue: MemoryQueue) -> None:
+    await queue.submit(request("a"), [], [Event("queued", at=7.0), Event("retrying")], LIMITS)
+    stream = queue.watch("a")
+    assert [(await anext(stream)).at, (await anext(stream)).at] == [7.0, 1_700_000_000.0]
+
+
+async def test_a_task_may_leave_before_its_time(queue: MemoryQueue, clock: ManualClock) -> None:
+    """Given a delayed task that was replaced, when its alarm would have rung, then only the new one is there."""
+    record = await submitted(queue, "a", not_before=clock.now() + 5)
+    record = await queue.commit(change(record, push=(task("a", attempt=2, not_before=clock.now() + 9),)))
+    clock.advance(5)
+    assert await drained(queue) == []
+    clock.advance(4)
+    assert (await leased(queue)).task.attempt == 2
+
+
+def test_queues_are_opened_by_name() -> None:
+    assert isinstance(queues.open("memory"), MemoryQueue)
+    assert isinstance(queues.open("memory:"), MemoryQueue)
+    assert isinstance(queues.open("unfuse.queues.memory:MemoryQueue"), MemoryQueue)
+    assert isinstance(queues.open("unfuse.queues.memory:MemoryQueue://somewhere"), MemoryQueue)
+    with pytest.raises(ConfigError, match="unknown queue 'memmory': did you mean memory"):
+        queues.open("memmory")
+
+
+def test_every_backend_is_a_queue() -> None:
+    for name in queues.BACKENDS:
+        assert issubclass(type(queues.open(name)), queues.TaskQueue)
+
+
+def test_structs_of_the_port_are_frozen() -> None:
+    for kind in (queues.base.Limits, queues.base.Filter):
+        with pytest.raises(AttributeError):
+            setattr(kind(), msgspec.structs.fields(kind)[0].name, None)

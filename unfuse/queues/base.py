@@ -1,0 +1,179 @@
+"""The queue port: where tasks wait and contexts live. All state is here, so schedulers keep none.
+
+Whoever writes a backend runs `unfuse.testing.check_queue` on it: the suite is the contract in executable form,
+and the memory backend its plainest reading.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Self
+
+import msgspec
+
+from unfuse.core.card import ModelCard
+from unfuse.core.clock import Clock
+from unfuse.core.event import Event
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.request import Change, Record, RequestContext, RequestStatus
+from unfuse.core.task import Claim, Lease, Task
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How much may be accepted: requests that are not over, and tasks that wait in one pool."""
+
+    max_active: int = 256
+    max_queue: int = 1024
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which requests `list` returns; None means any."""
+
+    over: bool | None = None
+    tenant: str | None = None
+    idempotency_key: str | None = None
+    fingerprint: str | None = None
+    status: RequestStatus | None = None
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A registered worker. `seen` is the queue's clock at its last heartbeat; `leased` counts the tasks it holds."""
+
+    info: WorkerInfo
+    cards: tuple[ModelCard, ...]
+    seen: float
+    leased: int = 0
+
+
+class Renewal(msgspec.Struct, frozen=True):
+    """What became of renewed claims: those still held, and those that ended (lost, or their request is over)."""
+
+    held: tuple[Claim, ...]
+    ended: tuple[Claim, ...]
+
+
+class TaskQueue(ABC):
+    """Tasks, leases, contexts, events and the worker registry behind one set of transactions.
+
+    Every method is one transaction: its effects are all visible or none. Times are seconds of the queue's own clock.
+    """
+
+    @classmethod
+    @abstractmethod
+    def at(cls, url: str, clock: Clock) -> Self:
+        """The queue at `url`, which begins with this backend's name; one with a clock of its own may ignore `clock`.
+
+        Raises ConfigError when the address makes no sense.
+        """
+
+    @abstractmethod
+    async def now(self) -> float:
+        """This queue's clock, in seconds; it never runs backwards."""
+
+    @abstractmethod
+    async def submit(
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+    ) -> Record:
+        """Store a new request and queue its first tasks.
+
+        Idempotent: a context whose id is known, or whose (tenant, non-empty idempotency key) is, changes nothing and
+        the stored record is returned. Raises Overloaded, having stored nothing, when a limit would be passed; a repeat
+        is answered even then.
+        """
+
+    @abstractmethod
+    async def lease(
+        self, worker: str, pools: Collection[str], slots: int, ttl: float, *, wait: float = 0.0, room: int | None = None
+    ) -> list[Lease]:
+        """Claim up to `slots` tasks of these pools, in order of (−priority, order, arrival) over all the pools.
+
+        Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task whose room, with
+        that of the tasks claimed before it, exceeds `room` bytes (None: unlimited), so that a large task is not starved
+        by small ones. Waits up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a
+        hand-back, a `not_before` that comes, a task ahead that is gone); a caller that is cancelled while it waits has
+        claimed nothing. A claim publishes `stage_started`; the context does not change: `Record.running` tells of it.
+        """
+
+    @abstractmethod
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+        """Move the end of these leases to now + ttl; a claim that does not hold any more is answered as ended."""
+
+    @abstractmethod
+    async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
+        """Publish progress of a held lease; not durable, outside the version. False, and nothing, if it is not held.
+
+        The step of the last event is what `Record.running` shows. Events without a time (at 0) get the queue's.
+        """
+
+    @abstractmethod
+    async def commit(self, change: Change) -> Record:
+        """Apply a transition. One that raises has had no effect. Raises NotFound, LeaseLost, Conflict.
+
+        With a claim: a commit that was applied already (the stored stage state is done with the same attempt and
+        token) changes nothing and succeeds; a claim that is not held raises LeaseLost. Then a version that is not the
+        stored one plus one raises Conflict. A lease whose time has passed is still held until a change closes it.
+        `close` removes queued tasks and ends leases; `push` queues tasks (one per key: a pushed task replaces one that
+        waits under its key, and ends a lease under it). Events get their numbers here. After a terminal change nothing
+        of the request is queued or leased.
+        """
+
+    @abstractmethod
+    async def hand_back(self, claim: Claim) -> bool:
+        """Return a leased task to its old place in the queue, under the next attempt. False if it is not held."""
+
+    @abstractmethod
+    async def expired(self) -> list[Lease]:
+        """Leases whose time has passed, for the caller to decide on; they stay held until a commit closes them."""
+
+    @abstractmethod
+    async def load(self, request: str) -> Record:
+        """The stored request. Raises NotFound.
+
+        Its position is the number of tasks that would be leased from the pool before the first of its own (the least
+        over its queued tasks); None unless it waits: something is queued and nothing runs.
+        """
+
+    @abstractmethod
+    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> list[Record]:
+        """Up to `limit` requests, newest first, starting behind the one of id `after`. Raises NotFound for that one."""
+
+    @abstractmethod
+    async def size(self, pool: str) -> int:
+        """Tasks that wait in a pool, those whose `not_before` is in the future among them (leased ones not counted)."""
+
+    @abstractmethod
+    async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
+        """The tasks of a pool that may be leased now, in the order they would be."""
+
+    @abstractmethod
+    def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
+        """Events of a request with a number above `after`, waiting for more until the terminal one.
+
+        The log is bounded: old progress is dropped first, numbers are never given twice. The stream ends behind the
+        terminal event (at once, if `after` is that one or a later), when the request is forgotten, and on `close`.
+        Raises NotFound at once for an unknown request.
+        """
+
+    @abstractmethod
+    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
+        """Register a worker, or say that it lives. Cards stay known while a worker that brought them is registered.
+
+        A worker that says so without cards keeps those it brought before.
+        """
+
+    @abstractmethod
+    async def bye(self, worker: str) -> None:
+        """Forget a worker; its leases run out as they would."""
+
+    @abstractmethod
+    async def workers(self) -> Sequence[Member]:
+        """The registry."""
+
+    @abstractmethod
+    async def forget(self, before: float) -> Sequence[str]:
+        """Drop requests that were over before Unix time `before`; returns their ids."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release the backend; waiting callers are woken with an empty answer."""

@@ -1,0 +1,43 @@
+"""A clock that moves when it is told to."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+
+
+class ManualClock:
+    """Time for tests: both readings stand still until `advance`, which rings the alarms on its way, in order."""
+
+    def __init__(self, now: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
+        self._now = now
+        self._offset = wall - now
+        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._cancelled: set[int] = set()
+        self._numbers = count()
+
+    def now(self) -> float:
+        """Seconds that never run backwards."""
+        return self._now
+
+    def wall(self) -> float:
+        """Unix seconds; they move with `now`."""
+        return self._now + self._offset
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call back once `now` has reached `when`; returns what takes the alarm back."""
+        number = next(self._numbers)
+        heapq.heappush(self._alarms, (when, number, callback))
+        return lambda: self._cancelled.add(number)
+
+    def advance(self, seconds: float) -> None:
+        """Let `seconds` pass. An alarm sees the time it was set for; who is woken runs at the loop's next turn."""
+        end = self._now + seconds
+        while self._alarms and self._alarms[0][0] <= end:
+            when, number, callback = heapq.heappop(self._alarms)
+            self._now = max(self._now, when)
+            if number not in self._cancelled:
+                callback()
+            self._cancelled.discard(number)
+        self._now = end

@@ -1,0 +1,85 @@
+"""Requests, tasks and changes for the queue's suite, made without any rule of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from unfuse.core.event import Event
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.plan import ExecutionPlan
+from unfuse.core.request import Change, Record, RequestContext, StageState
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.base import Limits, TaskQueue
+
+TTL = 10.0
+LIMITS = Limits(max_active=1000, max_queue=1000)
+
+T = TypeVar("T")
+
+
+def request(name: str, **fields: Any) -> RequestContext:
+    """A request whose stage "s" is queued."""
+    stages = {"s": StageState("queued", attempt=1)}
+    return RequestContext(name, "model", {}, ExecutionPlan(()), stages, **fields)
+
+
+def task(name: str, stage: str = "s", pool: str = "p", attempt: int = 1, **fields: Any) -> Task:
+    """A task of the request of that name."""
+    return Task(name, stage, attempt, pool, kind="denoise", model="model", params={}, **fields)
+
+
+async def submitted(queue: TaskQueue, name: str, **fields: Any) -> Record:
+    """A stored request with one queued task that has these fields."""
+    return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
+
+
+async def leased(queue: TaskQueue, *pools: str, worker: str = "w") -> Lease:
+    """The one next lease of these pools."""
+    (lease,) = await queue.lease(worker, pools or ("p",), 1, TTL)
+    return lease
+
+
+async def drained(queue: TaskQueue, *pools: str) -> list[str]:
+    """Requests of all the tasks of these pools, in the order in which they are leased."""
+    return [lease.task.request for lease in await queue.lease("w", pools or ("p",), 1000, TTL)]
+
+
+def change(record: Record, claim: Claim | None = None, **fields: Any) -> Change:
+    """The next version of a context; `push`, `close` and `events` go to the change, other fields to the context."""
+    parts = {name: fields.pop(name) for name in ("push", "close", "events") if name in fields}
+    context = msgspec.structs.replace(record.context, version=record.context.version + 1, **fields)
+    return Change(context, claim, **parts)
+
+
+def done(record: Record, lease: Lease, **fields: Any) -> Change:
+    """The change that completes the leased stage, and nothing more unless `fields` say so."""
+    state = StageState("done", attempt=lease.task.attempt, token=lease.token)
+    stages = record.context.stages | {lease.task.stage: state}
+    return change(record, lease.claim, stages=stages, **{"status": "in_progress", **fields})
+
+
+async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """The work as a task that has come to its first wait."""
+    running = asyncio.create_task(work)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return running
+
+
+async def following(stream: AsyncIterator[Event]) -> Event | None:
+    """The next event of a stream, None at its end."""
+    return await anext(stream, None)
+
+
+async def history(queue: TaskQueue, name: str, after: int = 0) -> Sequence[Event]:
+    """All events of a request that is over."""
+    return [event async for event in queue.watch(name, after)]
+
+
+def worker(name: str, **fields: Any) -> WorkerInfo:
+    """A worker of pool "p" with two slots."""
+    return WorkerInfo(name, "node", "denoiser", ("p",), 2, "unix:arena", 1 << 20, **fields)

@@ -1,0 +1,375 @@
+"""The queue port's contract in executable form: run `check_queue` on a backend to know whether it is one."""
+
+from __future__ import annotations
+
+from asyncio import timeout
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+import msgspec
+
+from unfuse.core.card import Limits as CardLimits, ModelCard
+from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
+from unfuse.core.event import Event
+from unfuse.core.plan import Pipeline
+from unfuse.core.request import Change, StageState
+from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_leases import LEASE_RULES
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    drained,
+    following,
+    history,
+    leased,
+    request,
+    started,
+    submitted,
+    task,
+    worker,
+)
+
+Rule = Callable[[TaskQueue, ManualClock], Awaitable[None]]
+
+PATIENCE_S = 30.0
+"""A rule that takes longer waits for something that will never come."""
+
+T = TypeVar("T", bound=UnfuseError)
+
+
+async def check_queue(open: Callable[[], Awaitable[TaskQueue]], clock: ManualClock) -> None:
+    """Hold every rule against a fresh queue that `open` gives, one after the other.
+
+    The queue must read its time from `clock`. Raises an ExceptionGroup with one error for each rule that is broken,
+    which carries the rule's name and text as a note.
+    """
+    broken: list[Exception] = []
+    for rule in RULES:
+        try:
+            await check_rule(rule, await open(), clock)
+        except Exception as error:
+            error.add_note(f"rule {rule.__name__}: {rule.__doc__}")
+            broken.append(error)
+    if broken:
+        raise ExceptionGroup(f"{len(broken)} of {len(RULES)} rules of the queue port are broken", broken)
+
+
+async def check_rule(rule: Rule, queue: TaskQueue, clock: ManualClock) -> None:
+    """Hold one rule against an empty queue, and close it."""
+    try:
+        async with timeout(PATIENCE_S):
+            await rule(queue, clock)
+    finally:
+        await queue.close()
+
+
+async def _raised(kind: type[T], work: Awaitable[object]) -> T:
+    try:
+        await work
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was expected")
+
+
+async def a_known_id_is_submitted_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """The second time nothing changes and the stored record is the answer."""
+    first = await submitted(queue, "a")
+    again = await queue.submit(request("a", priority=7), [task("a", "t")], [Event("queued")], LIMITS)
+    assert again.context == first.context
+    assert await queue.size("p") == 1
+
+
+async def an_idempotency_key_is_submitted_once_a_tenant(queue: TaskQueue, clock: ManualClock) -> None:
+    """Another id under the same key joins the first, also when it is over; an empty key joins nothing."""
+    for name, tenant, key in (("a", "t", "k"), ("b", "t", "k"), ("c", "u", "k"), ("d", "t", ""), ("e", "t", "")):
+        record = await queue.submit(request(name, tenant=tenant, idempotency_key=key), [task(name)], [], LIMITS)
+        assert record.context.id == ("a" if name == "b" else name)
+    assert await drained(queue) == list("acde")
+    await queue.commit(change(await queue.load("a"), status="cancelled"))
+    again = await queue.submit(request("f", tenant="t", idempotency_key="k"), [task("f")], [], LIMITS)
+    assert (again.context.id, again.context.status) == ("a", "cancelled")
+
+
+async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+    """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
+    tight = Limits(max_active=2, max_queue=2)
+    await queue.submit(request("a"), [task("a", pool="q")], [], tight)
+    refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
+    assert (await _raised(Overloaded, refused)).retry_after > 0
+    await _raised(NotFound, queue.load("b"))
+    assert await queue.size("p") == 0
+    await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)
+    await _raised(Overloaded, queue.submit(request("c"), [task("c", pool="r")], [], tight))
+    assert (await queue.submit(request("a"), [], [], tight)).context.id == "a"
+    await queue.commit(change(await queue.load("b"), status="failed"))
+    await queue.submit(request("c"), [task("c")], [], tight)
+
+
+async def a_repeated_commit_succeeds_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """Same task, attempt and token: no second push, event or version, however late, also after the request is over."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    first = done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),))
+    record = await queue.commit(first)
+    assert (await queue.commit(first)).context == record.context
+    last = await leased(queue)
+    assert await queue.size("p") == 0
+    ending = done(record, last, status="completed", events=(Event("completed"),))
+    await queue.commit(ending)
+    assert (await queue.commit(ending)).context.version == 2
+    assert (await queue.commit(first)).context.version == 2
+    kinds = [event.type for event in await history(queue, "a")]
+    assert kinds == ["queued", "stage_started", "stage_completed", "stage_started", "completed"]
+
+
+async def a_commit_that_raises_has_no_effect(queue: TaskQueue, clock: ManualClock) -> None:
+    """Not one of its parts: context, lease, pushes, closes, events."""
+    record = await queue.submit(request("a"), [task("a"), task("a", "u")], [Event("queued")], LIMITS)
+    lease = await leased(queue)
+    good = done(record, lease, push=(task("a", "t"),), close=(("a", "u"),), events=(Event("stage_completed"),))
+    skipping = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, version=2))
+    stale = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, version=0))
+    forged = msgspec.structs.replace(good, claim=msgspec.structs.replace(lease.claim, token=bytes(16)))
+    unknown = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, id="z"))
+    refusals: tuple[tuple[Change, type[UnfuseError]], ...] = (
+        (skipping, Conflict),
+        (stale, Conflict),
+        (forged, LeaseLost),
+        (unknown, NotFound),
+    )
+    for bad, error in refusals:
+        await _raised(error, queue.commit(bad))
+    assert (await queue.load("a")).context == record.context
+    assert [waiting.key for waiting in await queue.peek("p")] == [("a", "u")]
+    assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
+    await queue.commit(good)
+    assert [waiting.key for waiting in await queue.peek("p")] == [("a", "t")]
+    await queue.commit(change(await queue.load("a"), status="cancelled", events=(Event("cancelled"),)))
+    assert [event.type for event in await history(queue, "a", after=2)] == ["stage_completed", "cancelled"]
+
+
+async def two_who_decide_at_once_conflict(queue: TaskQueue, clock: ManualClock) -> None:
+    """The second change from one version is refused, and accepted once it is made from the new one."""
+    record = await submitted(queue, "a")
+    await queue.commit(change(record, priority=1))
+    await _raised(Conflict, queue.commit(change(record, priority=2)))
+    after = await queue.commit(change(await queue.load("a"), priority=2))
+    assert (after.context.version, after.context.priority) == (2, 2)
+
+
+async def a_push_takes_the_place_of_its_key(queue: TaskQueue, clock: ManualClock) -> None:
+    """One task a key: it replaces what waits under it, behind the others, and ends the lease under it."""
+    record = await submitted(queue, "a")
+    await submitted(queue, "b")
+    record = await queue.commit(change(record, push=(task("a", attempt=2),)))
+    assert [(waiting.request, waiting.attempt) for waiting in await queue.peek("p")] == [("b", 1), ("a", 2)]
+    await leased(queue)
+    lease = await leased(queue)
+    await queue.commit(change(record, push=(task("a", attempt=3),)))
+    assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
+    assert (await leased(queue)).task.attempt == 3
+
+
+async def close_withdraws(queue: TaskQueue, clock: ManualClock) -> None:
+    """Queued tasks, also those whose time has not come, and leases; a key that is nowhere is no error."""
+    stages = ("queued", "later", "leased")
+    soon = await queue.now() + 5
+    tasks = [task("a", stages[2]), task("a", stages[0]), task("a", stages[1], not_before=soon)]
+    record = await queue.submit(request("a"), tasks, [], LIMITS)
+    lease = await leased(queue)
+    record = await queue.commit(change(record, close=(*(("a", stage) for stage in stages), ("a", "nowhere"))))
+    clock.advance(6)
+    assert (await queue.size("p"), await drained(queue)) == (0, [])
+    assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
+    assert (record.running, record.position) == ((), None)
+
+
+async def the_end_of_a_request_takes_everything(queue: TaskQueue, clock: ManualClock) -> None:
+    """Cancelled while queued, delayed, leased or between: nothing stays queued or leased, and old claims are lost."""
+    later = await queue.now() + 5
+    for name in ("queued", "delayed", "held", "pushed"):
+        record = await submitted(queue, name, not_before=later if name == "delayed" else 0.0)
+        leases = await queue.lease("w", ["p"], 1, TTL) if name in ("held", "pushed") else []
+        push = (task(name, "t"),) if name == "pushed" else ()
+        ended = await queue.commit(change(record, status="cancelled", push=push, events=(Event("cancelled"),)))
+        assert (ended.running, ended.position) == ((), None)
+        clock.advance(6)
+        assert (await queue.size("p"), await drained(queue), await queue.expired()) == (0, [], [])
+        for lease in leases:
+            assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
+            await _raised(LeaseLost, queue.commit(done(ended, lease)))
+        assert (await queue.load(name)).context.status == "cancelled"
+
+
+async def a_record_tells_what_runs(queue: TaskQueue, clock: ManualClock) -> None:
+    """Its position while it waits, then stage, attempt, worker and step."""
+    for name, priority in (("a", 0), ("b", 1), ("c", 0)):
+        await submitted(queue, name, priority=priority)
+    assert [(await queue.load(name)).position for name in "abc"] == [1, 0, 2]
+    lease = await leased(queue, worker="worker")
+    assert await queue.progress(lease.claim, [Event("progress", step=1, steps=8), Event("progress", step=2, steps=8)])
+    record = await queue.load("b")
+    (running,) = record.running
+    assert (running.stage, running.attempt, running.worker) == ("s", 1, "worker")
+    assert (running.step, running.steps, running.since) == (2, 8, clock.wall())
+    assert (record.position, record.context.version) == (None, 0)
+    assert [(await queue.load(name)).position for name in "ac"] == [0, 1]
+
+
+async def events_are_numbered_and_end(queue: TaskQueue, clock: ManualClock) -> None:
+    """From 1, without gaps while few; `after` leaves out what was seen; the stream ends behind the terminal event."""
+    record = await submitted(queue, "a")
+    stream = queue.watch("a")
+    assert (await anext(stream)).seq == 1
+    coming = await started(following(stream))
+    lease = await leased(queue, worker="worker")
+    event = await coming
+    assert event is not None
+    assert (event.type, event.stage, event.attempt, event.worker) == ("stage_started", "s", 1, "worker")
+    assert (event.seq, event.at) == (2, clock.wall())
+    await queue.commit(done(record, lease, status="completed", events=(Event("stage_completed"), Event("completed"))))
+    assert [(event.seq, event.type) async for event in stream] == [(3, "stage_completed"), (4, "completed")]
+    assert [event.seq for event in await history(queue, "a", after=2)] == [3, 4]
+    assert await history(queue, "a", after=4) == []
+    assert [event.seq for event in await history(queue, "a")] == [1, 2, 3, 4]
+
+
+async def who_watches_nothing_is_told_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """An unknown request is NotFound before the first event is asked for."""
+    with suppress(NotFound):
+        queue.watch("nobody")
+        raise AssertionError("NotFound was expected")
+    await _raised(NotFound, queue.load("nobody"))
+
+
+async def progress_needs_its_lease(queue: TaskQueue, clock: ManualClock) -> None:
+    """Published while held, refused without effect afterwards, never in the version."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    step = Event("progress", step=1, steps=2)
+    assert await queue.progress(lease.claim, [step])
+    assert not await queue.progress(msgspec.structs.replace(lease.claim, token=bytes(16)), [step])
+    await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+    assert not await queue.progress(lease.claim, [step])
+    assert [event.type for event in await history(queue, "a")] == ["queued", "stage_started", "progress", "completed"]
+
+
+async def old_progress_is_dropped_first(queue: TaskQueue, clock: ManualClock) -> None:
+    """The log is bounded; what structures the history stays, and so does the latest progress."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    for step in range(3000):
+        await queue.progress(lease.claim, [Event("progress", step=step, steps=3000)])
+    await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+    events = await history(queue, "a")
+    assert len(events) <= 2000
+    assert [event.type for event in events if event.type != "progress"] == ["queued", "stage_started", "completed"]
+    assert events[-2].step == 2999
+    assert [event.seq for event in events] == sorted({event.seq for event in events})
+    assert events[-1].seq == 3003
+
+
+async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
+    """The registry knows who was last heard of when, what it holds, and the cards it brought."""
+    card = ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})
+    await queue.hello(worker("v"), [card])
+    await queue.hello(worker("w"))
+    await submitted(queue, "a")
+    await leased(queue, worker="w")
+    clock.advance(3)
+    await queue.hello(worker("v", pid=7))
+    members = {member.info.id: member for member in await queue.workers()}
+    assert sorted(members) == ["v", "w"]
+    assert (members["v"].info, members["v"].cards) == (worker("v", pid=7), (card,))
+    assert members["v"].seen == members["w"].seen + 3
+    assert (members["v"].leased, members["w"].leased) == (0, 1)
+    await queue.bye("w")
+    await queue.bye("w")
+    assert [member.info.id for member in await queue.workers()] == ["v"]
+    clock.advance(TTL)
+    assert [lease.worker for lease in await queue.expired()] == ["w"]
+
+
+async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
+    """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
+
+    async def names(which: Filter, after: str | None = None, limit: int = 100) -> Sequence[str]:
+        return [record.context.id for record in await queue.list(which, after=after, limit=limit)]
+
+    for name, tenant, key in (("c", "t", "k"), ("a", "u", "k"), ("d", "t", ""), ("b", "t", "l")):
+        await queue.submit(request(name, tenant=tenant, idempotency_key=key), [], [], LIMITS)
+    await queue.commit(change(await queue.load("d"), status="failed"))
+    assert await names(Filter()) == list("bdac")
+    assert await names(Filter(), limit=2) == list("bd")
+    assert await names(Filter(), after="d", limit=2) == list("ac")
+    assert await names(Filter(), after="c") == []
+    assert (await names(Filter(over=True)), await names(Filter(over=False))) == (["d"], list("bac"))
+    assert await names(Filter(tenant="t", over=False)) == list("bc")
+    assert await names(Filter(tenant="t", idempotency_key="k")) == ["c"]
+    await _raised(NotFound, queue.list(Filter(), after="nobody"))
+
+
+async def a_pool_is_counted_and_seen(queue: TaskQueue, clock: ManualClock) -> None:
+    """Without its leased tasks, in the order in which they would be leased."""
+    assert (await queue.size("p"), list(await queue.peek("p"))) == (0, [])
+    for name, priority in (("a", 0), ("b", 2), ("c", 1)):
+        await submitted(queue, name, priority=priority)
+    assert [waiting.request for waiting in await queue.peek("p", 2)] == ["b", "c"]
+    await leased(queue)
+    assert await queue.size("p") == 2
+    assert [waiting.request for waiting in await queue.peek("p")] == ["c", "a"]
+
+
+async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> None:
+    """Once it is old, with its idempotency key; what is not over stays however old it is."""
+    for name in ("old", "new", "active"):
+        await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
+    for name, at in (("old", 99.0), ("new", 100.0)):
+        await queue.commit(change(await queue.load(name), status="completed", completed_at=at))
+    assert await queue.forget(100.0) == ["old"]
+    await _raised(NotFound, queue.load("old"))
+    assert [record.context.id for record in await queue.list(Filter())] == ["active", "new"]
+    again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
+    assert again.context.status == "queued"
+
+
+async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) -> None:
+    """Every field of context and task, whatever the backend writes them as."""
+    stages = {"s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3)}
+    context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1)
+    params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
+    context = msgspec.structs.replace(context, stages=stages, params=params)
+    sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5)
+    await queue.submit(context, [sent], [], LIMITS)
+    assert (await queue.load("a")).context == context
+    assert (await leased(queue)).task == sent
+    assert (await queue.commit(Change(msgspec.structs.replace(context, version=1)))).context.version == 1
+
+
+RULES: tuple[Rule, ...] = (
+    *LEASE_RULES,
+    a_known_id_is_submitted_once,
+    an_idempotency_key_is_submitted_once_a_tenant,
+    overload_stores_nothing,
+    a_repeated_commit_succeeds_once,
+    a_commit_that_raises_has_no_effect,
+    two_who_decide_at_once_conflict,
+    a_push_takes_the_place_of_its_key,
+    close_withdraws,
+    the_end_of_a_request_takes_everything,
+    a_record_tells_what_runs,
+    events_are_numbered_and_end,
+    who_watches_nothing_is_told_at_once,
+    progress_needs_its_lease,
+    old_progress_is_dropped_first,
+    workers_come_and_go,
+    requests_are_listed_newest_first,
+    a_pool_is_counted_and_seen,
+    what_is_over_is_forgotten,
+    what_is_stored_comes_back_equal,
+)
+"""Every rule, in the order in which they are held against a backend."""
