@@ -1,0 +1,21 @@
+"""A three-stage model for tests of scheduling: nothing of it is ever loaded."""
+
+from __future__ import annotations
+
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+
+PIPELINE = Pipeline(
+    (
+        StageSpec("text_encode", "text_encode", ("text_encoder",), (), ("embeds",), room=Room(100)),
+        StageSpec("denoise", "denoise", ("transformer",), ("embeds",), ("latents",), True, Room(0, 0.5)),
+        StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
+    )
+)
+WEIGHTS = {"text_encoder": "e" * 32, "transformer": "d" * 32, "vae": "v" * 32}
+CARD = ModelCard("test/model", "/nowhere", "test", PIPELINE, Limits(), {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
+ENCODE, DENOISE, DECODE = CARD.pools().values()
+
+
+def params(seed: int = 7) -> Params:
+    return {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 1, "seed": seed}

@@ -1,0 +1,146 @@
+"""What a worker is answered, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from tests.scheduler.model import CARD, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import done, info, scheduling
+from unfuse.core.messages import (
+    Accepted,
+    Ask,
+    Beat,
+    Bye,
+    Granted,
+    Hello,
+    Progress,
+    Pulse,
+    Refused,
+    Stranger,
+    ToWorker,
+    Welcome,
+)
+from unfuse.core.task import Lease
+from unfuse.scheduler.desk import Desk
+from unfuse.testing.clock import ManualClock
+
+PEER, OTHER = b"peer-1", b"peer-2"
+HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
+
+
+@asynccontextmanager
+async def at_the_desk() -> AsyncIterator[tuple[Desk, ManualClock]]:
+    async with scheduling(lease_ttl=5.0) as (scheduler, clock):
+        desk = Desk(scheduler, [(CARD.name, CARD.source)], "disk:/results")
+        await desk.answer(PEER, HELLO)
+        yield desk, clock
+
+
+async def submit(desk: Desk, **options: object) -> str:
+    record = await desk.scheduler.submit(CARD, params(), **options)  # type: ignore[arg-type]
+    return record.context.id
+
+
+async def granted(desk: Desk, slots: int = 1, wait: float = 0.0, peer: bytes = PEER) -> list[Lease]:
+    reply = await desk.answer(peer, Ask(slots, None, wait))
+    assert isinstance(reply, Granted)
+    return list(reply.leases)
+
+
+async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered() -> None:
+    async with at_the_desk() as (desk, _):
+        reply = await desk.answer(OTHER, Hello(info("worker-2")))
+        assert isinstance(reply, Welcome)
+        assert (reply.models, reply.results, reply.lease_ttl) == (((CARD.name, CARD.source),), "disk:/results", 5.0)
+        assert [member.info.id for member in await desk.scheduler.workers()] == ["worker-1"]
+
+
+async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
+    async with at_the_desk() as (desk, _):
+        await submit(desk)
+        (lease,) = await granted(desk)
+        for message in (Ask(1, None, 0.0), Beat((lease.claim,)), done(lease), Bye()):
+            assert await desk.answer(OTHER, message) == Stranger()
+
+
+async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots() -> None:
+    async with at_the_desk() as (desk, _):
+        asking = asyncio.create_task(granted(desk, slots=5, wait=20.0))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await submit(desk)
+        assert len(await asking) == 1
+
+
+async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
+    async with at_the_desk() as (desk, _):
+        older = asyncio.create_task(granted(desk, wait=20.0))
+        await asyncio.sleep(0)
+        newer = asyncio.create_task(granted(desk, wait=20.0))
+        assert await older == []
+        await submit(desk)
+        assert len(await newer) == 1
+
+
+async def test_who_says_goodbye_gets_nothing_more() -> None:
+    async with at_the_desk() as (desk, _):
+        asking = asyncio.create_task(granted(desk, wait=20.0))
+        await asyncio.sleep(0)
+        assert await desk.answer(PEER, Bye()) == Accepted()
+        assert await asking == []
+        assert await desk.scheduler.workers() == []
+        assert await desk.answer(PEER, Beat()) == Stranger()
+
+
+async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task() -> None:
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        assert await desk.answer(PEER, Progress(lease.claim, 3, 9, 1)) == Accepted()
+        assert await desk.answer(PEER, Progress(lease.claim, 4, 9, 4)) == Accepted()
+        await desk.scheduler.cancel(request)
+        reply = await desk.answer(PEER, Progress(lease.claim, 5, 9, 5))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+        seen = [event async for event in desk.scheduler.queue.watch(request)]
+        assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
+
+
+async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
+    async with at_the_desk() as (desk, clock):
+        request, other = await submit(desk), await submit(desk)
+        (lease,) = await granted(desk)
+        clock.advance(4)
+        assert await desk.answer(PEER, Beat((lease.claim,), (request,))) == Pulse((), ())
+        clock.advance(4)
+        assert await desk.scheduler.queue.expired() == []
+        await desk.scheduler.cancel(request)
+        assert await desk.answer(PEER, Beat((lease.claim,), (request, other))) == Pulse((lease.claim,), (request,))
+
+
+async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        assert await desk.answer(PEER, done(lease)) == Accepted()
+        assert await desk.answer(PEER, done(lease)) == Accepted()
+        (lease,) = await granted(desk)
+        await desk.scheduler.cancel(request)
+        reply = await desk.answer(PEER, done(lease))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+
+
+async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        reply: ToWorker | None = await desk.answer(PEER, Ask(1, None, 0.0))
+        assert isinstance(reply, Granted)
+        await desk.undelivered(PEER, reply)
+        assert await desk.answer(PEER, Beat()) == Stranger()
+        await desk.answer(OTHER, HELLO)
+        (lease,) = await granted(desk, peer=OTHER)
+        assert lease.task.attempt == 2
+        assert (await desk.scheduler.queue.load(request)).context.stages["text_encode"].failures == 0

@@ -1,0 +1,343 @@
+"""The pure transitions: one example of each, and random walks in which every move is held against the tables."""
+
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.core.graphs import object_for, pipelines, request_for
+from unfuse.core.errors import IllegalMove, LeaseLost
+from unfuse.core.messages import Done, Failed
+from unfuse.core.plan import Pipeline, StageSpec
+from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
+from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
+from unfuse.scheduler import lifecycle
+
+WALL, NOW = 1_700_000_000.0, 50.0
+
+PICTURE = Pipeline(
+    (
+        StageSpec("text", "text_encode", ("t",), (), ("embedding",)),
+        StageSpec("image", "image_encode", ("i",), (), ("pixels",)),
+        StageSpec("denoise", "denoise", ("d",), ("embedding", "pixels"), ("latents",), per_sample=True),
+        StageSpec("decode", "vae_decode", ("v",), ("latents",), (), per_sample=True),
+    )
+)
+
+
+def claim_of(change: Change, stage: str, handed_back: int = 0) -> Claim:
+    task = next(task for task in change.push if task.stage == stage)
+    return Claim(task.request, stage, task.attempt + handed_back, b"token of " + stage.encode())
+
+
+def done(claim: Claim, index: int | None = None) -> Done:
+    output = object_for(claim) if index is None else None
+    files = () if index is None else (ResultFile(index, "image/png", 10, "hash"),)
+    return Done(claim, output, files, Timings(run_s=2.0))
+
+
+def finish(change: Change, *stages: str) -> Change:
+    """Complete stages one after the other; tasks that were pushed on the way are those of the answer."""
+    pushed = list(change.push)
+    for stage in stages:
+        index = int(stage[-1]) if stage.startswith("decode") else None
+        claim = claim_of(msgspec.structs.replace(change, push=tuple(pushed)), stage)
+        change = lifecycle.completed(change.context, done(claim, index), "w", WALL)
+        pushed = [task for task in pushed if task.stage != stage] + list(change.push)
+    return msgspec.structs.replace(change, push=tuple(pushed))
+
+
+def fail(change: Change, stage: str, kind: Any, object_id: str = "", running: tuple[Running, ...] = ()) -> Change:
+    failed = Failed(claim_of(change, stage), kind, "it broke", "trace", object_id)
+    return lifecycle.failed(change.context, failed, "w", WALL, NOW, running)
+
+
+def names(change: Change) -> list[str]:
+    return [task.stage for task in change.push]
+
+
+def kinds(change: Change) -> list[str]:
+    return [event.type for event in change.events]
+
+
+@pytest.fixture
+def first() -> Change:
+    return lifecycle.admitted(request_for(PICTURE, samples=2, priority=3, deadline=99.0), WALL)
+
+
+class TestAdmission:
+    def test_stages_that_read_nothing_are_queued_side_by_side(self, first: Change) -> None:
+        assert names(first) == ["text", "image"]
+        assert {name: state.status for name, state in first.context.stages.items()} == {
+            "text": "queued", "image": "queued",
+            "denoise.0": "waiting", "denoise.1": "waiting", "decode.0": "waiting", "decode.1": "waiting",
+        }  # fmt: skip
+        assert (first.context.version, first.context.status) == (0, "queued")
+        assert [(event.type, event.at) for event in first.events] == [("queued", WALL)]
+
+    def test_a_task_carries_what_its_stage_needs(self, first: Change) -> None:
+        task = first.push[0]
+        assert (task.request, task.attempt, task.kind, task.pool) == (first.context.id, 1, "text_encode", "pool0")
+        assert (task.model, task.params, task.priority, task.deadline) == ("m", {"steps": 2}, 3, 99.0)
+
+
+class TestCompletion:
+    def test_a_consumer_is_queued_with_its_last_input(self, first: Change) -> None:
+        half = finish(first, "text")
+        assert names(half) == ["image"]
+        both = finish(first, "text", "image")
+        assert names(both) == ["denoise.0", "denoise.1"]
+        assert [ref.id for ref in both.push[0].inputs] == ["text@1", "image@1"]
+        assert [task.params for task in both.push] == [{"steps": 2, "index": 0}, {"steps": 2, "index": 1}]
+
+    def test_what_was_made_is_recorded(self, first: Change) -> None:
+        claim = claim_of(first, "text", handed_back=2)
+        running = (Running("text", claim.attempt, "w", WALL + 4),)
+        change = lifecycle.completed(first.context, done(claim), "w", WALL + 9, running)
+        state = change.context.stages["text"]
+        assert (state.status, state.attempt, state.token, state.worker) == ("done", 3, claim.token, "w")
+        assert state.output == object_for(claim)
+        assert (state.timings.queued_s, state.timings.run_s) == (4.0, 2.0)
+        assert (change.claim, change.context.version, change.context.status) == (claim, 1, "in_progress")
+        assert [(e.type, e.stage, e.attempt, e.worker) for e in change.events] == [("stage_completed", "text", 3, "w")]
+
+    def test_the_last_final_stage_completes_the_request(self, first: Change) -> None:
+        change = finish(first, "text", "image", "denoise.1", "decode.1", "denoise.0", "decode.0")
+        context = change.context
+        assert (context.status, context.completed_at, context.version) == ("completed", WALL, 6)
+        assert [file.index for file in context.result] == [0, 1]
+        assert kinds(change) == ["stage_completed", "completed"]
+        assert all(state.output is None for state in context.stages.values())
+
+    def test_a_repeat_is_left_to_the_queue_to_accept(self, first: Change) -> None:
+        claim = claim_of(first, "text")
+        change = lifecycle.completed(first.context, done(claim), "w", WALL)
+        again = lifecycle.completed(change.context, done(claim), "w", WALL + 5)
+        assert again == Change(change.context, claim)
+        over = lifecycle.cancelled(change.context, WALL)
+        assert over is not None
+        assert lifecycle.completed(over.context, done(claim), "w", WALL) == Change(over.context, claim)
+
+    @pytest.mark.parametrize("stage, attempt", [("text", 0), ("denoise.0", 1), ("nobody", 1)])
+    def test_a_claim_that_cannot_be_current_is_lost(self, first: Change, stage: str, attempt: int) -> None:
+        claim = Claim(first.context.id, stage, attempt, b"token")
+        with pytest.raises(LeaseLost):
+            lifecycle.completed(first.context, done(claim), "w", WALL)
+
+
+class TestFailure:
+    def test_a_transient_one_is_tried_again_later_and_later(self, first: Change) -> None:
+        change, waits = first, []
+        for _ in range(lifecycle.BUDGETS["failures"]):
+            change = fail(change, "text", "transient")
+            assert kinds(change) == ["retrying"]
+            waits.append(change.push[0].not_before - NOW)
+        assert waits == [0.5, 1.0, 2.0]
+        assert (change.push[0].attempt, change.context.stages["text"].failures) == (4, 3)
+
+    def test_a_fourth_one_ends_the_request(self, first: Change) -> None:
+        change = first
+        for _ in range(4):
+            change = fail(change, "text", "transient")
+        error = change.context.error
+        assert error is not None
+        assert (error.code, error.stage, error.evidence) == ("stage_failed", "text", "trace")
+        assert error.message == "it broke (given up after 4 times)"
+        assert (change.context.status, names(change), kinds(change)) == ("failed", [], ["failed"])
+        assert {state.status for state in change.context.stages.values()} == {"cancelled"}
+
+    def test_a_permanent_one_ends_it_at_once(self, first: Change) -> None:
+        change = fail(first, "text", "permanent")
+        assert change.context.error is not None
+        assert (change.context.error.code, change.context.error.message) == ("stage_failed", "it broke")
+        assert (change.context.completed_at, change.claim) == (WALL, claim_of(first, "text"))
+
+    def test_two_crashes_end_it_with_the_evidence(self, first: Change) -> None:
+        once = fail(first, "text", "crash")
+        assert (names(once), once.push[0].not_before) == (["text"], 0.0)
+        twice = fail(once, "text", "crash")
+        assert twice.context.error is not None
+        assert (twice.context.error.code, twice.context.error.evidence) == ("compute_crashed", "trace")
+        assert twice.context.stages["text"].crashes == 2
+
+    def test_kinds_of_trouble_do_not_share_a_budget(self, first: Change) -> None:
+        change = first
+        for kind in ("transient", "crash", "transient", "transient"):
+            change = fail(change, "text", kind)
+        assert change.context.status == "in_progress"
+
+    def test_a_lease_that_ended_is_charged_and_tried_at_once(self, first: Change) -> None:
+        lease = Lease(first.push[0], "w", b"token", NOW)
+        change = lifecycle.expired_lease(first.context, lease, WALL)
+        assert change is not None
+        assert (change.claim, names(change), change.push[0].not_before) == (lease.claim, ["text"], 0.0)
+        assert change.context.stages["text"].failures == 1
+        assert lifecycle.expired_lease(finish(first, "text").context, lease, WALL) is None
+
+    def test_a_hand_back_is_the_queues_business(self, first: Change) -> None:
+        with pytest.raises(ValueError, match="handed back"):
+            fail(first, "text", "hand_back")
+
+
+class TestLostObjects:
+    def test_its_stage_runs_again_and_its_readers_wait(self, first: Change) -> None:
+        ready = finish(first, "text", "image")
+        change = fail(ready, "denoise.0", "object_lost", "text@1")
+        assert names(change) == ["text"]
+        assert (change.push[0].attempt, change.context.stages["text"].recomputes) == (2, 1)
+        assert change.context.stages["denoise.0"].status == change.context.stages["denoise.1"].status == "waiting"
+        assert change.close == ((change.context.id, "denoise.1"),)
+        again = finish(change, "text")
+        assert names(again) == ["denoise.0", "denoise.1"]
+        assert [ref.id for ref in again.push[0].inputs] == ["text@2", "image@1"]
+        assert [task.attempt for task in again.push] == [2, 2]
+
+    def test_a_reader_that_runs_already_is_left_alone(self, first: Change) -> None:
+        ready = finish(first, "text", "image")
+        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        change = fail(ready, "denoise.0", "object_lost", "text@1", running)
+        assert (change.close, change.context.stages["denoise.1"].status) == ((), "queued")
+        after = lifecycle.completed(change.context, done(claim_of(ready, "denoise.1")), "w", WALL)
+        assert names(after) == ["decode.1"]
+
+    def test_an_older_ref_changes_no_producer(self, first: Change) -> None:
+        ready = finish(first, "text", "image")
+        change = fail(ready, "denoise.0", "object_lost", "text@0")
+        assert (names(change), change.close) == (["denoise.0"], ())
+        assert [ref.id for ref in change.push[0].inputs] == ["text@1", "image@1"]
+        assert change.context.stages["text"].status == "done"
+
+    def test_an_input_of_the_lost_ones_stage_may_be_lost_too(self, first: Change) -> None:
+        ready = finish(first, "text", "image", "denoise.0")
+        lost = fail(ready, "decode.0", "object_lost", "denoise.0@1")
+        assert names(lost) == ["denoise.0"]
+        deeper = fail(lost, "denoise.0", "object_lost", "image@1")
+        assert names(deeper) == ["image"]
+        back = finish(deeper, "image", "denoise.0", "decode.0")
+        assert back.context.stages["decode.0"].status == "done"
+
+    def test_each_stage_is_made_again_three_times(self, first: Change) -> None:
+        change = finish(first, "text", "image")
+        for attempt in range(1, 4):
+            change = finish(fail(change, "denoise.0", "object_lost", f"text@{attempt}"), "text")
+        assert change.context.stages["text"].recomputes == 3
+        change = fail(change, "denoise.0", "object_lost", "text@4")
+        assert change.context.error is not None
+        assert (change.context.status, change.context.error.code) == ("failed", "object_lost")
+
+    def test_naming_unknown_objects_comes_to_an_end(self, first: Change) -> None:
+        change = finish(first, "text", "image")
+        for _ in range(4):
+            change = fail(change, "denoise.0", "object_lost", "nobody's")
+        assert change.context.error is not None
+        assert (change.context.status, change.context.error.stage) == ("failed", "denoise.0")
+
+
+class TestTheEnd:
+    def test_cancelling_takes_everything(self, first: Change) -> None:
+        change = lifecycle.cancelled(finish(first, "text").context, WALL)
+        assert change is not None
+        assert (change.context.status, change.context.completed_at, kinds(change)) == ("cancelled", WALL, ["cancelled"])
+        assert change.context.stages["text"].status == "done"
+        assert change.context.stages["image"].status == "cancelled"
+
+    def test_a_deadline_that_passed_is_told_as_a_failure(self, first: Change) -> None:
+        change = lifecycle.timed_out(first.context, WALL)
+        assert change is not None
+        assert change.context.error is not None
+        assert (change.context.status, change.context.error.code, kinds(change)) == ("expired", "expired", ["failed"])
+        assert change.events[0].message == change.context.error.message
+
+    @pytest.mark.parametrize("status", [name for name, moves in REQUEST_MOVES.items() if not moves])
+    def test_what_is_over_stays_as_it_is(self, first: Change, status: Any) -> None:
+        over = msgspec.structs.replace(first.context, status=status)
+        assert lifecycle.cancelled(over, WALL) is None
+        assert lifecycle.timed_out(over, WALL) is None
+        assert lifecycle.expired_lease(over, Lease(first.push[0], "w", b"token", NOW), WALL) is None
+        with pytest.raises(LeaseLost):
+            lifecycle.completed(over, done(claim_of(first, "text")), "w", WALL)
+        with pytest.raises(LeaseLost):
+            lifecycle.failed(over, Failed(claim_of(first, "text"), "crash", ""), "w", WALL, NOW)
+
+
+@pytest.mark.parametrize("old", TASK_MOVES)
+@pytest.mark.parametrize("new", TASK_MOVES)
+def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
+    context = msgspec.structs.replace(request_for(PICTURE), stages={"text": StageState(old)})
+    draft = lifecycle._Draft(context, WALL)
+    if new in TASK_MOVES[old]:
+        draft.move("text", new)
+        assert draft.stages["text"].status == new
+    else:
+        with pytest.raises(IllegalMove, match=f"stage text cannot go from {old} to {new}"):
+            draft.move("text", new)
+
+
+def test_a_request_that_is_over_cannot_be_ended_by_force(first: Change) -> None:
+    over = msgspec.structs.replace(first.context, status="completed")
+    with pytest.raises(IllegalMove, match="from completed to failed"):
+        lifecycle._Draft(over, WALL).end("failed")
+
+
+class Walk:
+    """A request that random things happen to, with its tasks in a plain dict."""
+
+    def __init__(self, context: RequestContext, dice: random.Random) -> None:
+        self.dice = dice
+        admitted = lifecycle.admitted(context, WALL)
+        self.context = admitted.context
+        self.tasks: dict[str, Task] = {task.stage: task for task in admitted.push}
+
+    def step(self, trouble: float) -> None:
+        task = self.dice.choice(sorted(self.tasks.values(), key=lambda task: task.stage))
+        claim = Claim(task.request, task.stage, task.attempt, bytes([self.dice.randrange(256)]) * 16)
+        if self.dice.random() >= trouble:
+            files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.final else ()
+            report = Done(claim, None if task.final else object_for(task), files, Timings())
+            return self.take(lifecycle.completed(self.context, report, "w", WALL))
+        kind = self.dice.choice(["transient", "crash", "object_lost", "object_lost"])
+        lost = self.dice.choice(task.inputs).id if task.inputs else "unknown"
+        return self.take(lifecycle.failed(self.context, Failed(claim, kind, "", "", lost), "w", WALL, NOW))
+
+    def take(self, change: Change) -> None:
+        for name, state in change.context.stages.items():
+            assert reachable(self.context.stages[name].status, state.status)
+            assert state.attempt >= self.context.stages[name].attempt
+        assert change.context.version == self.context.version + 1
+        assert change.claim is not None
+        for stage in (change.claim.stage, *(key[1] for key in change.close)):
+            del self.tasks[stage]
+        for task in change.push:
+            assert task.stage not in self.tasks
+            planned = change.context.plan.stage(task.stage)
+            assert [ref.stage for ref in task.inputs] == list(planned.after)
+            assert all(ref == change.context.stages[ref.stage].output for ref in task.inputs)
+            self.tasks[task.stage] = task
+        self.context = change.context
+
+
+def reachable(old: str, new: str, moves: int = 3) -> bool:
+    return old == new or (moves > 0 and any(reachable(step, new, moves - 1) for step in TASK_MOVES[old]))
+
+
+@settings(deadline=None, max_examples=150)
+@given(pipelines(), st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.1, 0.5]))
+def test_every_request_comes_to_an_end(pipeline: Pipeline, samples: int, dice: random.Random, trouble: float) -> None:
+    """Whatever happens to its stages in whatever order; without trouble it completes after one task a stage."""
+    walk = Walk(request_for(pipeline, samples), dice)
+    steps = 0
+    while not walk.context.over:
+        assert walk.tasks, "a request that is not over must have a task"
+        walk.step(trouble)
+        steps += 1
+    context = walk.context
+    assert all(state.output is None and state.status in ("done", "cancelled") for state in context.stages.values())
+    if trouble == 0.0:
+        assert context.status == "completed"
+        assert steps <= len(context.plan.stages)
+    if context.status == "completed":
+        finals = [stage for stage in context.plan.stages if stage.final]
+        assert sorted(file.index for file in context.result) == [file.index for file in context.result]
+        assert len(context.result) == len(finals)

@@ -1,0 +1,255 @@
+"""The scheduler over the memory queue: what it accepts, hands on, ends and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from unfuse.core.errors import LeaseLost, NotFound, Overloaded
+from unfuse.core.messages import Done, Failed, WorkerInfo
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import Change, Record, ResultFile, Timings
+from unfuse.core.task import Lease
+from unfuse.queues.base import Limits
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.clock import ManualClock
+
+WORKER = "worker-1"
+
+
+def info(identity: str, *pools: str) -> WorkerInfo:
+    return WorkerInfo(identity, "node-1", "all", pools, 1, f"unix:@{identity}", 1 << 20)
+
+
+def output(lease: Lease, owner: str = WORKER) -> ObjectRef:
+    task = lease.task
+    return ObjectRef(
+        f"{task.stage}-{task.attempt}", owner, "node-1", task.request, task.stage, task.attempt, 1, 0, (), (), b"", 0.0
+    )
+
+
+def done(lease: Lease) -> Done:
+    results = (ResultFile(int(lease.task.params.get("index") or 0), "image/png", 3, "0" * 64),)
+    return (
+        Done(lease.claim, None, results, Timings())
+        if lease.task.final
+        else Done(lease.claim, output(lease), (), Timings())
+    )
+
+
+@asynccontextmanager
+async def scheduling(**options: object) -> AsyncIterator[tuple[Scheduler, ManualClock]]:
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), cards=[CARD], clock=clock, **options)  # type: ignore[arg-type]
+    await scheduler.start()
+    try:
+        yield scheduler, clock
+    finally:
+        await scheduler.close()
+        await scheduler.queue.close()
+
+
+async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]:
+    return await scheduler.queue.lease(WORKER, pools or (ENCODE, DENOISE, DECODE), slots, scheduler.lease_ttl)
+
+
+async def run_to_the_end(scheduler: Scheduler) -> list[str]:
+    """Do whatever there is to do; the stages in the order in which they ran."""
+    ran = []
+    while leases := await take(scheduler):
+        ran.append(leases[0].task.stage)
+        await scheduler.complete(done(leases[0]), WORKER)
+    return ran
+
+
+async def test_a_request_runs_through_its_stages_and_completes_with_its_results() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params())
+        assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert (context.status, [file.index for file in context.result]) == ("completed", [0])
+
+
+async def test_n_pictures_share_one_encoding_and_have_their_own_seeds_in_order() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params(seed=40), n=3)
+        (encode,) = await take(scheduler)
+        await scheduler.complete(done(encode), WORKER)
+        denoise = await take(scheduler, DENOISE, slots=9)
+        assert [lease.task.params["seed"] for lease in denoise] == [40, 41, 42]
+        assert {lease.task.inputs[0].id for lease in denoise} == {"text_encode-1"}
+        for lease in reversed(denoise):
+            await scheduler.complete(done(lease), WORKER)
+        await run_to_the_end(scheduler)
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert [file.index for file in context.result] == [0, 1, 2]
+
+
+async def test_a_task_carries_the_room_its_output_will_need() -> None:
+    async with scheduling() as (scheduler, _):
+        await scheduler.submit(CARD, params())
+        (encode,) = await take(scheduler)
+        await scheduler.complete(done(encode), WORKER)
+        (denoise,) = await take(scheduler)
+        assert (encode.task.room, denoise.task.room) == (100, 64 * 64 // 2)
+
+
+async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() -> None:
+    async with scheduling() as (scheduler, _):
+        first = await scheduler.submit(CARD, params(), idempotency_key="k")
+        second = await scheduler.submit(CARD, params(), idempotency_key="k")
+        other = await scheduler.submit(CARD, params(), idempotency_key="k", tenant="somebody")
+        assert second.context.id == first.context.id != other.context.id
+        assert await scheduler.queue.size(ENCODE) == 2
+
+
+async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance() -> None:
+    async with scheduling(limits=Limits(max_active=1)) as (scheduler, _):
+        await scheduler.submit(CARD, params())
+        with pytest.raises(Overloaded):
+            await scheduler.submit(CARD, params())
+        await run_to_the_end(scheduler)
+        await scheduler.submit(CARD, params())
+        scheduler.draining = True
+        with pytest.raises(Overloaded, match="shutting down"):
+            await scheduler.submit(CARD, params())
+
+
+async def test_cancel_ends_a_request_once_and_fences_what_runs() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params())
+        (lease,) = await take(scheduler)
+        first = await scheduler.cancel(record.context.id)
+        again = await scheduler.cancel(record.context.id)
+        assert first.context == again.context
+        assert first.context.status == "cancelled"
+        with pytest.raises(LeaseLost):
+            await scheduler.complete(done(lease), WORKER)
+        with pytest.raises(NotFound):
+            await scheduler.cancel("req_unknown")
+
+
+async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_another() -> None:
+    async with scheduling(lease_ttl=5.0) as (scheduler, clock):
+        await scheduler.submit(CARD, params())
+        (first,) = await take(scheduler)
+        clock.advance(5.1)
+        (second,) = await scheduler.queue.lease("worker-2", (ENCODE,), 1, 5.0, wait=60.0)
+        assert second.task.attempt == first.task.attempt + 1
+        with pytest.raises(LeaseLost):
+            await scheduler.complete(done(first), WORKER)
+        await scheduler.complete(done(second), "worker-2")
+
+
+async def test_a_completion_said_twice_is_a_success_without_a_second_effect() -> None:
+    async with scheduling() as (scheduler, _):
+        await scheduler.submit(CARD, params())
+        (lease,) = await take(scheduler)
+        first = await scheduler.complete(done(lease), WORKER)
+        assert (await scheduler.complete(done(lease), WORKER)).context == first.context
+        assert await scheduler.queue.size(DENOISE) == 1
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params(), timeout=0.01)
+        seen = [event.type async for event in scheduler.queue.watch(record.context.id)]
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert (seen[-1], context.status) == ("failed", "expired")
+        assert await scheduler.queue.size(ENCODE) == 0
+
+
+async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
+    async with scheduling() as (scheduler, clock):
+        record = await scheduler.submit(CARD, params(), timeout=30)
+        await scheduler.close()
+        clock.advance(31)
+        heir = Scheduler(scheduler.queue, clock=clock)
+        await heir.start()
+        assert [event.type async for event in heir.queue.watch(record.context.id)][-1] == "failed"
+        await heir.close()
+
+
+async def test_a_handed_back_task_is_charged_nothing() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params())
+        for _ in range(10):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(Failed(lease.claim, "hand_back", "leaving"), WORKER)
+        context = (await scheduler.queue.load(record.context.id)).context
+        assert (context.status, context.stages["text_encode"].failures) == ("queued", 0)
+        with pytest.raises(LeaseLost):
+            await scheduler.fail(Failed(lease.claim, "hand_back", "again"), WORKER)
+
+
+async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes() -> None:
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params())
+        (encode,) = await take(scheduler)
+        await scheduler.complete(done(encode), WORKER)
+        (denoise,) = await take(scheduler)
+        lost = Failed(denoise.claim, "object_lost", "the owner is gone", object_id="text_encode-1")
+        await scheduler.fail(lost, WORKER)
+        assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
+        assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
+
+
+async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> None:
+    class Racing(MemoryQueue):
+        """Lets every other commit of the same moment load its context first."""
+
+        async def load(self, request: str) -> Record:
+            record = await super().load(request)
+            await asyncio.sleep(0)
+            return record
+
+        async def commit(self, change: Change) -> Record:
+            await asyncio.sleep(0)
+            return await super().commit(change)
+
+    clock = ManualClock()
+    scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
+    record = await scheduler.submit(CARD, params(), n=8)
+    (encode,) = await take(scheduler)
+    await scheduler.complete(done(encode), WORKER)
+    denoise = await take(scheduler, DENOISE, slots=8)
+    await asyncio.gather(*(scheduler.complete(done(lease), WORKER) for lease in denoise))
+    context = (await scheduler.queue.load(record.context.id)).context
+    assert context.version == 9
+    assert all(context.stages[f"denoise.{index}"].status == "done" for index in range(8))
+
+
+async def test_missing_names_the_pools_without_a_live_worker() -> None:
+    async with scheduling(lease_ttl=5.0) as (scheduler, clock):
+        assert await scheduler.missing() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
+        await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
+        await scheduler.queue.hello(info("b", DECODE), [CARD])
+        assert await scheduler.missing() == {}
+        clock.advance(4)
+        await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
+        clock.advance(2)
+        assert await scheduler.missing() == {CARD.name: [DECODE]}
+
+
+async def test_addresses_are_the_registry_s_for_owners_that_are_known() -> None:
+    async with scheduling() as (scheduler, _):
+        await scheduler.queue.hello(info(WORKER, ENCODE), [CARD])
+        await scheduler.submit(CARD, params())
+        (encode,) = await take(scheduler)
+        assert await scheduler.addresses([encode]) == {}
+        await scheduler.complete(done(encode), WORKER)
+        (denoise,) = await take(scheduler)
+        assert await scheduler.addresses([denoise]) == {WORKER: ("node-1", f"unix:@{WORKER}")}
+
+
+async def test_over_says_which_requests_need_no_objects_any_more() -> None:
+    async with scheduling() as (scheduler, _):
+        running = (await scheduler.submit(CARD, params())).context.id
+        ended = (await scheduler.submit(CARD, params())).context.id
+        await scheduler.cancel(ended)
+        assert await scheduler.over([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]

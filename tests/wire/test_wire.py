@@ -1,0 +1,184 @@
+"""Router and dealer over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Accepted, Ask, Beat, Bye, Granted, Pulse, Refused, ToScheduler, ToWorker
+from unfuse.wire.address import check, is_loopback
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.router import MAX_PENDING, Router
+
+
+class Answers:
+    """An answering side that keeps what it saw; an Ask waits until `released`."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[bytes, ToScheduler]] = []
+        self.undelivered: asyncio.Queue[ToWorker] = asyncio.Queue()
+        self.released = asyncio.Event()
+        self.waiting = asyncio.Event()
+
+    async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
+        self.seen.append((peer, message))
+        match message:
+            case Ask():
+                self.waiting.set()
+                await self.released.wait()
+                return Granted((), {})
+            case Beat():
+                return Pulse((), ("req_" + str(message.holding),))
+            case Bye():
+                raise RuntimeError("the service must survive this")
+            case _:
+                return Accepted()
+
+    async def undeliverable(self, peer: bytes, reply: ToWorker) -> None:
+        await self.undelivered.put(reply)
+
+
+@asynccontextmanager
+async def wire() -> AsyncIterator[tuple[Router, Answers]]:
+    answers = Answers()
+    router = Router("tcp://127.0.0.1:0", answers.answer, answers.undeliverable)
+    try:
+        yield router, answers
+    finally:
+        await router.close()
+
+
+async def raw(address: str) -> zmq.asyncio.Socket:
+    socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(address)
+    return socket
+
+
+async def test_each_call_gets_its_own_answer_though_an_earlier_one_still_waits() -> None:
+    async with wire() as (router, answers):
+        dealer = Dealer(router.address)
+        waiting = asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10))
+        await answers.waiting.wait()
+        replies = await asyncio.gather(*(dealer.call(Beat(holding=(str(n),)), 10) for n in range(30)))
+        assert [reply.over for reply in replies if isinstance(reply, Pulse)] == [(f"req_('{n}',)",) for n in range(30)]
+        assert not waiting.done()
+        answers.released.set()
+        assert await waiting == Granted((), {})
+        await dealer.close()
+
+
+async def test_an_answer_that_does_not_come_is_a_timeout_and_the_late_one_harms_nobody() -> None:
+    async with wire() as (router, answers):
+        dealer = Dealer(router.address)
+        with pytest.raises(TimeoutError):
+            await dealer.call(Ask(1, None, 9.0), 0.05)
+        answers.released.set()
+        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        await dealer.close()
+
+
+@pytest.mark.parametrize("body", [b"", b"\x01", b"\x07garbage", b"\x01\x81\xa4type\xa3Foo", b"\x01" + b"\x91" * 5000])
+async def test_garbage_is_refused_with_a_sentence_and_others_are_served_on(body: bytes) -> None:
+    async with wire() as (router, answers):
+        stranger = await raw(router.address)
+        await stranger.send_multipart([b"12345678", body])
+        number, reply = await stranger.recv_multipart()
+        assert number == b"12345678"
+        assert isinstance(decode(reply, ToWorker), Refused)
+        assert not answers.seen
+        dealer = Dealer(router.address)
+        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        await dealer.close()
+        stranger.close()
+
+
+async def test_an_oversized_frame_ends_only_its_own_connection() -> None:
+    async with wire() as (router, answers):
+        stranger = await raw(router.address)
+        await stranger.send_multipart([b"1", b"\x01" + bytes(MAX_BYTES + 1)])
+        dealer = Dealer(router.address)
+        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        assert len(answers.seen) == 1
+        await dealer.close()
+        stranger.close()
+
+
+async def test_a_message_with_too_few_or_many_frames_is_ignored() -> None:
+    async with wire() as (router, answers):
+        stranger = await raw(router.address)
+        await stranger.send_multipart([encode(Beat())])
+        await stranger.send_multipart([b"1", encode(Beat()), b"more"])
+        await stranger.send_multipart([b"2", encode(Beat())])
+        assert (await stranger.recv_multipart())[0] == b"2"
+        assert len(answers.seen) == 1
+        stranger.close()
+
+
+async def test_a_failure_in_one_answer_is_refused_and_survived() -> None:
+    async with wire() as (router, _):
+        dealer = Dealer(router.address)
+        reply = await dealer.call(Bye(), 10)
+        assert isinstance(reply, Refused)
+        assert "must survive" in reply.message
+        assert isinstance(await dealer.call(Beat(), 10), Pulse)
+        await dealer.close()
+
+
+async def test_a_flood_of_one_worker_is_refused_beyond_a_bound() -> None:
+    async with wire() as (router, answers):
+        dealer = Dealer(router.address)
+        asks = [asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10)) for _ in range(MAX_PENDING + 5)]
+        done, _ = await asyncio.wait(asks, return_when=asyncio.FIRST_COMPLETED)
+        assert all(isinstance(task.result(), Refused) for task in done)
+        answers.released.set()
+        replies = await asyncio.gather(*asks)
+        assert sum(isinstance(reply, Granted) for reply in replies) == MAX_PENDING
+        await dealer.close()
+
+
+async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() -> None:
+    async with wire() as (router, answers):
+        dealer = Dealer(router.address)
+        ask = asyncio.create_task(dealer.call(Ask(1, None, 9.0), 10))
+        await answers.waiting.wait()
+        ask.cancel()
+        await dealer.close()
+        other = Dealer(router.address)
+        for _ in range(100):  # until the router has seen the disconnection
+            await other.call(Beat(), 10)
+        answers.released.set()
+        assert await asyncio.wait_for(answers.undelivered.get(), 10) == Granted((), {})
+        await other.close()
+
+
+async def test_a_port_in_use_is_one_clear_sentence() -> None:
+    async with wire() as (router, answers):
+        with pytest.raises(ConfigError, match="cannot listen on .*choose another --listen"):
+            Router(router.address, answers.answer, answers.undeliverable)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:8001", "tcp://192.0.2.1:80", "tcp://[::]:8001", "tcp://example.org:1"]
+)
+def test_no_start_beyond_loopback_while_messages_are_not_encrypted(address: str) -> None:
+    with pytest.raises(ConfigError, match="not yet encrypted"):
+        check(address)
+
+
+@pytest.mark.parametrize("address", ["", "127.0.0.1:8001", "ipc:///tmp/x", "tcp://127.0.0.1"])
+def test_an_address_that_is_none_says_how_one_is_written(address: str) -> None:
+    with pytest.raises(ConfigError, match="write tcp://"):
+        check(address)
+
+
+def test_loopback_is_known_by_address_not_by_looks() -> None:
+    assert all(is_loopback(host) for host in ("127.0.0.1", "127.9.9.9", "localhost", "::1", "[::1]"))
+    assert not any(is_loopback(host) for host in ("0.0.0.0", "10.0.0.1", "localhost.example.org", "::"))

@@ -1,0 +1,1 @@
+"""Decides: pure transitions, and one loop around them."""

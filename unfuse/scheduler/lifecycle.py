@@ -1,0 +1,240 @@
+"""What happens next in a request: pure transitions, (context, what happened, when) → Change. No I/O, and no clock.
+
+A leased stage is "queued" in its context, since leases live beside contexts; that it was leased is proven by the claim
+it is reported with, which the queue checks when the change is committed. `wall` is Unix seconds, `queue_now` seconds
+of the queue's clock. Nothing here changes a context that is over: a report about it raises LeaseLost, unless it
+repeats the one that completed its stage, and everything else is answered with None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from unfuse.core.errors import IllegalMove, LeaseLost
+from unfuse.core.event import Event, EventType
+from unfuse.core.messages import Done, Failed
+from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
+from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
+
+Charge = Literal["failures", "crashes", "recomputes"]
+
+BUDGETS: dict[Charge, int] = {"failures": 3, "crashes": 1, "recomputes": 3}
+"""Charges of each kind that a stage survives; the next one ends its request."""
+
+CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_crashed", "recomputes": "object_lost"}
+"""Error codes of requests that ended by a charge."""
+
+BACKOFF_S = 0.5
+"""Wait before the first retry of a transient failure; each further one waits twice as long."""
+
+
+def admitted(context: RequestContext, wall: float) -> Change:
+    """The first tasks of a new request: every stage that reads nothing. The version stays as it is."""
+    stages = {stage.name: StageState() for stage in context.plan.stages}
+    draft = _Draft(msgspec.structs.replace(context, stages=stages), wall)
+    draft.publish("queued")
+    draft.queue_ready()
+    return Change(draft.context(version=context.version), push=tuple(draft.push), events=tuple(draft.events))
+
+
+def completed(context: RequestContext, done: Done, worker: str, wall: float, running: Sequence[Running] = ()) -> Change:
+    """A stage has made its output: queue what can run now, or complete the request with its last final stage.
+
+    `running` is the record's: it tells when the stage was leased. Raises LeaseLost.
+    """
+    claim = done.claim
+    state = context.stages.get(claim.stage)
+    if state is not None and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
+        return Change(context, claim)
+    draft = _claimed(context, claim, worker, wall)
+    queued_at = draft.stages[claim.stage].queued_at
+    queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
+    timings = msgspec.structs.replace(done.timings, queued_s=queued_s)
+    draft.move(claim.stage, "done", output=done.output, token=claim.token, timings=timings)
+    draft.publish("stage_completed", claim.stage)
+    result = tuple(sorted((*context.result, *done.results), key=lambda file: file.index))
+    if all(draft.stages[stage.name].status == "done" for stage in context.plan.stages if stage.final):
+        return draft.end("completed", claim, result=result)
+    draft.queue_ready()
+    return draft.change(claim, result=result)
+
+
+def failed(
+    context: RequestContext, failed: Failed, worker: str, wall: float, queue_now: float, running: Sequence[Running] = ()
+) -> Change:
+    """A stage ended without outcome: try again what may succeed and is within its budget, else fail the request.
+
+    `running` is the record's: consumers of a lost object that run already are left alone, they may have read it.
+    Raises LeaseLost, and ValueError for a hand-back, which is the queue's business.
+    """
+    claim, stage = failed.claim, failed.claim.stage
+    draft = _claimed(context, claim, worker, wall)
+    match failed.kind:
+        case "transient":
+            backoff = BACKOFF_S * 2 ** draft.stages[stage].failures
+            return draft.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
+        case "crash":
+            return draft.charge("crashes", stage, failed.message, failed.evidence).retry(claim)
+        case "object_lost":
+            return _object_lost(draft, failed, {run.stage for run in running})
+        case "permanent":
+            draft.error = ErrorInfo("stage_failed", failed.message, stage, failed.evidence)
+            return draft.end("failed", claim)
+    raise ValueError("a task is handed back to the queue, not failed")
+
+
+def expired_lease(context: RequestContext, lease: Lease, wall: float) -> Change | None:
+    """A lease's time has passed: the stage is charged a failure and tried again at once. None if it was not held."""
+    claim = lease.claim
+    try:
+        draft = _claimed(context, claim, lease.worker, wall)
+    except LeaseLost:
+        return None
+    message = f"worker {lease.worker} was not heard of any more while it ran {claim.stage}"
+    return draft.charge("failures", claim.stage, message).retry(claim)
+
+
+def cancelled(context: RequestContext, wall: float) -> Change | None:
+    """The client wants no more of it. None if it is over."""
+    return None if context.over else _Draft(context, wall).end("cancelled")
+
+
+def timed_out(context: RequestContext, wall: float) -> Change | None:
+    """Its deadline has passed. None if it is over."""
+    if context.over:
+        return None
+    draft = _Draft(context, wall)
+    draft.error = ErrorInfo("expired", "the request was not complete at its deadline: allow it more time")
+    return draft.end("expired")
+
+
+class _Draft:
+    """A change in the making. Every move of a stage or of the request is checked against its table."""
+
+    def __init__(self, context: RequestContext, wall: float) -> None:
+        self._before = context
+        self._wall = wall
+        self.stages = dict(context.stages)
+        self.error: ErrorInfo | None = None
+        self.close: list[tuple[str, str]] = []
+        self.push: list[Task] = []
+        self.events: list[Event] = []
+
+    def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
+        """Give a stage another status, and other fields with it."""
+        state = self.stages[stage]
+        _check(TASK_MOVES, f"stage {stage}", state.status, status)
+        self.stages[stage] = msgspec.structs.replace(state, status=status, **fields)
+
+    def publish(self, event: EventType, stage: str = "", message: str = "") -> None:
+        state = self.stages.get(stage, StageState())
+        self.events.append(Event(event, self._wall, stage, state.attempt, state.worker, message=message))
+
+    def queue(self, stage: str, not_before: float = 0.0) -> None:
+        """Make a task of a stage whose inputs exist, under its next attempt."""
+        attempt = self.stages[stage].attempt + 1
+        self.move(stage, "queued", attempt=attempt, queued_at=self._wall)
+        request, planned = self._before, self._before.plan.stage(stage)
+        outputs = [self.stages[name].output for name in planned.after]
+        self.push.append(
+            Task(
+                request=request.id,
+                stage=stage,
+                attempt=attempt,
+                pool=planned.pool,
+                kind=planned.kind,
+                model=request.model,
+                params=request.params | planned.params,
+                inputs=tuple(output for output in outputs if output is not None),
+                room=planned.room,
+                final=planned.final,
+                priority=request.priority,
+                not_before=not_before,
+                deadline=request.deadline,
+            )
+        )
+
+    def queue_ready(self) -> None:
+        """Queue every waiting stage whose inputs all exist."""
+        for stage in self._before.plan.stages:
+            inputs_exist = all(self.stages[name].status == "done" for name in stage.after)
+            if inputs_exist and self.stages[stage.name].status == "waiting":
+                self.queue(stage.name)
+
+    def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> _Draft:
+        """Count what went wrong; beyond the budget it becomes the request's error."""
+        count = getattr(self.stages[stage], charge) + 1
+        self.stages[stage] = msgspec.structs.replace(self.stages[stage], **{charge: count})
+        if count > BUDGETS[charge]:
+            self.error = ErrorInfo(CODES[charge], f"{message} (given up after {count} times)", stage, evidence)
+        else:
+            self.publish("retrying", stage, message)
+        return self
+
+    def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
+        """Queue the claimed stage again, unless a charge was one too many."""
+        if self.error is not None:
+            return self.end("failed", claim)
+        self.queue(claim.stage, not_before)
+        return self.change(claim)
+
+    def end(self, status: RequestStatus, claim: Claim | None = None, **fields: Any) -> Change:
+        """The request is over: nothing of it will run, and no object of it is needed."""
+        event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
+        self.publish(event.get(status, "failed"), message=self.error.message if self.error else "")
+        for name, state in self.stages.items():
+            if state.status != "done":
+                self.move(name, "cancelled")
+            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None)
+        self.push.clear()
+        return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
+
+    def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
+        if status != self._before.status:
+            _check(REQUEST_MOVES, f"request {self._before.id}", self._before.status, status)
+        context = self.context(self._before.version + 1, status=status, **fields)
+        return Change(context, claim, tuple(self.close), tuple(self.push), tuple(self.events))
+
+    def context(self, version: int, **fields: Any) -> RequestContext:
+        return msgspec.structs.replace(self._before, version=version, stages=self.stages, **fields)
+
+
+def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
+    if new not in moves[old]:
+        raise IllegalMove(f"{what} cannot go from {old} to {new}")
+
+
+def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float) -> _Draft:
+    """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
+    state = context.stages.get(claim.stage)
+    if context.over or state is None or state.status != "queued" or claim.attempt < state.attempt:
+        raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
+    draft = _Draft(context, wall)
+    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker)
+    return draft
+
+
+def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
+    """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
+
+    A ref that is not the current output of any input changes no producer: the stage only gets the current refs. It is
+    charged itself then, so that a stage which keeps naming objects nobody knows comes to an end too.
+    """
+    before, consumer = draft.context(0), failed.claim.stage
+    outputs = {name: before.stages[name].output for name in before.plan.stage(consumer).after}
+    lost = next((name for name, ref in outputs.items() if ref is not None and ref.id == failed.object_id), None)
+    draft.charge("recomputes", lost or consumer, failed.message, failed.evidence)
+    if draft.error is not None:
+        return draft.end("failed", failed.claim)
+    draft.move(consumer, "waiting")
+    if lost is not None:
+        draft.move(lost, "waiting", output=None, token=b"")
+        for reader in before.plan.consumers(lost):
+            if draft.stages[reader.name].status == "queued" and reader.name not in running:
+                draft.move(reader.name, "waiting")
+                draft.close.append((before.id, reader.name))
+    draft.queue_ready()
+    return draft.change(failed.claim)

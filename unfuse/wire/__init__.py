@@ -1,0 +1,1 @@
+"""Control messages between processes. Tensors never travel here."""

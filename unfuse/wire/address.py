@@ -1,0 +1,45 @@
+"""Which addresses control messages may be sent and received on."""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+
+from unfuse.core.codec import MAX_BYTES
+from unfuse.core.errors import ConfigError
+
+HIGH_WATER = 1000
+"""Messages that may wait in one direction of one connection."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that host name or address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check(address: str) -> str:
+    """Return a control address that may be used; raises ConfigError otherwise."""
+    parts = urlsplit(address)
+    if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
+        raise ConfigError(f"{address!r} is no control address: write tcp://127.0.0.1:8001")
+    if not is_loopback(parts.hostname):
+        raise ConfigError(
+            f"{address} can be reached from other machines, and control messages are not yet encrypted: use 127.0.0.1"
+        )
+    return address
+
+
+def open_socket(kind: int) -> zmq.asyncio.Socket:
+    """A ZMQ socket whose memory is bounded: message size, messages in flight, and nothing kept after close."""
+    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+    socket.setsockopt(zmq.LINGER, 0)
+    return socket

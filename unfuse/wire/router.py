@@ -1,0 +1,97 @@
+"""The scheduler's end of the wire: answers every message of every worker, many at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+import zmq
+
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ConfigError, ProtocolError
+from unfuse.core.messages import Refused, ToScheduler, ToWorker
+from unfuse.wire.address import check, open_socket
+
+MAX_PENDING = 64
+"""Unanswered messages one worker may have; beyond it, it is told to slow down."""
+
+Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
+Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
+
+log = structlog.get_logger(__name__)
+
+
+class Router:
+    """Receives workers' messages on one address.
+
+    `answer(peer, message)` makes the reply, or None for a message that wants none; `undelivered(peer, reply)` hears
+    of a reply whose receiver is gone. `peer` is the connection's identity, given by this end.
+    """
+
+    def __init__(self, address: str, answer: Answer, undelivered: Undelivered) -> None:
+        self._socket = open_socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            self._socket.bind(check(address))
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from error
+        except ConfigError:
+            self._socket.close()
+            raise
+        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._answer, self._undelivered = answer, undelivered
+        self._pending: Counter[bytes] = Counter()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._reader = asyncio.create_task(self._read(), name="router")
+
+    async def close(self) -> None:
+        """Stop listening; messages being answered are dropped."""
+        for task in (self._reader, *self._tasks):
+            task.cancel()
+        await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
+        self._socket.close()
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart()
+            if len(frames) != 3:
+                continue
+            peer, number, body = frames
+            task = asyncio.create_task(self._serve(peer, number, body))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, peer: bytes, number: bytes, body: bytes) -> None:
+        self._pending[peer] += 1
+        try:
+            reply = await self._reply(peer, body)
+        finally:
+            self._pending[peer] -= 1
+            if not self._pending[peer]:
+                del self._pending[peer]
+        if reply is not None:
+            await self._send(peer, number, reply)
+
+    async def _reply(self, peer: bytes, body: bytes) -> ToWorker | None:
+        if self._pending[peer] > MAX_PENDING:
+            return Refused(f"more than {MAX_PENDING} messages wait for an answer")
+        try:
+            message: ToScheduler = decode(body, ToScheduler)
+        except ProtocolError as error:
+            log.warning("refused a message", reason=str(error))
+            return Refused(str(error))
+        try:
+            return await self._answer(peer, message)
+        except Exception as error:  # one worker's message must not end the service of all
+            log.exception("a message could not be answered", message=type(message).__name__)
+            return Refused(f"the scheduler failed on this message: {error}")
+
+    async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
+        try:
+            await self._socket.send_multipart([peer, number, encode(reply)])
+        except zmq.ZMQError:
+            await self._undelivered(peer, reply)
