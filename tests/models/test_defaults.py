@@ -1,0 +1,74 @@
+"""Defaults and limits: serving.json before diffusers' call signature, and neither against the other."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from unfuse.core.card import Limits
+from unfuse.core.errors import ConfigError
+from unfuse.core.params import nearest_size
+from unfuse.models.defaults import Defaults, Serving, call_defaults, fit
+from unfuse.models.wan import SOURCE
+
+STANDARD = {"height": 64, "width": 64, "num_frames": 9, "fps": 16, "negative_prompt": ""}
+LIMITS = Limits(size_multiple=16, min_size=16, max_size=64, max_pixels=4096, max_frames=9, frame_multiple=4)
+
+
+def test_the_parsed_signature_is_the_imported_one() -> None:
+    from diffusers import WanPipeline
+
+    signature = inspect.signature(WanPipeline.__call__).parameters
+    expected = {
+        name: parameter.default
+        for name, parameter in signature.items()
+        if name in Defaults.__struct_fields__ and parameter.default is not None
+    }
+
+    assert len(expected) >= 6
+    assert call_defaults(*SOURCE) == expected
+
+
+@pytest.mark.parametrize(("file", "pipeline"), [("pipelines/none.py", "WanPipeline"), (SOURCE[0], "NonePipeline")])
+def test_a_pipeline_diffusers_does_not_have(file: str, pipeline: str) -> None:
+    with pytest.raises(ConfigError, match="the installed diffusers has no .*install a version that has"):
+        call_defaults(file, pipeline)
+
+
+def test_without_serving_json_the_standard_holds(tmp_path: Path) -> None:
+    serving = Serving.read(tmp_path)
+
+    assert serving.within(LIMITS, STANDARD) == STANDARD
+    assert serving.bounds(LIMITS) == LIMITS
+
+
+def test_serving_json_may_say_a_part(tmp_path: Path) -> None:
+    said = {"defaults": {"width": 32, "fps": 8}, "limits": {"max_size": 48}}
+    (tmp_path / "serving.json").write_text(json.dumps(said))
+    serving = Serving.read(tmp_path)
+
+    limits = serving.bounds(LIMITS)
+
+    assert (limits.max_size, limits.max_pixels, limits.max_frames) == (48, 48 * 48, 9)
+    assert serving.within(limits, STANDARD) == {**STANDARD, "height": 48, "width": 32, "fps": 8}
+
+
+@pytest.mark.parametrize("content", [
+    "", "[]", '{"default": {}}', '{"limits": {"max_size": "64"}}', '{"defaults": null}',
+])  # fmt: skip
+def test_a_serving_json_that_is_not_one(content: str, tmp_path: Path) -> None:
+    (tmp_path / "serving.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"serving\.json is not valid"):
+        Serving.read(tmp_path)
+
+
+@given(width=st.integers(1, 4096), height=st.integers(1, 4096), frames=st.integers(-3, 500))
+def test_fitted_defaults_are_always_within(width: int, height: int, frames: int) -> None:
+    fitted = fit(LIMITS, {"width": width, "height": height, "num_frames": frames, "fps": 16})
+
+    assert nearest_size(LIMITS, int(fitted["width"]), int(fitted["height"])) == (fitted["width"], fitted["height"])
+    assert fitted["num_frames"] in (1, 5, 9)
+    assert fit(LIMITS, fitted) == fitted

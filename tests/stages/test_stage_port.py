@@ -1,0 +1,115 @@
+"""The stage port: what every stage can rely on, whatever its kind."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from unfuse.core.errors import PermanentError
+from unfuse.stages.base import OneStep, Stage, StageInput, StageOutput, SteppedStage, need, need_tensor
+
+
+class Double(Stage):
+    """A plain stage: twice its input."""
+
+    kind = "double"
+
+    def verify(self, task: StageInput) -> None:
+        need_tensor(task, "x", (2,))
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        return [StageOutput({"y": 2 * _tensor(task)}) for task in batch]
+
+
+class Count(SteppedStage[tuple[int, int]]):
+    """A stepped stage: counts to its parameter."""
+
+    kind = "count"
+
+    def verify(self, task: StageInput) -> None:
+        need(task.params, "to", int)
+
+    def start(self, task: StageInput) -> tuple[int, int]:
+        return 0, need(task.params, "to", int)
+
+    def step(self, batch: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [(done + 1, to) for done, to in batch]
+
+    def progress(self, state: tuple[int, int]) -> tuple[int, int]:
+        return state
+
+    def finish(self, state: tuple[int, int]) -> StageOutput:
+        return StageOutput({"n": torch.tensor(state[0])})
+
+
+def _tensor(task: StageInput) -> torch.Tensor:
+    tensor = task.tensors["x"]
+    assert tensor is not None
+    return tensor
+
+
+def _task(*values: float) -> StageInput:
+    return StageInput({"width": 16, "height": 32}, {"x": torch.tensor(values, dtype=torch.float32)})
+
+
+def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
+    stage = OneStep(Double())
+    first, second = _task(1, 2), _task(3, 4)
+    stage.verify(first)
+    states = [stage.start(first), stage.start(second)]
+    assert [stage.progress(state) for state in states] == [(0, 1), (0, 1)]
+
+    states = stage.step(states)
+
+    assert [stage.progress(state) for state in states] == [(1, 1), (1, 1)]
+    made = [stage.finish(state).tensors["y"] for state in states]
+    assert [tensor.tolist() for tensor in made if tensor is not None] == [[2, 4], [6, 8]]
+    assert stage.kind == "double"
+    assert stage.batch_key(first.params) == Double().batch_key(first.params)
+    with pytest.raises(PermanentError, match="input x"):
+        stage.verify(_task(1, 2, 3))
+
+
+def test_a_stepped_stage_runs_each_task_to_its_own_end() -> None:
+    outputs = Count().run([StageInput({"to": to}, {}) for to in (3, 0, 7)])
+
+    assert [int(output.tensors["n"]) for output in outputs if output.tensors["n"] is not None] == [3, 0, 7]
+
+
+def test_tasks_of_one_size_share_a_batch() -> None:
+    stage = Double()
+    assert stage.batch_key({"width": 16, "height": 32, "seed": 1}) == stage.batch_key({"height": 32, "width": 16})
+    assert stage.batch_key({"width": 16, "height": 32}) != stage.batch_key({"width": 32, "height": 16})
+    assert stage.batch_key({"num_frames": 1}) != stage.batch_key({"num_frames": 5})
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "expected"), [(3, int, 3), (3, float, 3.0), (0.5, float, 0.5), ("", str, "")]
+)
+def test_a_parameter_of_its_type(value: int | float | str, kind: type, expected: object) -> None:
+    found = need({"p": value}, "p", kind)
+
+    assert found == expected
+    assert type(found) is kind
+
+
+@pytest.mark.parametrize(("value", "kind"), [(None, int), (True, int), (True, float), ("3", int), (3.0, int), (3, str)])
+def test_a_parameter_that_is_missing_or_of_another_type(value: object, kind: type) -> None:
+    params = {} if value is None else {"p": value}
+
+    with pytest.raises(PermanentError, match=f"parameter p must be of type {kind.__name__}, not {value!r}"):
+        need(params, "p", kind)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tensor", [
+    None, torch.zeros(2), torch.zeros(1, 2, 3), torch.zeros(2, 5), torch.zeros(1, 2, dtype=torch.int64),
+    torch.zeros(0),
+])  # fmt: skip
+def test_a_tensor_that_is_not_the_declared_one(tensor: torch.Tensor | None) -> None:
+    with pytest.raises(PermanentError, match="input x"):
+        need_tensor(StageInput({}, {"x": tensor}), "x", (1, None))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_the_declared_shape(dtype: torch.dtype) -> None:
+    need_tensor(StageInput({}, {"x": torch.zeros(1, 7, dtype=dtype)}), "x", (1, None))

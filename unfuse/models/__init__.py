@@ -1,0 +1,56 @@
+"""Model families. Only here is any family's name known; no torch is imported before a stage is loaded."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.registry import resolve
+from unfuse.models.base import Family
+from unfuse.models.folder import INDEX, ModelFolder
+from unfuse.models.source import resolve_source
+
+__all__ = ["Family", "find", "pipeline_class", "resolve_source", "served_classes"]
+
+FAMILIES = {"WanPipeline": "unfuse.models.wan:FAMILY"}
+"""Families by the pipeline class that model_index.json names."""
+
+PLANS = {
+    "unfuse/shapes": "WanPipeline",
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "WanPipeline",
+    "Wan-AI/Wan2.1-T2V-*": "WanPipeline",
+}
+"""Pipeline classes of models known by name, before anything of them is downloaded; a name may be a pattern."""
+
+
+def served_classes() -> tuple[str, ...]:
+    """The pipeline classes that can be served."""
+    return tuple(sorted(FAMILIES))
+
+
+def pipeline_class(name: str) -> str:
+    """The pipeline class of a model known by name: the exact name first, then the first pattern that fits.
+
+    Raises ConfigError for another name: it says what is known.
+    """
+    for pattern, found in PLANS.items():
+        if name == pattern or (name not in PLANS and fnmatchcase(name, pattern)):
+            return found
+    raise ConfigError(f"model {name!r} is not known by name; known are {', '.join(PLANS)}, and any folder with {INDEX}")
+
+
+def find(source: str | Path) -> Family:
+    """The family of a model: of a folder by its model_index.json, of anything else by name.
+
+    Raises ConfigError when the folder holds no model, or one of a class that is not served.
+    """
+    if source and Path(source).is_dir():
+        found = str(ModelFolder(Path(source)).index().get("_class_name"))
+    else:
+        found = pipeline_class(str(source))
+    if found not in FAMILIES:
+        raise ConfigError(f"model {source} is a {found}, which is not served; served are {', '.join(served_classes())}")
+    family: Family = resolve(FAMILIES, found, "model family")
+    return family

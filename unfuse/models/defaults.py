@@ -1,0 +1,120 @@
+"""What a request gets where its client says nothing, and what bounds it: serving.json, else diffusers' own defaults."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from unfuse.core.card import Limits
+from unfuse.core.errors import ConfigError
+from unfuse.core.params import nearest_size
+from unfuse.core.plan import Params
+from unfuse.stages.base import need
+
+SERVING = "serving.json"
+
+
+class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Parameters a model may have defaults for. Sizes in pixels."""
+
+    height: int | UnsetType = UNSET
+    width: int | UnsetType = UNSET
+    num_frames: int | UnsetType = UNSET
+    num_inference_steps: int | UnsetType = UNSET
+    guidance_scale: float | UnsetType = UNSET
+    max_sequence_length: int | UnsetType = UNSET
+    negative_prompt: str | UnsetType = UNSET
+    fps: int | UnsetType = UNSET
+
+
+class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`serving.json` beside model_index.json: how its maker wants a model served. Both parts may be partial."""
+
+    defaults: Defaults = Defaults()
+    limits: dict[str, int | float] = {}
+
+    @classmethod
+    def read(cls, folder: Path) -> Serving:
+        """What the folder's serving.json says; nothing when there is none. Raises ConfigError when it is not valid."""
+        file = folder / SERVING
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Serving)
+        except FileNotFoundError:
+            return Serving()
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file} is not valid: {error}") from error
+
+    def over(self, standard: Params) -> Params:
+        """These defaults, and the standard ones where there is none."""
+        return {**standard, **msgspec.to_builtins(self.defaults)}
+
+    def within(self, limits: Limits, standard: Params) -> Params:
+        """These defaults, and where there is none the standard ones, which give way to the limits.
+
+        Raises ConfigError when a default of serving.json is itself outside the limits.
+        """
+        defaults = self.over(fit(limits, standard))
+        for name, nearest in fit(limits, defaults).items():
+            if defaults[name] != nearest:
+                raise ConfigError(f"{SERVING}: default {name} {defaults[name]} is outside the limits; {nearest} is not")
+        return defaults
+
+    def bounds(self, derived: Limits) -> Limits:
+        """These limits, and those derived from the model's configuration where there is none.
+
+        Raises ConfigError for a limit that nobody knows, that is of another type, or that the model cannot meet.
+        """
+        known = Limits.__struct_fields__
+        if unknown := sorted(set(self.limits) - set(known)):
+            raise ConfigError(f"{SERVING}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
+        try:
+            limits = msgspec.convert({**msgspec.structs.asdict(derived), **self.limits}, Limits)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{SERVING}: limits: {error}") from error
+        for name in ("size_multiple", "frame_multiple"):
+            asked, needed = getattr(limits, name), getattr(derived, name)
+            if asked <= 0 or asked % needed:
+                raise ConfigError(f"{SERVING}: limit {name} must be a multiple of the model's {needed}, not {asked}")
+        return msgspec.structs.replace(limits, max_pixels=min(limits.max_pixels, limits.max_size**2))
+
+
+def fit(limits: Limits, defaults: Params) -> Params:
+    """These defaults with size and length moved to the nearest that is within the limits."""
+    width, height, frames = (need(defaults, name, int) for name in ("width", "height", "num_frames"))
+    width, height = nearest_size(limits, width, height)
+    frames = max(1, min(frames, limits.max_frames))
+    return {**defaults, "width": width, "height": height, "num_frames": frames - (frames - 1) % limits.frame_multiple}
+
+
+@cache
+def call_defaults(file: str, pipeline: str) -> Params:
+    """The defaults of a diffusers pipeline's `__call__`, of those parameters a model may have defaults for.
+
+    `file` is relative to the diffusers package. Its source is parsed, not imported: gateway and scheduler make cards
+    too, and importing a pipeline would bring torch into them. Raises ConfigError when diffusers has no such class.
+    """
+    spec = find_spec("diffusers")
+    path = Path(spec.origin or "").parent / file if spec else Path(file)
+    if not path.is_file():
+        raise ConfigError(f"the installed diffusers has no {file}: install a version that has {pipeline}")
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if isinstance(node, ast.ClassDef) and node.name == pipeline:
+            calls = [part for part in node.body if isinstance(part, ast.FunctionDef) and part.name == "__call__"]
+            return {name: value for call in calls for name, value in _literals(call.args)}
+    raise ConfigError(f"the installed diffusers has no {pipeline} in {file}: install a version that has it")
+
+
+def _literals(arguments: ast.arguments) -> list[tuple[str, str | int | float]]:
+    pairs = list(zip(arguments.args[::-1], arguments.defaults[::-1], strict=False))
+    return [
+        (argument.arg, default.value)
+        for argument, default in pairs
+        if argument.arg in Defaults.__struct_fields__
+        and isinstance(default, ast.Constant)
+        and isinstance(default.value, str | int | float)
+    ]

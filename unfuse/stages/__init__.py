@@ -1,0 +1,1 @@
+"""What each stage kind does, whatever the model family. torch is imported by whoever runs a stage, not here."""

@@ -1,0 +1,169 @@
+"""The stage port. A stage is loaded once per compute process and fed tasks; it never sees queues, refs or addresses."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = Mapping[str, "Tensor | None"]
+
+
+class StageInput(msgspec.Struct, frozen=True):
+    """One task as a stage sees it: its parameters, and the tensors of its inputs by name (read-only: never written)."""
+
+    params: Params
+    tensors: Tensors
+
+
+class Media(msgspec.Struct, frozen=True):
+    """An encoded picture or video, ready for the result store."""
+
+    content_type: str
+    data: bytes
+
+
+class StageOutput(msgspec.Struct, frozen=True):
+    """What a stage made: tensors for later stages, or media for the client (a final stage).
+
+    Tensors share no memory with the task's inputs, which may be gone when they are read.
+    """
+
+    tensors: Tensors = {}
+    media: tuple[Media, ...] = ()
+
+
+class Stage(ABC):
+    """One stage kind of one model, with its weights in memory.
+
+    `verify` raises PermanentError when inputs are missing or of the wrong shape; it must not touch their values.
+    Tasks with equal `batch_key` may share a call of `run`; what `run` returns for a task must not depend on its mates.
+    No entry keeps a gradient: a stage computes as under `torch.no_grad()`, whatever the caller's grad mode.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def verify(self, task: StageInput) -> None:
+        """Check names, shapes and dtypes of a task's inputs."""
+
+    def batch_key(self, params: Params) -> Hashable:
+        """Tasks of equal key may run in one batch."""
+        return tuple(params.get(name) for name in ("width", "height", "num_frames"))
+
+    @abstractmethod
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        """Run tasks to their end, in order."""
+
+
+State = TypeVar("State")
+
+
+class SteppedStage(Stage, Generic[State]):
+    """A stage that advances in steps. All it knows between steps is one value, so that it can pause, stop and move."""
+
+    @abstractmethod
+    def start(self, task: StageInput) -> State:
+        """The state before the first step."""
+
+    @abstractmethod
+    def step(self, batch: Sequence[State]) -> list[State]:
+        """Every state advanced by one step. The given states are used up.
+
+        When one cannot be advanced it raises before it changed any, so that its mates may be stepped without it.
+        """
+
+    @abstractmethod
+    def progress(self, state: State) -> tuple[int, int]:
+        """(steps done, steps in all)."""
+
+    @abstractmethod
+    def finish(self, state: State) -> StageOutput:
+        """The output of a state whose steps are all done."""
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        """Every task from start to finish, one after the other."""
+        outputs = []
+        for task in batch:
+            state = self.start(task)
+            done, steps = self.progress(state)
+            for _ in range(done, steps):
+                (state,) = self.step([state])
+            outputs.append(self.finish(state))
+        return outputs
+
+
+@dataclass(frozen=True)
+class Once:
+    """A task of a plain stage in the step loop: `output` counts when it is `done`."""
+
+    task: StageInput
+    output: StageOutput = StageOutput()
+    done: bool = False
+
+
+class OneStep(SteppedStage[Once]):
+    """A plain stage seen as a stepped one: everything happens in its only step."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.kind = stage.kind
+
+    def verify(self, task: StageInput) -> None:
+        """As the plain stage does."""
+        self._stage.verify(task)
+
+    def batch_key(self, params: Params) -> Hashable:
+        """As the plain stage has it."""
+        return self._stage.batch_key(params)
+
+    def start(self, task: StageInput) -> Once:
+        """The task, not yet run."""
+        return Once(task)
+
+    def step(self, batch: Sequence[Once]) -> list[Once]:
+        """Run the plain stage on these tasks."""
+        outputs = self._stage.run([state.task for state in batch])
+        return [Once(state.task, output, True) for state, output in zip(batch, outputs, strict=True)]
+
+    def progress(self, state: Once) -> tuple[int, int]:
+        """(0, 1), then (1, 1)."""
+        return int(state.done), 1
+
+    def finish(self, state: Once) -> StageOutput:
+        """What the plain stage made."""
+        return state.output
+
+
+T = TypeVar("T", str, int, float)
+
+
+def need(params: Params, name: str, kind: type[T]) -> T:
+    """The parameter of that name; a whole number may stand for a float. Raises PermanentError when it is not there."""
+    value = params.get(name)
+    if kind is float and type(value) is int:
+        return kind(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise PermanentError(f"parameter {name} must be of type {kind.__name__}, not {value!r}")
+    return value
+
+
+def need_tensor(task: StageInput, name: str, shape: Sequence[int | None]) -> None:
+    """Raise PermanentError unless the task has a floating-point tensor of that shape (None: any length)."""
+    tensor = task.tensors.get(name)
+    if tensor is None:
+        raise PermanentError(f"input {name} is missing")
+    wanted = [side if side is not None else got for side, got in zip(shape, tensor.shape, strict=False)]
+    if list(tensor.shape) != wanted or len(shape) != tensor.ndim or not tensor.is_floating_point():
+        sides = "×".join("any" if side is None else str(side) for side in shape)
+        found = f"{tensor.dtype} of {tuple(tensor.shape)}"
+        raise PermanentError(f"input {name} must be floating point of {sides}, not {found}")
