@@ -1,0 +1,219 @@
+"""The step loop, turn by turn, with stages that only count."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unfuse.core.errors import ArenaFull, PermanentError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Params
+from unfuse.core.request import new_request_id
+from unfuse.core.task import Lease, Task
+from unfuse.stages.base import Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stores.results import open_results
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped
+from unfuse.worker.step_loop import StepLoop
+
+
+class Count(SteppedStage["tuple[StageInput, int]"]):
+    """Adds one to its input at each of `steps` steps; fails at step `fail_at` with what `error` says."""
+
+    kind = "denoise"
+
+    def __init__(self, error: Exception | None = None, fail_at: int = -1) -> None:
+        self.error, self.fail_at = error, fail_at
+        self.order: list[int] = []
+
+    def verify(self, task: StageInput) -> None:
+        if "x" not in task.tensors:
+            raise PermanentError("denoise needs x")
+
+    def start(self, task: StageInput) -> tuple[StageInput, int]:
+        return task, 0
+
+    def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int]]:
+        ((task, step),) = batch
+        if step + 1 == self.fail_at and self.error:
+            raise self.error
+        self.order.append(int(task.params["tag"] or 0))
+        return [(task, step + 1)]
+
+    def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
+        return state[1], int(state[0].params["steps"] or 0)
+
+    def finish(self, state: tuple[StageInput, int]) -> StageOutput:
+        x = state[0].tensors["x"]
+        assert x is not None
+        return StageOutput({"x": x + state[1], "nothing": None})
+
+
+class Print(Stage):
+    """A final stage: writes its input as text."""
+
+    kind = "vae_decode"
+
+    def verify(self, task: StageInput) -> None:
+        """Takes anything."""
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
+
+
+class Bench:
+    """A loop with its surroundings."""
+
+    def __init__(self, folder: Path, stages: Mapping[str, SteppedStage[Any]]) -> None:
+        self.store = TensorStore.create("memory", owner="w", node="n")
+        self.results = open_results(f"disk:{folder}")
+        self.inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
+        self.sent: list[FromCompute] = []
+        self.loop = StepLoop(stages, self.store, self.results, self.inbox, self.sent.append)
+        self.input = self.store.put({"x": np.zeros(3, "float32")}, request=new_request_id(), stage="before", attempt=1)
+
+    def run(self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0) -> Lease:
+        own: Params = {"steps": steps, "tag": tag}
+        task = Task(
+            new_request_id(),
+            "stage",
+            1,
+            pool,
+            pool,
+            "m",
+            own,
+            refs or (self.input,),
+            final=pool == "print",
+            priority=priority,
+        )
+        lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
+        self.inbox.put(Run(lease, {}))
+        return lease
+
+    def outcome(self, lease: Lease) -> Done | Failed | Stopped:
+        """Turn until a task has ended."""
+        for _ in range(1000):
+            ends = [m for m in self.sent if isinstance(m, Done | Failed | Stopped) and m.claim == lease.claim]
+            if ends:
+                (end,) = ends
+                return end
+            self.loop.turn()
+        raise AssertionError("the task did not end")
+
+
+def bench(folder: Path, **options: Any) -> tuple[Bench, Count]:
+    count = Count(**options)
+    return Bench(folder, {"count": count, "print": OneStep(Print())}), count
+
+
+def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    done = loop.outcome(loop.run(steps=5))
+    assert isinstance(done, Done)
+    assert done.output is not None
+    with loop.store.get(done.output, as_torch=True) as held:
+        assert torch.equal(held["x"], torch.full((3,), 5.0))
+        assert held["nothing"] is None
+    assert done.timings.run_s > 0
+
+
+def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    lease = loop.run(steps=50)
+    loop.outcome(lease)
+    reports = [message for message in loop.sent if isinstance(message, Stepped)]
+    assert reports[0] == Stepped(lease.claim, 0, 0, 0)
+    listed = [step for report in reports[1:] for step in range(report.first, report.step + 1)]
+    assert listed == list(range(1, 51))
+    assert len(reports) < 50  # quick steps share a message
+
+
+def test_a_final_plain_stage_writes_its_results_before_it_says_done(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    lease = loop.run("print")
+    done = loop.outcome(lease)
+    assert isinstance(done, Done)
+    assert (done.output, [file.index for file in done.results]) == (None, [0])
+    assert loop.results.read(lease.task.request, 0) == b"tensor([0., 0., 0.])"
+
+
+def test_the_more_urgent_task_goes_first_and_equals_in_order_of_arrival(tmp_path: Path) -> None:
+    loop, count = bench(tmp_path)
+    leases = [loop.run(tag=1), loop.run(tag=2), loop.run(tag=3, priority=5)]
+    for lease in leases:
+        assert isinstance(loop.outcome(lease), Done)
+    assert count.order == [3, 3, 3, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: Path) -> None:
+    loop, count = bench(tmp_path)
+    first, second = loop.run(steps=900, tag=1), loop.run(steps=2, tag=2)
+    loop.loop.turn()
+    loop.inbox.put(Cancel(first.claim))
+    assert loop.outcome(first) == Stopped(first.claim)
+    assert isinstance(loop.outcome(second), Done)
+    assert count.order == [1, 2, 2]
+
+
+def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    lease = loop.run()
+    loop.outcome(lease)
+    loop.inbox.put(Cancel(lease.claim))
+    assert isinstance(loop.outcome(loop.run()), Done)
+    assert not any(isinstance(message, Stopped) for message in loop.sent)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (PermanentError("cannot be"), "permanent", "cannot be"),
+        (ArenaFull(10, 5, 20), "transient", "--arena"),
+        (RuntimeError("library trouble"), "transient", "RuntimeError: library trouble"),
+    ],
+)
+def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
+    tmp_path: Path, error: Exception, kind: str, says: str
+) -> None:
+    loop, count = bench(tmp_path, error=error, fail_at=2)
+    failed = loop.outcome(loop.run())
+    assert isinstance(failed, Failed)
+    assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
+    count.error = None
+    assert isinstance(loop.outcome(loop.run()), Done)
+
+
+def test_a_lost_input_is_named(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    loop.store.delete(loop.input)
+    failed = loop.outcome(loop.run())
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.object_id) == ("object_lost", loop.input.id)
+
+
+def test_wrong_inputs_fail_the_request_at_once(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    other = loop.store.put({"y": np.zeros(1)}, request=new_request_id(), stage="before", attempt=1)
+    failed = loop.outcome(loop.run("count", other))
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.message) == ("permanent", "denoise needs x")
+
+
+@pytest.mark.parametrize("ending", ["done", "failed", "stopped"])
+def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> None:
+    loop, _ = bench(tmp_path, error=PermanentError("no"), fail_at=1 if ending == "failed" else -1)
+    lease = loop.run()
+    if ending == "stopped":
+        loop.inbox.put(Cancel(lease.claim))
+    loop.outcome(lease)
+    for request in loop.store.holding():
+        loop.store.release(request)
+    assert loop.store.usage().used == 0

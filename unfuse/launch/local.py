@@ -1,0 +1,81 @@
+"""Workers as processes of this machine: started side by side, started again when they die, ended with their starter."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+import structlog
+
+from unfuse.core.errors import ConfigError
+
+RESTART_S = 1.0
+"""Pause before a worker that died is started again."""
+
+log = structlog.get_logger(__name__)
+
+
+class LocalWorkers:
+    """A set of `unfuse worker` processes.
+
+    Each entry of `commands` holds the arguments of one. They hold the reading end of a pipe whose writing end is
+    ours: when this process ends, however it ends, the pipe closes and they end too.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
+        self._commands = commands
+        self._lifeline, self._ours = os.pipe()
+        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._keepers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set to a ConfigError when a worker says that it cannot start."""
+
+    def start(self) -> None:
+        """Start every worker, and keep them running."""
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(len(self._commands))]
+
+    async def stop(self, timeout: float) -> None:
+        """Let the workers finish what they run for up to `timeout` seconds, then end them."""
+        self._stopping = True
+        self._signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers), return_exceptions=True)
+        self._signal(signal.SIGKILL)
+        for keeper in self._keepers:
+            keeper.cancel()
+        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        self.failed.cancel()
+        for end in (self._ours, self._lifeline):
+            os.close(end)
+
+    async def _keep(self, number: int) -> None:
+        while not self._stopping:
+            process = self._processes[number] = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
+                pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
+            )  # fmt: skip
+            code = await process.wait()
+            if self._stopping:
+                return
+            if code > 0:
+                self._fail(code)
+                return
+            log.warning("a worker ended, starting it again", pid=process.pid, code=code)
+            await asyncio.sleep(RESTART_S)
+
+    def _fail(self, code: int) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(ConfigError(f"a worker could not start (exit code {code}); its message is above"))
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes.values():
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.send_signal(number)

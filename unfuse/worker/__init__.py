@@ -1,0 +1,1 @@
+"""A worker: a light parent that talks and keeps memory, and compute processes that run stages."""

@@ -1,0 +1,149 @@
+"""Messages between a worker's parent and its compute process: length-prefixed, over a socketpair, never pickled."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import msgspec
+
+from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.errors import ProtocolError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.task import Claim, Lease
+
+LENGTH = 4
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Load the stages of these kinds (None: all) of these (name, source) models, then say Ready.
+
+    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `results` is the result store; `threads`
+    is how many CPU threads one forward may use.
+    """
+
+    models: tuple[tuple[str, str], ...]
+    kinds: frozenset[str] | None
+    device: str
+    dtype: str
+    threads: int
+    owner: str
+    node: str
+    arena: str
+    write_token: bytes
+    results: str
+
+
+class Run(msgspec.Struct, frozen=True, tag=True):
+    """Run a leased task. `peers` gives (node, arena address) of the owners of its inputs."""
+
+    lease: Lease
+    peers: dict[str, tuple[str, str]]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Stop a task at its next step and drop it; answered by Stopped unless it has ended already."""
+
+    claim: Claim
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """A component is in memory."""
+
+    component: str
+    seconds: float
+    bytes: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Everything is loaded; `device` is where."""
+
+    device: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing can run: the sentence says why. The process ends."""
+
+    message: str
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """Steps `first`…`step` of `steps` are done; step 0 says that the task began."""
+
+    claim: Claim
+    step: int
+    steps: int
+    first: int
+
+
+class Stopped(msgspec.Struct, frozen=True, tag=True):
+    """A cancelled task is dropped."""
+
+    claim: Claim
+
+
+ToCompute = Load | Run | Cancel
+FromCompute = Loaded | Ready | LoadFailed | Stepped | Stopped | Done | Failed
+
+
+class ComputeChannel:
+    """The compute process's end. `receive` blocks; `send` may be called from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, message: FromCompute) -> None:
+        """Send to the parent. Raises BrokenPipeError when it is gone."""
+        body = encode(message)
+        with self._lock:
+            self._connection.sendall(len(body).to_bytes(LENGTH, "big") + body)
+
+    def receive(self) -> ToCompute:
+        """The next message. Raises EOFError when the parent is gone."""
+        size = int.from_bytes(self._read(LENGTH), "big")
+        if size > MAX_BYTES:
+            raise ProtocolError(f"message of {size} bytes from the parent")
+        return decode(self._read(size), ToCompute)
+
+    def _read(self, size: int) -> bytes:
+        data = bytearray(size)
+        view = memoryview(data)
+        while view:
+            count = self._connection.recv_into(view)
+            if not count:
+                raise EOFError
+            view = view[count:]
+        return bytes(data)
+
+
+class ParentChannel:
+    """The parent's end, for one event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def open(cls, connection: socket.socket) -> ParentChannel:
+        """Take over one end of a socketpair."""
+        return cls(*await asyncio.open_unix_connection(sock=connection))
+
+    async def send(self, message: ToCompute) -> None:
+        """Send to the compute process; a process that is gone is noticed by `receive`."""
+        body = encode(message)
+        self._writer.write(len(body).to_bytes(LENGTH, "big") + body)
+
+    async def receive(self) -> FromCompute:
+        """The next message. Raises EOFError when the compute process is gone."""
+        try:
+            size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
+            if size > MAX_BYTES:
+                raise ProtocolError(f"message of {size} bytes from compute")
+            return decode(await self._reader.readexactly(size), FromCompute)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise EOFError from error
+
+    def close(self) -> None:
+        """Hang up: the compute process ends."""
+        self._writer.close()

@@ -1,0 +1,81 @@
+"""The compute process: loads the stages of its role and runs the step loop. Only here is torch imported.
+
+Started by the executor with one end of a socketpair; it ends when the other end closes, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.plan import pool_name
+from unfuse.models import find, resolve_source
+from unfuse.stages.base import OneStep, SteppedStage
+from unfuse.stores.results import open_results
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.channel import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Ready, Run
+from unfuse.worker.step_loop import StepLoop
+
+
+def main() -> None:
+    """Entry point: `python -m unfuse.worker.compute FD`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    channel = ComputeChannel(socket.socket(fileno=int(sys.argv[1])))
+    load = channel.receive()
+    if not isinstance(load, Load):
+        raise SystemExit("the first message must be Load")
+    inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
+    try:
+        device, stages = _load(load, channel)
+    except (UnfuseError, OSError, ValueError) as error:
+        channel.send(LoadFailed(str(error)))
+        return
+    store = TensorStore.create(
+        "shared_memory", owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token
+    )
+    channel.send(Ready(device))
+    StepLoop(stages, store, open_results(load.results), inbox, channel.send).run()
+
+
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:
+    """Feed the loop; when the parent is gone, end at once, also from within a long forward."""
+    while True:
+        try:
+            message = channel.receive()
+        except (EOFError, OSError):
+            os._exit(0)
+        if isinstance(message, Load):
+            raise PermanentError("a compute process loads once")
+        inbox.put(message)
+
+
+def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]]]:
+    import torch
+
+    torch.set_num_threads(load.threads)
+    device = load.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    stages: dict[str, SteppedStage[Any]] = {}
+    for name, source in load.models:
+        folder = resolve_source(source)
+        family = find(folder)
+        card = family.card(name, folder, load.dtype)
+        for spec in card.pipeline.stages:
+            pool = pool_name(spec, card.weights, card.dtypes)
+            if pool in stages or (load.kinds is not None and spec.kind not in load.kinds):
+                continue
+            stage = family.load(spec, folder, device, card.dtypes, lambda *found: channel.send(Loaded(*found)))
+            stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
+    return device, stages
+
+
+if __name__ == "__main__":
+    main()

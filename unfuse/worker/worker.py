@@ -1,0 +1,256 @@
+"""A worker's parent: registers, pulls work while it has slots and room, keeps leases and memory, reports outcomes.
+
+It computes nothing and imports no torch, so control never waits behind compute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import (
+    Ask,
+    Beat,
+    Bye,
+    Done,
+    Failed,
+    Granted,
+    Hello,
+    Progress,
+    Pulse,
+    Refused,
+    Stranger,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+    WorkerInfo,
+)
+from unfuse.core.plan import kinds_of
+from unfuse.core.task import Claim, Lease
+from unfuse.models import find, resolve_source
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.wire.dealer import Dealer
+from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.executor import Executor
+
+ANSWER_S = 10.0
+"""How long an answer may take before the scheduler is taken for gone and the message is sent again."""
+
+WAIT_S = 20.0
+"""How long an Ask waits at the scheduler for work."""
+
+WITHDRAW = Ask(0, 0, 0.0)
+"""Replaces an Ask that waits: nothing is wanted now."""
+
+log = structlog.get_logger(__name__)
+
+
+class WorkerOptions(msgspec.Struct, frozen=True):
+    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve."""
+
+    role: str
+    scheduler: str
+    node: str
+    models: tuple[str, ...] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    slots: int = 2
+    arena: int = 2 << 30
+    threads: int = 1
+
+
+class Worker:
+    """One worker from registration to departure."""
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._id = f"{options.role}-{secrets.token_hex(6)}"
+        self._kinds = kinds_of(options.role)
+        self._store = TensorStore.create("shared_memory", owner=self._id, node=options.node, capacity=options.arena)
+        self._dealer = Dealer(options.scheduler)
+        self._hello = Hello(self._info(()))
+        self._active: dict[Claim, Lease] = {}
+        self._changed = asyncio.Event()
+        self._draining = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._asks = itertools.count(1)
+        self._newest_ask = 0
+        self._beat_s = 1.0
+        self._executor: Executor
+        self._tasks: asyncio.TaskGroup
+
+    async def run(self) -> None:
+        """Serve until drained. Raises ConfigError when it cannot start."""
+        try:
+            await self._join()
+            async with asyncio.TaskGroup() as self._tasks:
+                jobs = (self._executor.serve(), self._beat(), self._pull())
+                services = [self._tasks.create_task(job) for job in jobs]
+                await self._draining.wait()
+                services[2].cancel()
+                await self._leave()
+                for service in services:
+                    service.cancel()
+        except* ConfigError as group:
+            raise group.exceptions[0] from None
+        finally:
+            if hasattr(self, "_executor"):
+                await self._executor.close()
+            await self._dealer.close(linger=1.0)
+            self._store.close()
+
+    @property
+    def draining(self) -> bool:
+        """Whether it was told to leave."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        """Take no new work, finish what runs, then let `run` return."""
+        self._draining.set()
+
+    def _info(self, pools: Sequence[str]) -> WorkerInfo:
+        options, usage = self._options, self._store.usage()
+        return WorkerInfo(
+            self._id, options.node, options.role, tuple(pools), options.slots, self._store.address, usage.capacity,
+            os.getpid(),
+        )  # fmt: skip
+
+    async def _join(self) -> None:
+        """Learn what to serve, load it, and register with its pools."""
+        welcome = await self._call(self._hello)
+        if not isinstance(welcome, Welcome):
+            raise ConfigError(f"the scheduler at {self._options.scheduler} did not welcome this worker: {welcome}")
+        models = tuple((name, name) for name in self._options.models) or welcome.models
+        if not models:
+            raise ConfigError("the scheduler serves no model yet: say which one with --model")
+        cards = await asyncio.to_thread(self._cards, models)
+        self._beat_s = welcome.beat
+        self._executor = Executor(self._load(models, welcome.results), self._hear)
+        await self._executor.start()
+        pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
+        self._hello = Hello(self._info(tuple(pools)), tuple(cards))
+        await self._call(self._hello)
+        log.info("ready", role=self._options.role, worker=self._id, models=[name for name, _ in models])
+        self._changed.set()
+
+    def _cards(self, models: Sequence[tuple[str, str]]) -> list[ModelCard]:
+        folders = [(name, resolve_source(source)) for name, source in models]
+        return [find(folder).card(name, folder, self._options.dtype) for name, folder in folders]
+
+    def _load(self, models: tuple[tuple[str, str], ...], results: str) -> Load:
+        options = self._options
+        return Load(
+            models, self._kinds, options.device, options.dtype, options.threads, self._id, options.node,
+            self._store.address, self._store.write_token, results,
+        )  # fmt: skip
+
+    async def _call(self, message: ToScheduler) -> ToWorker:
+        """Get an answer, however long the scheduler is away; introduce ourselves to one that was restarted."""
+        timeout = ANSWER_S + (message.wait if isinstance(message, Ask) else 0)
+        while True:
+            try:
+                answer = await self._dealer.call(message, timeout)
+            except TimeoutError:
+                log.warning("no answer from the scheduler, trying again", scheduler=self._options.scheduler)
+                continue
+            if not isinstance(answer, Stranger):
+                return answer
+            await self._dealer.call(self._hello, ANSWER_S)
+
+    async def _pull(self) -> None:
+        """Ask whenever there are slots and something changed: a task ended, room came back, an Ask came home."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            slots = self._options.slots - len(self._active)
+            if not self._executor.ready:
+                self._tasks.create_task(self._call(WITHDRAW))
+            elif slots > 0:
+                self._newest_ask = next(self._asks)
+                self._tasks.create_task(self._ask(self._newest_ask, slots))
+
+    async def _ask(self, number: int, slots: int) -> None:
+        """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
+        granted = await self._call(Ask(slots, self._room(), WAIT_S))
+        if isinstance(granted, Granted):
+            for lease in granted.leases:
+                await self._take(lease, granted)
+        elif isinstance(granted, Refused):
+            log.warning("work was refused", reason=granted.message)
+            await asyncio.sleep(1.0)
+        if number == self._newest_ask:
+            self._changed.set()
+
+    async def _take(self, lease: Lease, granted: Granted) -> None:
+        self._active[lease.claim] = lease
+        self._idle.clear()
+        if self._draining.is_set() or not self._executor.ready:
+            await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now"))
+        else:
+            await self._executor.run(lease, granted.peers)
+
+    def _room(self) -> int | None:
+        """Bytes new outputs may take; None when the arena is empty, so that an oversized task fails with its size."""
+        usage = self._store.usage()
+        if not usage.used and not self._active:
+            return None
+        return max(0, usage.free - sum(lease.task.room for lease in self._active.values()))
+
+    async def _hear(self, message: Ready | Stepped | Stopped | Done | Failed) -> None:
+        """Pass on what compute says; never wait for the scheduler here."""
+        if isinstance(message, Ready):
+            self._changed.set()
+        elif isinstance(message, Stepped):
+            if message.step:
+                self._tasks.create_task(self._progress(message))
+        else:
+            self._tasks.create_task(self._end(message))
+
+    async def _progress(self, stepped: Stepped) -> None:
+        answer = await self._call(Progress(stepped.claim, stepped.step, stepped.steps, stepped.first))
+        if isinstance(answer, Refused) and answer.lease_lost:
+            await self._executor.cancel(stepped.claim)
+
+    async def _end(self, message: Stopped | Done | Failed) -> None:
+        """Give the slot back, then report until it is heard."""
+        self._active.pop(message.claim, None)
+        self._changed.set()
+        if not isinstance(message, Stopped):
+            answer = await self._call(message)
+            if isinstance(message, Done) and message.output and isinstance(answer, Refused):
+                self._store.delete(message.output)
+                self._changed.set()
+        if not self._active:
+            self._idle.set()
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self._beat_s)
+            beat = Beat(tuple(self._active), tuple(self._store.holding()), self._store.usage().used)
+            pulse = await self._call(beat)
+            if not isinstance(pulse, Pulse):
+                continue
+            for claim in pulse.ended:
+                await self._executor.cancel(claim)
+            for request in pulse.over:
+                self._store.release(request)
+            if pulse.over:
+                self._changed.set()
+
+    async def _leave(self) -> None:
+        """Finish what runs and say goodbye."""
+        log.info("draining", running=len(self._active))
+        await self._call(WITHDRAW)
+        await self._idle.wait()
+        with suppress(TimeoutError):
+            await self._dealer.call(Bye(), 1.0)
