@@ -1,0 +1,183 @@
+"""The Python client against a real gateway."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from PIL import Image
+
+from tests.server.served import BROKEN, IDLE, Served, picture, serve
+from unfuse.client import Client, Request, Result, connect
+from unfuse.core.errors import (
+    ConfigError,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    PermanentError,
+    TransientError,
+    UnknownModel,
+)
+from unfuse.queues.base import Limits
+
+MODEL = "test/pictures"
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[Client]:
+    with connect(served.url) as client:
+        yield client
+
+
+def test_generate_returns_pictures_with_their_story(client: Client) -> None:
+    result = client.generate("a red circle", model=MODEL, seed=5, n=2)
+    assert result.data == [picture(5), picture(6)]
+    assert [image.size for image in result.images] == [(64, 64), (64, 64)]
+    assert result.images[1].getpixel((0, 0)) == (6, 0, 9)
+    assert result.seed == 5
+    assert result.id.startswith("req_")
+    assert result.timings["denoise.0"]["run_s"] == 0.2
+    assert set(result.timings["vae_decode.1"]) == {"queued_s", "get_s", "run_s", "put_s"}
+
+
+def test_submit_returns_before_the_picture_is_made(served: Served, client: Client) -> None:
+    with served.held():
+        request = client.submit("a red circle", model=MODEL, seed=5)
+        assert request.view["status"] in ("queued", "in_progress")
+    names = [event.type for event in request.events()]
+    assert (names[0], names[-1]) == ("queued", "completed")
+    assert request.result().data == [picture(5)]
+    assert client.request(request.id).view["status"] == "completed"
+
+
+def test_events_can_be_taken_up_in_the_middle(client: Client) -> None:
+    request = client.submit("a red circle", model=MODEL)
+    heard = list(request.events())
+    assert list(request.events(after=heard[2].seq)) == heard[3:]
+    assert list(request.events(after=heard[-1].seq)) == []
+
+
+def test_cancel_ends_a_request_whose_result_then_says_so(client: Client) -> None:
+    request = client.submit("a red circle", model=IDLE.name)
+    assert request.cancel()["status"] == "cancelled"
+    with pytest.raises(PermanentError, match="cancelled"):
+        request.result()
+
+
+def test_a_failed_request_raises_its_reason(client: Client) -> None:
+    with pytest.raises(PermanentError, match="the circle is broken"):
+        client.generate(BROKEN, model=MODEL)
+
+
+def test_refusals_come_back_as_the_errors_they_were(client: Client) -> None:
+    with pytest.raises(InvalidParameter, match="must be 1 to 100, not 0") as caught:
+        client.submit("a", model=MODEL, num_inference_steps=0)
+    assert caught.value.param == "num_inference_steps"
+    with pytest.raises(UnknownModel):
+        client.submit("a", model="nope")
+    with pytest.raises(NotFound):
+        client.request("req_nope")
+
+
+def test_overload_and_wrong_keys_are_told_apart(tmp_path: Path) -> None:
+    with serve(tmp_path, keys={"key": "anna"}, limits=Limits(max_active=1)) as served:
+        with connect(served.url, "wrong") as stranger, pytest.raises(ConfigError):
+            stranger.models()
+        with connect(served.url, "key") as anna:
+            anna.submit("a", model=IDLE.name)
+            with pytest.raises(Overloaded) as caught:
+                anna.submit("a", model=MODEL)
+            assert caught.value.retry_after >= 1
+
+
+def test_nobody_there_is_said_with_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with connect(url) as client, pytest.raises(TransientError, match="unfuse serve"):
+        client.models()
+
+
+def test_the_thin_reads(client: Client) -> None:
+    request = client.submit("a", model=IDLE.name)
+    assert [model["id"] for model in client.models()] == [IDLE.name, MODEL]
+    assert [worker["id"] for worker in client.workers()] == ["worker-1"]
+    assert any(pool["waiting"] for pool in client.pools())
+    (newest,) = client.requests(limit=1)
+    assert newest["id"] == request.id
+    assert client.requests(limit=1, after=request.id) != [newest]
+    assert all(view["status"] == "queued" for view in client.requests(status="queued"))
+
+
+def test_events_survive_a_connection_that_breaks(served: Served, client: Client) -> None:
+    with served.held():
+        id = client.submit("a red circle", model=MODEL).id
+        served.next_event(id, "stage_started")
+    with breaking_proxy(served.url, after=700) as (url, connections), Client(url, reconnect_delay=0.0) as far:
+        heard = list(Request(far, {"id": id}).events())
+    assert [event.seq for event in heard] == list(range(1, len(heard) + 1))
+    assert heard[-1].type == "completed"
+    assert len(connections) > 2
+
+
+def test_events_give_up_when_the_server_is_gone(tmp_path: Path) -> None:
+    with serve(tmp_path) as served:
+        client = Client(served.url, reconnect_delay=0.0)
+        request = client.submit("a", model=IDLE.name)
+    with client, pytest.raises(TransientError):
+        list(request.events())
+
+
+def test_save_writes_what_came_or_converts_it(tmp_path: Path) -> None:
+    one = Result({"id": "req_1"}, [picture(5)])
+    assert one.save(tmp_path / "a.png") == [tmp_path / "a.png"]
+    assert (tmp_path / "a.png").read_bytes() == picture(5)
+    one.save(tmp_path / "a.jpg")
+    assert form_of(tmp_path / "a.jpg") == "JPEG"
+    two = Result({"id": "req_1"}, [picture(5), picture(6)])
+    assert two.save(str(tmp_path / "b.webp")) == [tmp_path / "b-0.webp", tmp_path / "b-1.webp"]
+    assert form_of(tmp_path / "b-1.webp") == "WEBP"
+    with pytest.raises(InvalidParameter, match="must end in one of"):
+        one.save(tmp_path / "a.txt")
+
+
+def form_of(path: Path) -> str | None:
+    with Image.open(path) as image:
+        return image.format
+
+
+@contextmanager
+def breaking_proxy(url: str, after: int) -> Iterator[tuple[str, list[int]]]:
+    """A way to `url` whose every connection breaks once `after` bytes of answers went through it."""
+    target = urlsplit(url)
+    connections: list[int] = []
+
+    def carry(near: socket.socket) -> None:
+        with near, socket.create_connection((target.hostname, target.port or 80)) as far, suppress(OSError):
+            threading.Thread(target=pump, args=(near, far), daemon=True).start()
+            left = after
+            while left > 0 and (data := far.recv(min(left, 64))):
+                near.sendall(data)
+                left -= len(data)
+            near.shutdown(socket.SHUT_RDWR)
+
+    def pump(near: socket.socket, far: socket.socket) -> None:
+        with suppress(OSError):
+            while data := near.recv(65536):
+                far.sendall(data)
+
+    def listen() -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = listener.accept()
+                connections.append(near.fileno())
+                threading.Thread(target=carry, args=(near,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", connections
+        listener.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,196 @@
+"""What lies around the routes: keys and tenants, envelopes, models, pools, probes, metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+from structlog.testing import capture_logs
+
+from tests.server.served import BROKEN, IDLE, PICTURES, Served, serve
+from unfuse import __version__
+from unfuse.queues.base import Limits
+
+URL = "/v1/images/generations"
+ASKED = {"model": "test/pictures", "prompt": "a red circle"}
+ASYNC = {"prefer": "respond-async"}
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Served]:
+    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}, limits=Limits(max_active=1)) as running:
+        yield running
+
+
+@pytest.fixture
+def renamed(tmp_path: Path) -> Iterator[Served]:
+    with serve(tmp_path, names={"pictures": "test/pictures"}, idle=False) as running:
+        yield running
+
+
+def as_(served: Served, key: str = "") -> httpx2.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(base_url=served.url, headers=headers, trust_env=False)
+
+
+def test_a_key_is_needed_where_keys_are_configured(guarded: Served) -> None:
+    for key in ("wrong", "", "key-a2"):
+        with as_(guarded, key) as http:
+            response = http.post(URL, json=ASKED)
+            assert response.status_code == 401
+            assert response.headers["www-authenticate"] == "Bearer"
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            assert [http.get(path).status_code for path in ("/v1/models", "/v1/requests", "/v1/pools")] == [401] * 3
+            assert [http.get(path).status_code for path in ("/health", "/metrics", "/version")] == [200] * 3
+
+
+def test_a_tenant_sees_its_own_requests_only(guarded: Served) -> None:
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert:
+        id = anna.post(URL, json=ASKED | {"response_format": "url"}).json()["id"]
+        assert [one["id"] for one in anna.get("/v1/requests").json()["data"]] == [id]
+        assert bert.get("/v1/requests").json()["data"] == []
+        for path in ("", "/events", "/result/0"):
+            assert anna.get(f"/v1/requests/{id}{path}").status_code == 200
+            assert bert.get(f"/v1/requests/{id}{path}").status_code == 404
+        assert bert.post(f"/v1/requests/{id}/cancel").status_code == 404
+
+
+def test_too_much_is_refused_with_a_time_to_come_back(guarded: Served) -> None:
+    with as_(guarded, "key-a") as http:
+        assert http.post(URL, json={**ASKED, "model": IDLE.name}, headers=ASYNC).status_code == 202
+        response = http.post(URL, json=ASKED)
+        assert response.status_code == 429
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["type"] == "rate_limit_error"
+        assert "unfuse_requests_rejected_total 1.0" in http.get("/metrics").text
+
+
+def test_without_keys_any_authorization_is_accepted(served: Served) -> None:
+    with as_(served, "whatever") as http:
+        assert http.get("/v1/models").status_code == 200
+
+
+def test_every_error_has_the_envelope(http: httpx2.Client) -> None:
+    for response, status in (
+        (http.get("/nowhere"), 404),
+        (http.get("/v1/models/nope"), 404),
+        (http.delete("/v1/models"), 405),
+        (http.get("/v1/requests", params={"limit": "x"}), 400),
+    ):
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert "GET" in http.delete("/v1/models").headers["allow"]
+
+
+def test_a_request_id_comes_back_if_it_can_be_logged(http: httpx2.Client) -> None:
+    assert http.get("/health", headers={"x-request-id": "mine-7"}).headers["x-request-id"] == "mine-7"
+    for other in ("x" * 129, "two words", ""):
+        name = http.get("/health", headers={"x-request-id": other}).headers["x-request-id"]
+        assert re.fullmatch(r"[0-9a-f]{32}", name)
+
+
+def test_a_failure_nobody_expected_is_a_500_without_its_inside(
+    served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail() -> None:
+        raise RuntimeError("secret inside")
+
+    monkeypatch.setattr(served.scheduler, "missing", fail)
+    with capture_logs() as logs:
+        response = http.get("/ready", headers={"x-request-id": "mine"})
+    assert isinstance(logs[0]["exc_info"], RuntimeError)
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    assert response.json()["error"]["type"] == "server_error"
+    assert "secret" not in response.text
+
+
+def test_models_are_listed_with_what_they_can(http: httpx2.Client) -> None:
+    data = http.get("/v1/models").json()["data"]
+    assert [one["id"] for one in data] == ["test/idle", "test/pictures"]
+    assert (data[1]["object"], data[1]["created"], data[1]["limits"]["max_steps"]) == ("model", 7, 100)
+    assert data[1]["defaults"]["num_inference_steps"] == 4
+    assert http.get("/v1/models/test/pictures").json() == data[1]
+
+
+def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(renamed: Served) -> None:
+    with as_(renamed) as http:
+        assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["pictures"]
+        assert http.post(URL, json={"prompt": "a", "model": "pictures"}).status_code == 200
+        assert http.post(URL, json={"prompt": "a"}).json()["model"] == "test/pictures"
+        assert http.post(URL, json=ASKED).status_code == 400
+
+
+def test_workers_and_pools_are_told(http: httpx2.Client) -> None:
+    (worker,) = http.get("/v1/workers").json()["data"]
+    assert (worker["id"], worker["slots"], worker["models"]) == ("worker-1", 4, ["test/pictures"])
+    pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
+    assert set(pools) == {*PICTURES.pools().values(), *IDLE.pools().values()}
+    waited = pools[IDLE.pools()["text_encode"]]["waiting"]
+    http.post(URL, json={**ASKED, "model": IDLE.name}, headers=ASYNC)
+    pools = {pool["id"]: pool for pool in http.get("/v1/pools").json()["data"]}
+    assert pools[IDLE.pools()["text_encode"]]["waiting"] == waited + 1
+    assert pools[PICTURES.pools()["denoise"]]["workers"] == ["worker-1"]
+    assert pools[IDLE.pools()["denoise"]]["workers"] == []
+
+
+def test_not_ready_while_a_pool_lacks_its_worker(http: httpx2.Client) -> None:
+    response = http.get("/ready")
+    assert response.status_code == 503
+    assert response.json()["missing"] == {"test/idle": sorted(IDLE.pools().values())}
+    assert response.headers["retry-after"]
+    assert IDLE.pools()["denoise"] in response.json()["error"]["message"]
+
+
+def test_ready_when_every_pool_has_its_worker_and_not_when_nothing_is_served(renamed: Served) -> None:
+    with as_(renamed) as http:
+        assert http.get("/ready").json() == {"ready": True, "models": ["pictures"]}
+        renamed.run(renamed.queue.bye("worker-1"))
+        assert http.get("/ready").status_code == 503
+        response = http.post(URL, json={"prompt": "a"})
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_model")
+
+
+def test_health_and_version(http: httpx2.Client) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json() == {"version": __version__}
+
+
+def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None:
+    with as_(renamed) as http:
+        for prompt in ("a", "b", BROKEN):
+            http.post(URL, json={"prompt": prompt})
+        with renamed.held():
+            id = http.post(URL, json={"prompt": "a"}, headers=ASYNC).json()["id"]
+            renamed.next_event(id, "stage_started")
+            lines = set(http.get("/metrics").text.splitlines())
+            encode = PICTURES.pools()["text_encode"]
+            assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{pool="{encode}"}} 1.0'} <= lines
+            http.post(f"/v1/requests/{id}/cancel")
+        lines = set(http.get("/metrics").text.splitlines())
+    assert {
+        "unfuse_requests_submitted_total 4.0",
+        "requests_submitted_total 4.0",
+        "unfuse_requests_completed_total 2.0",
+        "requests_completed_total 2.0",
+        "unfuse_requests_failed_total 1.0",
+        "requests_failed_total 1.0",
+        "unfuse_requests_cancelled_total 1.0",
+        "unfuse_requests_rejected_total 0.0",
+        "unfuse_requests_active 0.0",
+        f'unfuse_queue_size{{pool="{encode}"}} 0.0',
+        f'unfuse_worker_idle{{pool="{encode}"}} 1.0',
+        'unfuse_request_latency_seconds_count{model="test/pictures"} 2.0',
+        'unfuse_stage_latency_seconds_count{model="test/pictures",stage="denoise"} 2.0',
+    } <= lines
+
+
+def test_the_schema_names_what_may_be_sent(http: httpx2.Client) -> None:
+    operation = http.get("/openapi.json").json()["paths"]["/v1/images/generations"]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    assert {"prompt", "size", "seed", "num_inference_steps"} <= set(schema["properties"])
+    assert {"4XX", "5XX"} <= set(operation["responses"])
+    assert "422" not in operation["responses"]

@@ -1,0 +1,203 @@
+"""Pictures over plain HTTP: accepted, waited for, repeated, refused."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server.served import BROKEN, IDLE, Served, picture
+from unfuse.queues.base import Filter
+
+URL = "/v1/images/generations"
+ASKED = {"model": "test/pictures", "prompt": "a red circle", "seed": 5}
+
+
+def ids(served: Served) -> set[str]:
+    return {record.context.id for record in served.run(served.queue.list(Filter(), limit=10_000))}
+
+
+def refused(http: httpx2.Client, body: Any, status: int = 400, **headers: str) -> dict[str, Any]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    response = http.post(URL, content=content, headers={"content-type": "application/json", **headers})
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["x-request-id"]
+    return dict(error)
+
+
+def test_a_prompt_is_answered_with_its_picture(http: httpx2.Client) -> None:
+    reply = http.post(URL, json=ASKED).json()
+    assert base64.b64decode(reply["data"][0]["b64_json"]) == picture(5)
+    assert (reply["size"], reply["output_format"], reply["data"][0]["seed"]) == ("64x64", "png", 5)
+    assert reply["usage"]["total_tokens"] == 0
+    assert reply["id"].startswith("req_")
+
+
+def test_several_pictures_have_following_seeds(http: httpx2.Client) -> None:
+    reply = http.post(URL, json={**ASKED, "n": 3}).json()
+    assert [base64.b64decode(one["b64_json"]) for one in reply["data"]] == [picture(5), picture(6), picture(7)]
+    assert [one["seed"] for one in reply["data"]] == [5, 6, 7]
+
+
+def test_an_address_leads_to_the_picture(http: httpx2.Client) -> None:
+    reply = http.post(URL, json={**ASKED, "response_format": "url", "output_format": "webp"}).json()
+    answer = http.get(reply["data"][0]["url"])
+    assert answer.headers["content-type"] == "image/webp"
+    assert answer.content == picture(5, form="webp")
+
+
+def test_a_missing_seed_is_drawn_and_told(http: httpx2.Client) -> None:
+    asked = {"model": "test/pictures", "prompt": "a"}
+    seeds = {http.post(URL, json={**asked, "response_format": "url"}).json()["data"][0]["seed"] for _ in range(3)}
+    assert len(seeds) > 1
+
+
+def test_respond_async_is_answered_at_once_with_the_request_object(http: httpx2.Client) -> None:
+    response = http.post(URL, json={"model": IDLE.name, "prompt": "a", "seed": 3}, headers={"prefer": "respond-async"})
+    view = response.json()
+    assert response.status_code == 202
+    assert response.headers["preference-applied"] == "respond-async"
+    assert response.headers["location"].endswith(f"/v1/requests/{view['id']}")
+    assert (view["object"], view["status"], view["seed"], view["model"]) == ("request", "queued", 3, IDLE.name)
+    assert (view["progress"], view["stage"], view["result"], view["error"]) == (0, None, [], None)
+    assert [stage["name"] for stage in view["stages"]] == ["text_encode", "denoise.0", "vae_decode.0"]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "says"),
+    [
+        ({"model": "nope"}, "model", "one of test/idle, test/pictures"),
+        ({"model": None}, "model", "one of test/idle, test/pictures"),
+        ({"size": "100x100"}, "size", "the nearest is 96x96"),
+        ({"num_inference_steps": 0}, "num_inference_steps", "1 to 100, not 0"),
+        ({"num_inference_steps": 10**9}, "num_inference_steps", "1 to 100, not 1000000000"),
+        ({"num_inference_steps": "many"}, "num_inference_steps", "'many'"),
+        ({"guidance_scale": float("nan")}, "guidance_scale", "0 to 100, not nan"),
+        ({"guidance_scale": "nan"}, "guidance_scale", "'nan'"),
+        ({"prompt": "x" * 1_000_000}, "prompt", "1 to 2000 characters long, not 1000000"),
+        ({"prompt": None}, "prompt", "missing"),
+        ({"prompt": "\ud800"}, "prompt", "surrogate"),
+        ({"\ud800": 1}, "\\ud800", "unknown parameter"),
+        ({"n": True}, "n", "true"),
+        ({"num_frames": 5}, "num_frames", "one frame"),
+        ({"stream": True}, "stream", "false"),
+        ({"response_format": "file"}, "response_format", "b64_json or url"),
+        ({"stepps": 3}, "stepps", "did you mean"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_is_queued(
+    served: Served, http: httpx2.Client, change: dict[str, Any], param: str, says: str
+) -> None:
+    before = ids(served)
+    error = refused(http, {**ASKED, **change})
+    assert error["param"] == param
+    assert says in error["message"]
+    assert error["type"] == "invalid_request_error"
+    assert ids(served) == before
+
+
+def test_an_unknown_model_has_its_own_code(http: httpx2.Client) -> None:
+    assert refused(http, {**ASKED, "model": "nope"})["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b"null", b"3", b'{"prompt": "a"', b"\xff\xfe", b"[" * 100_000, b'{"n": ' + b"1" * 5000 + b"}"],
+    ids=["empty", "cut", "list", "null", "number", "half", "other", "deep", "long"],
+)
+def test_what_is_no_json_object_is_refused(http: httpx2.Client, body: bytes) -> None:
+    assert refused(http, body)["code"] == "invalid_parameter"
+
+
+def test_a_body_of_another_type_is_refused(http: httpx2.Client) -> None:
+    response = http.post(URL, content=json.dumps(ASKED), headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_a_body_too_large_is_refused(http: httpx2.Client) -> None:
+    response = http.post(URL, json={**ASKED, "prompt": "x" * (2 * 1024 * 1024)})
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+def test_a_body_without_end_is_not_read_to_it(http: httpx2.Client) -> None:
+    chunks = (b" " * 65536 for _ in range(33))
+    response = http.post(URL, content=chunks, headers={"content-type": "application/json"})
+    assert response.status_code == 413
+
+
+def test_a_failed_request_is_told_why_and_not_to_be_repeated(http: httpx2.Client) -> None:
+    response = http.post(URL, json={**ASKED, "prompt": BROKEN})
+    assert response.status_code == 500
+    assert response.headers["x-should-retry"] == "false"
+    assert "the circle is broken" in response.json()["error"]["message"]
+
+
+def test_a_cancelled_request_ends_who_waits_for_it(served: Served, http: httpx2.Client) -> None:
+    key = {"idempotency-key": "cancelled while waited for"}
+    asked = {"model": IDLE.name, "prompt": "a"}
+    view = http.post(URL, json=asked, headers={**key, "prefer": "respond-async"}).json()
+    http.post(f"/v1/requests/{view['id']}/cancel")
+    response = http.post(URL, json=asked, headers=key)
+    assert response.status_code == 409
+    assert response.headers["x-should-retry"] == "false"
+    assert response.json()["error"]["code"] == "cancelled"
+
+
+def test_a_client_that_leaves_cancels_nothing(served: Served, http: httpx2.Client) -> None:
+    before = ids(served)
+    with served.held():
+        with pytest.raises(httpx2.ReadTimeout):
+            http.post(URL, json=ASKED, timeout=0.3)
+        (left,) = ids(served) - before
+    served.next_event(left, "completed")
+    assert http.get(f"/v1/requests/{left}").json()["status"] == "completed"
+
+
+def test_the_same_key_and_body_join_the_first(served: Served, http: httpx2.Client) -> None:
+    key = {"idempotency-key": "join me"}
+    asked = {"prompt": "a", "model": "test/pictures"}
+    first = http.post(URL, json=asked, headers=key).json()
+    before = ids(served)
+    again = http.post(URL, json=dict(reversed(asked.items())), headers=key).json()
+    assert again == first
+    assert ids(served) == before
+
+
+def test_the_same_key_with_another_body_is_a_conflict_that_is_not_repeated(http: httpx2.Client) -> None:
+    key = {"idempotency-key": "two bodies"}
+    assert http.post(URL, json=ASKED, headers=key).status_code == 200
+    response = http.post(URL, json={**ASKED, "seed": 6}, headers=key)
+    assert response.status_code == 409
+    assert response.headers["x-should-retry"] == "false"
+    assert response.json()["error"]["code"] == "idempotency_conflict"
+
+
+def test_a_key_too_long_is_refused(http: httpx2.Client) -> None:
+    assert refused(http, ASKED, **{"idempotency-key": "x" * 256})["param"] == "Idempotency-Key"
+
+
+def test_a_silent_repeat_joins_its_first_call_also_when_completed(served: Served, http: httpx2.Client) -> None:
+    asked = {"model": "test/pictures", "prompt": "asked for once"}
+    first = http.post(URL, json=asked).json()
+    before = ids(served)
+    repeated = http.post(URL, json=asked, headers={"x-stainless-retry-count": "1"}).json()
+    assert repeated == first
+    assert ids(served) == before
+
+
+def test_the_same_body_twice_is_two_requests(http: httpx2.Client) -> None:
+    asked = {"model": "test/pictures", "prompt": "asked for twice"}
+    replies = [http.post(URL, json=asked, headers={"x-stainless-retry-count": "0"}).json() for _ in range(2)]
+    assert replies[0]["id"] != replies[1]["id"]
+
+
+def test_a_repeat_of_what_never_arrived_is_new(http: httpx2.Client) -> None:
+    asked = {"model": "test/pictures", "prompt": "lost on the way"}
+    assert http.post(URL, json=asked, headers={"x-stainless-retry-count": "2"}).status_code == 200

@@ -1,0 +1,129 @@
+"""The unmodified `openai` client gets what it expects."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.server.served import BROKEN, IDLE, Served, picture, serve
+from unfuse.queues.base import Filter, Limits
+
+MODEL = "test/pictures"
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="anything") as client:
+        yield client
+
+
+def decoded(reply: openai.types.ImagesResponse) -> list[bytes]:
+    return [base64.b64decode(one.b64_json or "") for one in reply.data or []]
+
+
+def test_pictures_come_as_base64(client: openai.OpenAI) -> None:
+    reply = client.images.generate(model=MODEL, prompt="a red circle", n=2, size="64x64", extra_body={"seed": 5})
+    assert decoded(reply) == [picture(5), picture(6)]
+    assert reply.usage is not None
+    assert (reply.output_format, reply.size, reply.usage.total_tokens) == ("png", "64x64", 0)
+
+
+def test_pictures_come_by_address(served: Served, client: openai.OpenAI) -> None:
+    reply = client.images.generate(model=MODEL, prompt="a red circle", response_format="url", extra_body={"seed": 5})
+    assert reply.data is not None
+    assert str(reply.data[0].url).startswith(f"{served.url}/v1/requests/req_")
+
+
+def test_everything_the_client_may_send_is_understood(client: openai.OpenAI) -> None:
+    reply = client.images.generate(
+        model=MODEL,
+        prompt="a red circle",
+        background="auto",
+        moderation="low",
+        n=1,
+        output_compression=80,
+        output_format="jpeg",
+        partial_images=0,
+        quality="auto",
+        response_format="b64_json",
+        size="auto",
+        stream=False,
+        style="vivid",
+        user="me",
+        extra_body={"seed": 5, "num_inference_steps": 3, "guidance_scale": 1.5, "negative_prompt": "blue"},
+    )
+    assert decoded(reply) == [picture(5, form="jpeg")]
+
+
+def test_eight_at_once(client: openai.OpenAI) -> None:
+    def ask(seed: int) -> list[bytes]:
+        return decoded(client.images.generate(model=MODEL, prompt="a red circle", extra_body={"seed": seed}))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [[picture(seed)] for seed in range(8)]
+
+
+def test_a_bad_request_names_its_parameter(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.generate(model=MODEL, prompt="a red circle", extra_body={"num_inference_steps": 10**9})
+    error = caught.value
+    assert (error.param, error.code) == ("num_inference_steps", "invalid_parameter")
+    assert error.type == "invalid_request_error"
+    assert "must be 1 to 100, not 1000000000" in error.message
+    assert error.request_id
+
+
+def test_an_unknown_model_is_a_bad_request_and_is_not_found_by_name(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.generate(model="nope", prompt="a red circle")
+    assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("no/such")
+
+
+def test_models_are_read(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [IDLE.name, MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "unfuse"
+
+
+def test_a_failed_request_is_asked_for_once(served: Served, client: openai.OpenAI) -> None:
+    before = len(served.run(served.queue.list(Filter(), limit=1000)))
+    with pytest.raises(openai.InternalServerError, match="the circle is broken"):
+        client.images.generate(model=MODEL, prompt=BROKEN)
+    assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + 1
+
+
+def test_a_key_used_for_two_bodies_is_a_conflict_at_once(client: openai.OpenAI) -> None:
+    headers = {"Idempotency-Key": "one"}
+    first = client.images.generate(model=MODEL, prompt="a red circle", extra_headers=headers)
+    assert client.images.generate(model=MODEL, prompt="a red circle", extra_headers=headers) == first
+    with pytest.raises(openai.ConflictError):
+        client.images.generate(model=MODEL, prompt="a blue circle", extra_headers=headers)
+
+
+def test_a_call_whose_reply_was_lost_is_answered_by_its_first_request(served: Served) -> None:
+    """The client times out while the picture is made, and repeats itself; there is one request all the same."""
+    before = len(served.run(served.queue.list(Filter(), limit=1000)))
+    with served.held(), openai.OpenAI(base_url=f"{served.url}/v1", api_key="x", timeout=0.3, max_retries=1) as client:
+        with pytest.raises(openai.APITimeoutError):
+            client.images.generate(model=MODEL, prompt="a patient circle")
+        assert len(served.run(served.queue.list(Filter(), limit=1000))) == before + 1
+
+
+def test_refusals_have_their_classes(tmp_path: Path) -> None:
+    with serve(tmp_path, keys={"key": "anna"}, limits=Limits(max_active=1)) as served:
+        with (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
+            client.models.list()
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="key", max_retries=0) as client:
+            client.images.generate(model=IDLE.name, prompt="a", extra_headers={"prefer": "respond-async"})
+            with pytest.raises(openai.RateLimitError) as caught:
+                client.images.generate(model=MODEL, prompt="a")
+            assert int(caught.value.response.headers["retry-after"]) >= 1

@@ -1,0 +1,179 @@
+"""Requests over plain HTTP: objects, lists, events, results, cancelling."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.server.served import IDLE, Served, picture
+from unfuse.core.event import Event
+from unfuse.server.requests import event_stream
+
+URL = "/v1/images/generations"
+
+
+def submit(http: httpx2.Client, model: str = "test/pictures", **asked: Any) -> dict[str, Any]:
+    body = {"model": model, "prompt": "a red circle", **asked}
+    return dict(http.post(URL, json=body, headers={"prefer": "respond-async"}).json())
+
+
+def finished(served: Served, http: httpx2.Client, **asked: Any) -> dict[str, Any]:
+    id = submit(http, **asked)["id"]
+    served.next_event(id, "completed")
+    return dict(http.get(f"/v1/requests/{id}").json())
+
+
+def events(http: httpx2.Client, id: str, after: str | None = None) -> list[tuple[int, str]]:
+    headers = {} if after is None else {"last-event-id": after}
+    with http.sse(f"/v1/requests/{id}/events", headers=headers) as source:
+        return [(int(message.id), message.event) for message in source]
+
+
+def test_a_finished_request_tells_what_every_stage_did(served: Served, http: httpx2.Client) -> None:
+    view = finished(served, http, seed=5, n=2, metadata={"job": "7"})
+    assert (view["status"], view["progress"], view["seed"], view["attempts"]) == ("completed", 100, 5, 1)
+    assert view["completed_at"] >= view["created_at"] > 1.7e9
+    assert view["metadata"] == {"job": "7"}
+    denoise = next(stage for stage in view["stages"] if stage["name"] == "denoise.1")
+    assert (denoise["worker"], denoise["attempt"], denoise["run_s"]) == ("worker-1", 1, 0.2)
+    assert [one["content_type"] for one in view["result"]] == ["image/png", "image/png"]
+    assert view["result"][1]["url"] == f"{served.url}/v1/requests/{view['id']}/result/1"
+    assert view["result"][1]["bytes"] == len(picture(6))
+
+
+def test_a_request_that_runs_tells_where_it_is(served: Served, http: httpx2.Client) -> None:
+    with served.held():
+        id = submit(http)["id"]
+        served.next_event(id, "stage_started")
+        view = http.get(f"/v1/requests/{id}").json()
+    assert (view["status"], view["stage"], view["progress"]) == ("in_progress", "text_encode", 0)
+    assert (view["stages"][0]["worker"], view["stages"][0]["status"]) == ("worker-1", "leased")
+
+
+def test_a_request_that_waits_tells_its_place(http: httpx2.Client) -> None:
+    first, second = submit(http, IDLE.name), submit(http, IDLE.name)
+    assert second["queue_position"] == first["queue_position"] + 1
+
+
+def test_an_unknown_request_is_not_found(http: httpx2.Client) -> None:
+    for path in ("", "/events", "/result/0"):
+        response = http.get(f"/v1/requests/req_nope{path}")
+        assert response.status_code == 404
+        assert "req_nope" in response.json()["error"]["message"]
+    assert http.post("/v1/requests/req_nope/cancel").status_code == 404
+
+
+def test_pages_follow_each_other_newest_first(served: Served, http: httpx2.Client) -> None:
+    ids = [submit(http, IDLE.name)["id"] for _ in range(3)]
+    first = http.get("/v1/requests", params={"limit": 2}).json()
+    rest = http.get("/v1/requests", params={"limit": 1, "after": first["last_id"]}).json()
+    assert [one["id"] for one in [*first["data"], *rest["data"]]] == ids[::-1]
+    assert (first["object"], first["has_more"], first["first_id"]) == ("list", True, ids[2])
+
+
+def test_requests_are_found_by_status(served: Served, http: httpx2.Client) -> None:
+    done, waiting = finished(served, http)["id"], submit(http, IDLE.name)["id"]
+    by_status = {
+        status: {one["id"] for one in http.get("/v1/requests", params={"status": status, "limit": 1000}).json()["data"]}
+        for status in ("completed", "queued", "failed")
+    }
+    assert done in by_status["completed"]
+    assert waiting in by_status["queued"]
+    assert not {done, waiting} & by_status["failed"]
+    assert not by_status["completed"] & by_status["queued"]
+
+
+@pytest.mark.parametrize("params", [{"limit": 0}, {"limit": 1001}, {"limit": "many"}, {"status": "lost"}])
+def test_a_list_that_makes_no_sense_is_refused_by_name(http: httpx2.Client, params: dict[str, str]) -> None:
+    response = http.get("/v1/requests", params=params)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == next(iter(params))
+
+
+def test_cancelling_ends_what_waits_and_leaves_what_is_over(served: Served, http: httpx2.Client) -> None:
+    id = submit(http, IDLE.name)["id"]
+    assert http.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
+    assert http.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
+    assert served.run(served.queue.load(id)).context.status == "cancelled"
+    done = finished(served, http)["id"]
+    assert http.post(f"/v1/requests/{done}/cancel").json()["status"] == "completed"
+
+
+def test_events_lead_to_the_end(http: httpx2.Client) -> None:
+    heard = events(http, submit(http)["id"])
+    names = [name for _, name in heard]
+    assert (names[0], names[-1]) == ("queued", "completed")
+    assert names.count("progress") == 4
+    assert [number for number, _ in heard] == sorted({number for number, _ in heard})
+
+
+def test_events_go_on_behind_the_last_one_heard(served: Served, http: httpx2.Client) -> None:
+    id = finished(served, http)["id"]
+    heard = events(http, id)
+    assert events(http, id, after=str(heard[3][0])) == heard[4:]
+    assert events(http, id, after=str(heard[-1][0])) == []
+
+
+def test_an_event_carries_its_data(http: httpx2.Client) -> None:
+    with http.sse(f"/v1/requests/{submit(http)['id']}/events") as source:
+        step = next(json.loads(message.data) for message in source if message.event == "progress")
+    assert (step["stage"], step["step"], step["steps"], step["worker"]) == ("denoise.0", 1, 4, "worker-1")
+
+
+@pytest.mark.parametrize("last", ["-1", "x", "1.5", "9" * 30])
+def test_a_last_event_id_that_is_none_is_refused(http: httpx2.Client, last: str) -> None:
+    id = submit(http)["id"]
+    response = http.get(f"/v1/requests/{id}/events", headers={"last-event-id": last})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "last-event-id"
+
+
+async def test_a_silent_stream_says_something_now_and_then() -> None:
+    told = asyncio.Event()
+
+    async def happening() -> AsyncIterator[Event]:
+        await told.wait()
+        yield Event("completed", seq=1)
+
+    stream = event_stream(happening(), comment_every=0.001)
+    assert await anext(stream) == b": waiting\n\n"
+    told.set()
+    rest = [piece async for piece in stream if piece != b": waiting\n\n"]
+    assert rest[0].startswith(b"id: 1\nevent: completed\ndata: {")
+
+
+async def test_a_stream_that_is_left_stops_listening() -> None:
+    left = asyncio.Event()
+
+    async def happening() -> AsyncIterator[Event]:
+        try:
+            await asyncio.Event().wait()
+            yield Event("completed")
+        finally:
+            left.set()
+
+    stream = event_stream(happening(), comment_every=0.001)
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert left.is_set()
+
+
+def test_a_result_is_read_whole_or_by_range(served: Served, http: httpx2.Client) -> None:
+    url = finished(served, http, seed=9)["result"][0]["url"]
+    whole = http.get(url)
+    assert whole.content == picture(9)
+    assert (whole.headers["content-type"], whole.headers["accept-ranges"]) == ("image/png", "bytes")
+    part = http.get(url, headers={"range": "bytes=10-19"})
+    assert (part.status_code, part.content) == (206, picture(9)[10:20])
+    assert part.headers["content-range"] == f"bytes 10-19/{len(picture(9))}"
+
+
+def test_a_result_that_does_not_exist_is_not_found(served: Served, http: httpx2.Client) -> None:
+    id = finished(served, http)["id"]
+    assert http.get(f"/v1/requests/{id}/result/1").status_code == 404
+    assert http.get(f"/v1/requests/{id}/result/x").status_code == 400

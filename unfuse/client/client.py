@@ -1,0 +1,181 @@
+"""A client of the gateway's HTTP."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+import msgspec
+
+from unfuse.client.errors import error_of
+from unfuse.client.result import Result
+from unfuse.core.errors import PermanentError, TransientError
+from unfuse.core.event import TERMINAL_EVENTS, Event
+
+TIMEOUT_S = 60.0
+"""Longest silence of a reply; event streams say something every 15 seconds."""
+
+RECONNECTS = 8
+"""How often in a row an event stream is taken up again without a new event."""
+
+
+class Request:
+    """One request of a client. `view` is its request object as it was last read."""
+
+    def __init__(self, client: Client, view: dict[str, Any]) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        """Its name on the server."""
+        return str(self.view["id"])
+
+    def refresh(self) -> dict[str, Any]:
+        """Read the request object again."""
+        self.view = self._client.get(f"/v1/requests/{self.id}")
+        return self.view
+
+    def events(self, after: int = 0) -> Iterator[Event]:
+        """What happens, from behind event `after` to the end; a lost connection is taken up where it broke.
+
+        Raises TransientError when the server cannot be reached any more.
+        """
+        lost = 0
+        while True:
+            try:
+                for event in self._client.stream(f"/v1/requests/{self.id}/events", after):
+                    after, lost = event.seq, 0
+                    yield event
+                    if event.type in TERMINAL_EVENTS:
+                        return
+                if self.refresh()["status"] not in ("queued", "in_progress"):
+                    return
+            except TransientError:
+                if lost >= RECONNECTS:
+                    raise
+            lost += 1
+            time.sleep(self._client.reconnect_delay * 2 ** min(lost, 5))
+
+    def cancel(self) -> dict[str, Any]:
+        """End it; what is over stays as it is."""
+        self.view = self._client.post(f"/v1/requests/{self.id}/cancel")
+        return self.view
+
+    def result(self) -> Result:
+        """Wait for the pictures. Raises PermanentError with the reason when there will be none."""
+        for _ in self.events():
+            pass
+        view = self.refresh()
+        if view["status"] != "completed":
+            why = (view["error"] or {}).get("message") or f"it was {view['status']}"
+            raise PermanentError(f"request {self.id} has no result: {why}")
+        count = len(view["result"])
+        return Result(view, [self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in range(count)])
+
+
+class Client:
+    """A gateway at `url`. Whatever the server refuses is raised as the error it was refused with.
+
+    `reconnect_delay` is the seconds before a lost event stream is first taken up again.
+    """
+
+    def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
+        self.url = url.rstrip("/")
+        self.reconnect_delay = reconnect_delay
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; requests go on."""
+        self._http.close()
+
+    def generate(self, prompt: str, **params: object) -> Result:
+        """Make pictures of a prompt; `params` are those of POST /v1/images/generations.
+
+        Raises InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
+        """
+        return self.submit(prompt, **params).result()
+
+    def submit(self, prompt: str, **params: object) -> Request:
+        """Ask for pictures without waiting for them. Raises as `generate` does before it waits."""
+        headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
+        return Request(self, self.post("/v1/images/generations", {"prompt": prompt, **params}, headers))
+
+    def request(self, id: str) -> Request:
+        """A request by its id. Raises NotFound."""
+        return Request(self, self.get(f"/v1/requests/{id}"))
+
+    def requests(self, status: str | None = None, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Request objects, newest first."""
+        asked = {"status": status, "limit": limit, "after": after}
+        return self._list("/v1/requests", {name: value for name, value in asked.items() if value is not None})
+
+    def models(self) -> list[dict[str, Any]]:
+        """Served models, with their limits and defaults."""
+        return self._list("/v1/models")
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Live workers."""
+        return self._list("/v1/workers")
+
+    def pools(self) -> list[dict[str, Any]]:
+        """Pools, with what waits in each."""
+        return self._list("/v1/pools")
+
+    def get(self, path: str, **params: Any) -> dict[str, Any]:
+        """The JSON object at a path."""
+        return _object(self._send("GET", path, params=params))
+
+    def post(
+        self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The JSON object that a POST is answered with."""
+        return _object(self._send("POST", path, json=body or {}, headers=headers))
+
+    def download(self, path: str) -> bytes:
+        """The bytes at a path."""
+        return self._send("GET", path).content
+
+    def stream(self, path: str, after: int) -> Iterator[Event]:
+        """Events of one connection, from behind number `after`. Raises TransientError when it breaks."""
+        try:
+            with self._http.sse(path, headers={"last-event-id": str(after)}) as source:
+                if source.response.is_error:
+                    source.response.read()
+                    raise error_of(source.response)
+                for message in source:
+                    yield msgspec.json.decode(message.data, type=Event)
+        except httpx2.TransportError as error:
+            raise self._unreachable(error) from error
+
+    def _list(self, path: str, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        return list(self.get(path, **(params or {}))["data"])
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        try:
+            response = self._http.request(method, path, **options)
+        except httpx2.TransportError as error:
+            raise self._unreachable(error) from error
+        if response.is_error:
+            raise error_of(response)
+        return response
+
+    def _unreachable(self, error: httpx2.TransportError) -> TransientError:
+        return TransientError(f"no answer from {self.url} ({error}): is `unfuse serve` running there?")
+
+
+def _object(response: httpx2.Response) -> dict[str, Any]:
+    return msgspec.json.decode(response.content, type=dict[str, Any])

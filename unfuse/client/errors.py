@@ -1,0 +1,40 @@
+"""A gateway's error replies, turned back into the errors they were made from."""
+
+from __future__ import annotations
+
+import json
+
+import httpx2
+
+from unfuse.core.errors import (
+    ConfigError,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    PermanentError,
+    TransientError,
+    UnfuseError,
+    UnknownModel,
+)
+
+
+def error_of(response: httpx2.Response) -> UnfuseError:
+    """The error that an error reply stands for; a reply in no envelope speaks for itself."""
+    try:
+        body = json.loads(response.content)["error"]
+        message, param, code = str(body["message"]), body.get("param"), body.get("code")
+    except (ValueError, TypeError, KeyError):
+        message = f"{response.request.url} answered {response.status_code}: {response.text[:200]}"
+        param, code = None, None
+    match response.status_code:
+        case 400 | 413 | 415:
+            return UnknownModel(message, param) if code == "model_not_found" else InvalidParameter(message, param)
+        case 401 | 403:
+            return ConfigError(message)
+        case 404:
+            return NotFound(message)
+        case 429:
+            return Overloaded(message, float(response.headers.get("retry-after", "1")))
+        case 502 | 503 | 504:
+            return TransientError(message)
+    return PermanentError(message)

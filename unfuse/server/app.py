@@ -1,0 +1,38 @@
+"""The application: one route module per resource, and what lies around all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fastapi import Depends, FastAPI
+
+from unfuse import __version__
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server import health, images, models, requests, workers
+from unfuse.server.auth import KEYED, tenant_of
+from unfuse.server.errors import DOCUMENTED, Edge, install
+from unfuse.server.gateway import Gateway
+from unfuse.stores.results import ResultStore
+
+
+def create_app(
+    scheduler: Scheduler,
+    results: ResultStore,
+    *,
+    keys: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
+) -> FastAPI:
+    """The gateway of one scheduler, whose life is the caller's.
+
+    `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
+    clients use to the names of models that go by another one here.
+    """
+    app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
+    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}))
+    guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
+    for resource in (images, requests, models, workers):
+        app.include_router(resource.router, prefix="/v1", dependencies=guards)
+    app.include_router(health.router)
+    install(app)
+    app.add_middleware(Edge)
+    return app

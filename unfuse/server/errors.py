@@ -1,0 +1,138 @@
+"""Every error leaves in OpenAI's envelope, and every reply with the id it can be asked for by."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from http import HTTPStatus
+from math import ceil
+from typing import Any
+
+import structlog
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnfuseError, UnknownModel
+
+log = structlog.get_logger(__name__)
+
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_ENVELOPE: dict[str, Any] = {
+    "description": "What is wrong, and what to do",
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "required": ["error"],
+                "properties": {
+                    "error": {
+                        "type": "object",
+                        "required": ["message", "type", "param", "code"],
+                        "properties": {
+                            "message": {"type": "string"},
+                            "type": {"type": "string"},
+                            "param": {"type": ["string", "null"]},
+                            "code": {"type": ["string", "null"]},
+                        },
+                    }
+                },
+            }
+        }
+    },
+}
+DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
+"""The error replies of every route, for /openapi.json."""
+
+
+class Refusal(UnfuseError):
+    """A request the gateway itself turns down, as an HTTP status and a code for programs."""
+
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
+
+
+def envelope(error: Refusal) -> dict[str, object]:
+    """The body of an error reply."""
+    kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
+    kind = kind or ("server_error" if error.status >= 500 else "invalid_request_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def install(app: FastAPI) -> None:
+    """Have every error the routes raise on purpose answered in the envelope."""
+    app.add_exception_handler(UnfuseError, _answer)
+    app.add_exception_handler(HTTPException, _answer)
+    app.add_exception_handler(RequestValidationError, _answer)
+
+
+async def _answer(_: Request, error: Exception) -> JSONResponse:
+    return _response(_refusal(error))
+
+
+def _response(refusal: Refusal) -> JSONResponse:
+    return JSONResponse(envelope(refusal), refusal.status, refusal.headers)
+
+
+def _refusal(error: Exception) -> Refusal:
+    match error:
+        case Refusal():
+            return error
+        case UnknownModel():
+            return Refusal(400, "model_not_found", str(error), error.param or "model")
+        case InvalidParameter():
+            return Refusal(400, "invalid_parameter", str(error), error.param)
+        case NotFound():
+            return Refusal(404, "not_found", str(error))
+        case Overloaded():
+            return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+        case HTTPException():
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
+        case RequestValidationError():
+            first = error.errors()[0]
+            name = str(first["loc"][-1])
+            return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
+    log.error("request failed", exc_info=error)
+    return Refusal(500, "internal_error", "the server failed; its log holds why, under this x-request-id")
+
+
+class Edge:
+    """The outermost layer: gives every reply its x-request-id, and a failure nobody expected its envelope."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        name = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        started = False
+
+        async def named(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = name
+            await send(message)
+
+        with structlog.contextvars.bound_contextvars(x_request_id=name):
+            try:
+                await self._app(scope, receive, named)
+            except ClientDisconnect:
+                log.info("the client left before it had sent its request")
+            except Exception as error:
+                if started:
+                    raise
+                await _response(_refusal(error))(scope, receive, named)

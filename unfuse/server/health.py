@@ -1,0 +1,48 @@
+"""Whether it lives, whether it can serve, what it is, how it does: for probes, without a key."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from unfuse import __version__
+from unfuse.server.errors import Refusal, envelope
+from unfuse.server.gateway import Gateway, gateway_of
+
+router = APIRouter(tags=["health"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("/health")
+async def health() -> dict[str, str]:
+    """The gateway answers."""
+    return {"status": "ok"}
+
+
+@router.get("/ready")
+async def ready(gateway: Served) -> JSONResponse:
+    """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model."""
+    missing = await gateway.scheduler.missing()
+    served = await gateway.models()
+    if served and not missing:
+        return JSONResponse({"ready": True, "models": sorted(served)})
+    lacking = [f"{model} lacks a worker for {', '.join(pools)}" for model, pools in missing.items()]
+    refusal = Refusal(503, "not_ready", "; ".join(lacking) or "no model is served yet: start a worker")
+    return JSONResponse({"ready": False, "missing": missing, **envelope(refusal)}, 503, {"retry-after": "2"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The version of unfuse."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(gateway: Served) -> Response:
+    """Numbers for Prometheus."""
+    pools = {pool for card in (await gateway.models()).values() for pool in card.pools().values()}
+    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), sorted(pools))
+    return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,93 @@
+"""What /metrics says. Counts are of this gateway; sizes are read from the queue when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from unfuse.core.request import RequestContext
+from unfuse.queues.base import Filter, Member, TaskQueue
+
+_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_MOST_ACTIVE = 10_000
+
+
+class Metrics:
+    """The numbers of one gateway, each application with its own registry."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._submitted = self._counter("submitted", "Requests accepted", plain=True)
+        self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
+        self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
+        self._cancelled = self._counter("cancelled", "Requests that were cancelled")
+        self._rejected = self._counter("rejected", "Requests refused because too much was waiting")
+        self._latency = Histogram(
+            "unfuse_request_latency_seconds",
+            "Seconds from acceptance to completion, of requests that succeeded",
+            ["model"],
+            registry=self._registry,
+            buckets=_BUCKETS,
+        )
+        self._stage_latency = Histogram(
+            "unfuse_stage_latency_seconds",
+            "Seconds a stage read, ran and wrote, in requests that succeeded",
+            ["model", "stage"],
+            registry=self._registry,
+            buckets=_BUCKETS,
+        )
+        self._active = Gauge("unfuse_requests_active", "Requests that are not over", registry=self._registry)
+        self._size = self._gauge("queue_size", "Tasks that wait")
+        self._busy = self._gauge("worker_active", "Workers that hold a task")
+        self._idle = self._gauge("worker_idle", "Workers that hold none")
+
+    def submitted(self) -> None:
+        """A request was accepted."""
+        _count(self._submitted)
+
+    def rejected(self) -> None:
+        """A request was refused as too much."""
+        _count(self._rejected)
+
+    def ended(self, context: RequestContext) -> None:
+        """A request is over."""
+        match context.status:
+            case "completed":
+                _count(self._completed)
+                self._observe(context)
+            case "cancelled":
+                _count(self._cancelled)
+            case "failed" | "expired":
+                _count(self._failed)
+
+    async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
+        """Everything in Prometheus' text format."""
+        self._active.set(len(await queue.list(Filter(over=False), limit=_MOST_ACTIVE)))
+        for gauge in (self._size, self._busy, self._idle):
+            gauge.clear()
+        for pool in pools:
+            held = [member.leased > 0 for member in members if pool in member.info.pools]
+            self._size.labels(pool).set(await queue.size(pool))
+            self._busy.labels(pool).set(sum(held))
+            self._idle.labels(pool).set(len(held) - sum(held))
+        return generate_latest(self._registry)
+
+    def _observe(self, context: RequestContext) -> None:
+        if context.completed_at is not None:
+            self._latency.labels(context.model).observe(max(0.0, context.completed_at - context.created_at))
+        for name, state in context.stages.items():
+            spent = state.timings.get_s + state.timings.run_s + state.timings.put_s
+            self._stage_latency.labels(context.model, name.partition(".")[0]).observe(spent)
+
+    def _counter(self, what: str, says: str, *, plain: bool = False) -> list[Counter]:
+        names = [f"unfuse_requests_{what}", *([f"requests_{what}"] if plain else [])]
+        return [Counter(name, says, registry=self._registry) for name in names]
+
+    def _gauge(self, what: str, says: str) -> Gauge:
+        return Gauge(f"unfuse_{what}", f"{says}, by pool", ["pool"], registry=self._registry)
+
+
+def _count(counters: list[Counter]) -> None:
+    for counter in counters:
+        counter.inc()

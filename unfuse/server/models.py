@@ -1,0 +1,42 @@
+"""Models: what is served, and what it can be asked for."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+from msgspec.structs import asdict
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import NotFound
+from unfuse.server.gateway import Gateway, gateway_of
+
+router = APIRouter(prefix="/models", tags=["models"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("")
+async def page(gateway: Served) -> dict[str, object]:
+    """Every served model."""
+    return {"object": "list", "data": [_model(name, card) for name, card in sorted((await gateway.models()).items())]}
+
+
+@router.get("/{name:path}")
+async def show(name: str, gateway: Served) -> dict[str, object]:
+    """One served model; its name may hold slashes."""
+    served = await gateway.models()
+    if name not in served:
+        raise NotFound(f"no model {name!r} is served: one of {', '.join(sorted(served))}")
+    return _model(name, served[name])
+
+
+def _model(name: str, card: ModelCard) -> dict[str, object]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "unfuse",
+        "limits": asdict(card.limits),
+        "defaults": card.defaults,
+        "stages": card.pools(),
+    }

@@ -1,0 +1,81 @@
+"""A request as clients see it."""
+
+from __future__ import annotations
+
+from msgspec.structs import asdict
+
+from unfuse.core.plan import PlannedStage
+from unfuse.core.request import Record, RequestContext, RequestStatus, Running
+
+
+def status_of(record: Record) -> RequestStatus:
+    """The status to show: something that runs makes a request one in progress, whatever was last committed."""
+    context = record.context
+    return "in_progress" if context.status == "queued" and record.running else context.status
+
+
+def request_object(record: Record, base_url: str) -> dict[str, object]:
+    """The request object, with result addresses under `base_url`. Times are Unix seconds."""
+    context = record.context
+    current = record.running[-1] if record.running else None
+    running = {run.stage: run for run in record.running}
+    return {
+        "id": context.id,
+        "object": "request",
+        "model": context.model,
+        "status": status_of(record),
+        "stage": current.stage if current else None,
+        "step": current.step if current else 0,
+        "steps": current.steps if current else 0,
+        "progress": progress(record),
+        "queue_position": record.position,
+        "eta_s": None,
+        "seed": context.params.get("seed"),
+        "created_at": round(context.created_at, 3),
+        "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
+        "attempts": max((state.attempt for state in context.stages.values()), default=0),
+        "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
+        "result": [
+            {"url": result_url(context, file.index, base_url), "content_type": file.content_type, "bytes": file.bytes}
+            for file in sorted(context.result, key=lambda file: file.index)
+        ],
+        "error": context.error and {"code": context.error.code, "message": context.error.message},
+        "metadata": context.metadata,
+    }
+
+
+def result_url(context: RequestContext, index: int, base_url: str) -> str:
+    """Where one result of a request is read."""
+    return f"{base_url}/v1/requests/{context.id}/result/{index}"
+
+
+def progress(record: Record) -> int:
+    """Percent of the work that is done, a denoising step counted like any whole other stage; 100 only at the end."""
+    context = record.context
+    if context.status == "completed":
+        return 100
+    weights = {stage.name: _weight(context, stage) for stage in context.plan.stages}
+    done = sum(weights[name] for name, state in context.stages.items() if state.status == "done")
+    started = sum(weights[run.stage] * _part(run) for run in record.running)
+    return min(99, int(100 * (done + started) / sum(weights.values())))
+
+
+def _weight(context: RequestContext, stage: PlannedStage) -> int:
+    steps = context.params.get("num_inference_steps")
+    return steps if stage.kind == "denoise" and isinstance(steps, int) else 1
+
+
+def _part(run: Running) -> float:
+    return run.step / run.steps if run.steps else 0.0
+
+
+def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:
+    state = context.stages[planned.name]
+    return {
+        "name": planned.name,
+        "pool": planned.pool,
+        "status": "leased" if run else state.status,
+        "worker": run.worker if run else state.worker,
+        "attempt": run.attempt if run else state.attempt,
+        **{name: round(seconds, 6) for name, seconds in asdict(state.timings).items()},
+    }

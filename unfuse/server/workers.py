@@ -1,0 +1,60 @@
+"""Workers and pools: who serves, and how much waits."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+
+from unfuse.server.gateway import Gateway, gateway_of
+
+router = APIRouter(tags=["workers"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("/workers")
+async def workers(gateway: Served) -> dict[str, object]:
+    """Workers heard of lately."""
+    now = await gateway.queue.now()
+    data = [
+        {
+            "id": member.info.id,
+            "object": "worker",
+            "node": member.info.node,
+            "role": member.info.role,
+            "pools": list(member.info.pools),
+            "slots": member.info.slots,
+            "leased": member.leased,
+            "models": sorted(card.name for card in member.cards),
+            "pid": member.info.pid,
+            "room": member.info.room,
+            "used": member.info.used,
+            "seen_s": round(max(0.0, now - member.seen), 3),
+        }
+        for member in await gateway.scheduler.workers()
+    ]
+    return {"object": "list", "data": data}
+
+
+@router.get("/pools")
+async def pools(gateway: Served) -> dict[str, object]:
+    """Pools of the served models: the models that share each, its live workers, and the tasks that wait in it."""
+    members = await gateway.scheduler.workers()
+    models: dict[str, list[str]] = {}
+    for name, card in sorted((await gateway.models()).items()):
+        for pool in sorted(set(card.pools().values())):
+            models.setdefault(pool, []).append(name)
+    data = []
+    for pool, names in models.items():
+        inside = [member for member in members if pool in member.info.pools]
+        data.append(
+            {
+                "id": pool,
+                "object": "pool",
+                "models": names,
+                "workers": [member.info.id for member in inside],
+                "slots": sum(member.info.slots for member in inside),
+                "waiting": await gateway.queue.size(pool),
+            }
+        )
+    return {"object": "list", "data": data}
