@@ -1,0 +1,120 @@
+"""`unfuse generate`: what it refuses, what it shows, how it ends. Drawing is tested elsewhere."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.cli.conftest import KEY, Run
+from unfuse.cli.progress import StageBars
+from unfuse.client import Client
+from unfuse.core.event import Event
+
+
+def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: Run) -> None:
+    code, out, err = unfuse("generate", "x", "-o", "out.gif")
+    assert (code, out) == (2, "")
+    assert "out.gif" in err
+    assert ".webp" in err
+
+
+def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+    code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "none" / "out.png"))
+    assert code == 2
+    assert f"there is no folder {tmp_path / 'none'}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "0"], "num_inference_steps"),
+        (["--size", "63x64"], "63x64"),
+        (["-m", "nobody/knows"], "nobody/knows"),
+    ],
+)
+def test_what_the_model_cannot_do_is_exit_2(asking: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
+    code, out, err = asking("generate", "a red circle on white", "-o", str(tmp_path / "out.png"), *arguments)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_a_request_that_is_cancelled_elsewhere_ends_with_exit_1(asking: Run, idle: Client, tmp_path: Path) -> None:
+    def cancel_all() -> None:
+        while not (queued := idle.requests(status="queued")):
+            pass
+        for row in queued:
+            idle.request(row["id"]).cancel()
+
+    canceller = threading.Thread(target=cancel_all)
+    canceller.start()
+    code, out, err = asking("generate", "a red circle on white", "-o", str(tmp_path / "out.png"))
+    canceller.join()
+
+    assert (code, out) == (1, "")
+    assert "cancelled" in err
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_ctrl_c_cancels_the_request_and_is_exit_130(idle: Client, tmp_path: Path) -> None:
+    environment = {**os.environ, "UNFUSE_SERVER": idle.url, "UNFUSE_API_KEY": KEY}
+    command = [sys.executable, "-m", "unfuse", "generate", "a blue star on black", "-o", str(tmp_path / "out.png")]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    mine = next(line for line in process.stderr if line.startswith(b"request ")).decode().split()[1]
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+
+    assert process.returncode == 130
+    assert idle.request(mine).view["status"] == "cancelled"
+
+
+def drawn(*events: Event) -> str:
+    """What the bars look like in the end."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    with StageBars(console) as bars:
+        for event in events:
+            bars.show(event)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_every_stage_has_a_bar_that_counts_its_steps() -> None:
+    lines = drawn(
+        Event("queued"),
+        Event("stage_started", stage="text_encode"),
+        Event("stage_completed", stage="text_encode"),
+        Event("stage_started", stage="denoise.0"),
+        Event("progress", stage="denoise.0", step=3, steps=20),
+    ).splitlines()
+
+    assert [line.split()[0] for line in lines] == ["text_encode", "denoise.0"]
+    assert "1/1" in lines[0]
+    assert "3/20" in lines[1]
+
+
+def test_a_stage_that_is_tried_again_says_why_and_starts_anew() -> None:
+    text = drawn(
+        Event("stage_started", stage="denoise.0"),
+        Event("progress", stage="denoise.0", step=3, steps=20),
+        Event("retrying", stage="denoise.0", message="the compute process died [signal 9]"),
+    )
+
+    assert "denoise.0: the compute process died [signal 9]" in text
+    assert "0/20" in text
+
+
+def test_a_finished_stage_shows_all_its_steps() -> None:
+    text = drawn(
+        Event("progress", stage="denoise.0", step=20, steps=20),
+        Event("stage_completed", stage="denoise.0"),
+        Event("completed"),
+    )
+    assert "20/20" in text

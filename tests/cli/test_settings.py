@@ -1,0 +1,135 @@
+"""Settings: where a value comes from, and what is said about one that is not understood."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from unfuse.cli.settings import FIELDS, Settings, Size, load
+from unfuse.core.errors import ConfigError
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A settings file that says port 1 and two encoders."""
+    path = tmp_path / "unfuse.toml"
+    path.write_text('[serve]\nport = 1\nencoders = 2\n[arena]\nbytes = "1MiB"\n')
+    return path
+
+
+def refusal(flags: dict[str, object] | None = None, config: Path | None = None, **environment: str) -> str:
+    """What `load` says no with."""
+    with pytest.raises(ConfigError) as caught:
+        load(flags, config, environment)
+    return str(caught.value)
+
+
+def test_without_anything_every_value_is_its_default() -> None:
+    loaded = load({}, None, {"HOME": "/home/ada"})
+
+    assert loaded.settings == Settings(data_dir="/home/ada/.local/share/unfuse")
+    assert set(loaded.origins.values()) == {"default"}
+
+
+def test_flag_beats_environment_beats_file_beats_default(file: Path) -> None:
+    environment = {"UNFUSE_SERVE__PORT": "2", "UNFUSE_SERVE__DECODERS": "5"}
+
+    loaded = load({"serve.port": 3, "serve.host": None}, file, environment)
+
+    serve = loaded.settings.serve
+    assert (serve.port, serve.decoders, serve.encoders, serve.denoisers, serve.host) == (3, 5, 2, 1, "127.0.0.1")
+    assert loaded.origins["serve.port"] == "flag --port"
+    assert loaded.origins["serve.decoders"] == "environment UNFUSE_SERVE__DECODERS"
+    assert loaded.origins["serve.encoders"] == f"file {file}"
+    assert loaded.origins["serve.denoisers"] == "default"
+    assert load({}, file, environment).settings.serve.port == 2
+
+
+def test_the_environment_reads_numbers_truth_lists_and_sizes() -> None:
+    environment = {
+        "UNFUSE_SERVE__WORKERS": "false",
+        "UNFUSE_SERVE__MODELS": "one, two",
+        "UNFUSE_ARENA__BYTES": "1.5GiB",
+        "UNFUSE_LEASE__TTL_S": "2.5",
+    }
+
+    settings = load({}, None, environment).settings
+
+    assert settings.serve.workers is False
+    assert settings.serve.models == ("one", "two")
+    assert settings.arena.bytes == 3 << 29
+    assert settings.lease.ttl_s == 2.5
+
+
+def test_the_data_folder_follows_xdg_and_is_overruled_by_its_own_setting() -> None:
+    assert load({}, None, {"XDG_DATA_HOME": "/x"}).settings.data_dir == "/x/unfuse"
+    assert load({}, None, {"XDG_DATA_HOME": "/x", "UNFUSE_DATA_DIR": "/y"}).settings.data_dir == "/y"
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text("[serve]\nprot = 1\n")
+
+    assert "serve.prot is not a setting; did you mean serve.port?" in refusal(config=path)
+    assert "did you mean UNFUSE_SERVE__PORT?" in refusal(UNFUSE_SERVE__PROT="1")
+    assert "`unfuse config show` lists them" in refusal(UNFUSE_QQQQQQQQQQQQQQQQQQ="1")
+
+
+def test_other_programs_variables_are_left_alone() -> None:
+    assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("UNFUSE_SERVE__PORT", "http"),
+        ("UNFUSE_SERVE__PORT", "70000"),
+        ("UNFUSE_SERVE__ENCODERS", "0"),
+        ("UNFUSE_SERVE__WORKERS", "perhaps"),
+        ("UNFUSE_LEASE__TTL_S", "0"),
+        ("UNFUSE_ARENA__BYTES", "2 apples"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_named_with_where_it_comes_from(variable: str, value: str) -> None:
+    message = refusal(**{variable: value})
+    assert repr(value) in message
+    assert variable in message
+
+
+def test_a_secret_is_not_repeated_in_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "unfuse.toml"
+    path.write_text("api_key = 123456789\n")
+    assert "123456789" not in refusal(config=path)
+
+
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text("[serve\n")
+
+    assert "none.toml: No such file" in refusal(config=tmp_path / "none.toml")
+    assert "broken.toml is not TOML" in refusal(config=broken)
+
+
+def test_every_field_says_what_it_is_for() -> None:
+    assert all(field.description.endswith(".") for field in FIELDS.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("0", 0), ("12", 12), ("1k", 1024), ("1KB", 1000), ("1KiB", 1024), ("2 GiB", 2 << 30), ("1t", 1 << 40)],
+)
+def test_sizes_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert Size.parse(text) == count
+
+
+@given(st.integers(0, 1 << 20), st.sampled_from(["k", "KiB", "MiB", "GiB"]))
+def test_a_size_grows_with_its_number(number: int, unit: str) -> None:
+    assert Size.parse(f"{number + 1}{unit}") > Size.parse(f"{number}{unit}") >= number
+
+
+@pytest.mark.parametrize("text", ["", "-1", "GiB", "1 XB", "1e9", "nan", "1,5GiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        Size.parse(text)

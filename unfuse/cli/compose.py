@@ -1,0 +1,236 @@
+"""The composition root: opens backends by name and hands them, opened, to scheduler, gateway and workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from concurrent.futures import Future
+
+import msgspec
+import structlog
+import uvicorn
+
+from unfuse import queues
+from unfuse.client import Client, connect
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.launch.local import LocalWorkers
+from unfuse.models import find, resolve_source
+from unfuse.queues.base import Filter, Limits
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server import create_app
+from unfuse.stores.results import open_results
+from unfuse.wire.address import is_loopback
+from unfuse.wire.router import Router
+from unfuse.worker.worker import Worker, WorkerOptions
+
+BUILT_IN = "unfuse/shapes"
+DRAIN_CHECK_S = 0.1
+
+log = structlog.get_logger(__name__)
+
+
+class ServeOptions(msgspec.Struct, frozen=True):
+    """What `serve` composes. `keys` maps API keys to tenants; `workers` counts the workers to start by role; `arena` is
+    bytes; `threads` is CPU threads per compute process (0: the cores, shared out).
+    """
+
+    models: tuple[str, ...] = (BUILT_IN,)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Mapping[str, str] = {}
+    queue: str = "memory"
+    results: str = ""
+    listen: str = "tcp://127.0.0.1:8001"
+    workers: Mapping[str, int] = msgspec.field(default_factory=lambda: {"encoder": 1, "denoiser": 1, "decoder": 1})
+    device: str = "auto"
+    dtype: str = "auto"
+    threads: int = 0
+    arena: int = 2 << 30
+    limits: Limits = Limits()
+    lease_ttl: float = 15.0
+    drain_timeout: float = 20.0
+
+
+class _Gateway(uvicorn.Server):
+    """uvicorn without its signal handlers: the verb that runs it decides what a signal means."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+
+class Service:
+    """Gateway, scheduler and, unless `workers` is empty, workers: one `serve`."""
+
+    def __init__(self, options: ServeOptions) -> None:
+        self._options = options
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    def stop(self) -> None:
+        """Accept nothing more, finish what runs within the drain timeout, end. A second call ends at once."""
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def run(self, started: Callable[[str], None]) -> None:
+        """Serve until stopped; `started` is told the URL once requests are answered. Raises ConfigError."""
+        options = self._options
+        if not is_loopback(options.host) and not options.keys:
+            raise ConfigError(f"--host {options.host} can be reached by others: set --api-key, or use 127.0.0.1")
+        cards = [_card(name, options.dtype) for name in options.models]
+        listener = _listen(options.host, options.port)
+        async with contextlib.AsyncExitStack() as stack:
+            stack.callback(listener.close)
+            scheduler, router = await stack.enter_async_context(self._scheduler(cards))
+            results = open_results(options.results)
+            app = create_app(scheduler, results, keys=options.keys)
+            config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+            gateway = _Gateway(config)
+            serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            workers = LocalWorkers(self._commands(router.address))
+            workers.start()
+            started(f"http://{options.host}:{listener.getsockname()[1]}")
+            try:
+                await _first(self._stop.wait(), _raise(workers.failed), serving)
+                await self._drain(scheduler)
+            finally:
+                await workers.stop(0 if self._stop_now.is_set() else options.drain_timeout)
+                gateway.should_exit = True
+                await serving
+
+    @contextlib.asynccontextmanager
+    async def _scheduler(self, cards: list[ModelCard]) -> AsyncIterator[tuple[Scheduler, Router]]:
+        options = self._options
+        queue = queues.open(options.queue)
+        scheduler = Scheduler(queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards)
+        desk = Desk(scheduler, [(card.name, card.source) for card in cards], options.results)
+        router = Router(options.listen, desk.answer, desk.undelivered)
+        await scheduler.start()
+        try:
+            yield scheduler, router
+        finally:
+            await router.close()
+            await scheduler.close()
+            await queue.close()
+
+    def _commands(self, scheduler: str) -> list[list[str]]:
+        options = self._options
+        roles = [role for role, count in options.workers.items() for _ in range(count)]
+        threads = options.threads or max(1, _cores() // max(1, len(roles)))
+        common = {
+            "scheduler": scheduler, "device": options.device, "dtype": options.dtype,
+            "threads": threads, "arena": options.arena,
+        }  # fmt: skip
+        shared = [text for name, value in common.items() for text in (f"--{name}", str(value))]
+        return [["--role", role, *shared] for role in roles]
+
+    async def _drain(self, scheduler: Scheduler) -> None:
+        """Wait for accepted requests; the gateway refuses new ones meanwhile."""
+        scheduler.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.drain_timeout):
+                while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
+                    await asyncio.sleep(DRAIN_CHECK_S)
+
+
+async def work(options: WorkerOptions, lifeline: int | None) -> None:
+    """Run one worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
+
+    `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
+    which reaches the whole process group, to its starter.
+    """
+    loop = asyncio.get_running_loop()
+    worker = Worker(options)
+    running = asyncio.create_task(worker.run())
+
+    def stop() -> None:
+        if worker.draining:
+            running.cancel()
+        worker.drain()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if lifeline is None:
+        loop.add_signal_handler(signal.SIGINT, stop)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loop.add_reader(lifeline, running.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+@contextlib.contextmanager
+def local(options: ServeOptions) -> Iterator[Client]:
+    """A private service of this process, on a free port behind a random key; ends with the block."""
+    key = secrets.token_urlsafe(24)
+    options = msgspec.structs.replace(options, port=0, listen="tcp://127.0.0.1:0", keys={key: "default"})
+    ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
+    thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, ready)), name="unfuse")
+    thread.start()
+    try:
+        loop, service, url = ready.result()
+        try:
+            yield connect(url, key)
+        finally:
+            for _ in range(2):
+                loop.call_soon_threadsafe(service.stop)
+    finally:
+        thread.join()
+
+
+async def _serve_in_thread(
+    options: ServeOptions, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]
+) -> None:
+    service = Service(options)
+    try:
+        await service.run(lambda url: ready.set_result((asyncio.get_running_loop(), service, url)))
+    except ConfigError as error:
+        if ready.done():
+            raise
+        ready.set_exception(error)
+
+
+def _card(name: str, dtype: str) -> ModelCard:
+    folder = resolve_source(name)
+    return find(folder).card(name, folder, dtype)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+    return listener
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+async def _raise(failed: asyncio.Future[None]) -> None:
+    await asyncio.shield(failed)
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Wait for the first to end, whatever it is, and pass its exception on."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks[:-1]:
+            task.cancel()

@@ -1,0 +1,46 @@
+"""`unfuse config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from unfuse.cli import show as shown
+from unfuse.cli.options import Config, Json
+from unfuse.cli.settings import FIELDS, Field, Settings, load
+
+app = typer.Typer(no_args_is_help=True, help="What is set, and where.")
+
+HIDDEN = "********"
+
+
+@app.callback()
+def group() -> None:
+    """What is set, and where."""
+
+
+@app.command()
+def show(config: Config = None, json: Json = False) -> None:
+    """List every setting with its value and where the value comes from."""
+    loaded = load(config=config)
+    rows = [
+        {
+            "setting": name,
+            "value": _value(field, loaded.settings),
+            "from": loaded.origins[name],
+            "environment": field.variable,
+        }
+        for name, field in FIELDS.items()
+    ]
+    if json:
+        shown.as_json(rows)
+    else:
+        shown.as_table(rows, ["setting", "value", "from"], "no settings")
+
+
+def _value(field: Field, settings: Settings) -> Any:
+    value: Any = settings
+    for part in field.name.split("."):
+        value = getattr(value, part)
+    return HIDDEN if field.secret and value else value

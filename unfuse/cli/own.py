@@ -1,0 +1,35 @@
+"""Pools of one's own: workers that start for this process, and end with it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from unfuse.cli.serve import options
+from unfuse.cli.settings import DEFAULT, Loaded, Size, load
+
+if TYPE_CHECKING:
+    from unfuse.client import Client
+
+OWN_ARENA = Size.parse("256MiB")
+"""Memory of each worker that serves one process, unless it is set."""
+
+
+def local(model: str | None = None, *, threads: int | None = None) -> AbstractContextManager[Client]:
+    """A client of workers that serve this process alone while the block lasts; `model` is a name, a folder or a hub id.
+
+    `threads` is CPU threads per worker. Everything else is as the environment sets it. Raises ConfigError.
+    """
+    return own_pools(load({"serve.models": [model] if model else None, "compute.threads": threads}))
+
+
+def own_pools(loaded: Loaded) -> AbstractContextManager[Client]:
+    """What `local` gives, for these settings."""
+    from unfuse.cli import compose
+
+    wanted = options(loaded.settings)
+    if loaded.origins["arena.bytes"] == DEFAULT:
+        wanted = msgspec.structs.replace(wanted, arena=OWN_ARENA)
+    return compose.local(wanted)

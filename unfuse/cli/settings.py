@@ -1,0 +1,228 @@
+"""Settings: small groups, each field with its reason, and one loader. Nothing else reads the environment.
+
+A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIELD`), file (`--config`), default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from unfuse.core.errors import ConfigError
+
+PREFIX = "UNFUSE_"
+DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class Size(int):
+    """Bytes. Written as a number or like "2GiB", "512MB"; a bare prefix ("2G") is binary."""
+
+    @classmethod
+    def parse(cls, text: str | int) -> Size:
+        """The bytes that `text` says. Raises ValueError when it says none."""
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
+        if not match or match[2] not in _UNITS:
+            raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
+        return cls(float(match[1]) * _UNITS[match[2]])
+
+
+def says(text: str, **limits: Any) -> Meta:
+    """What a field is for, in the words of `--help`."""
+    return Meta(description=text, **limits)
+
+
+class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The server: gateway, scheduler and the workers it starts."""
+
+    host: Annotated[str, says("Address to listen on; anything but loopback needs an API key.")] = "127.0.0.1"
+    port: Annotated[int, says("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535)] = 8000
+    models: Annotated[tuple[str, ...], says("Models to serve: names, folders or hub ids.")] = ("unfuse/shapes",)
+    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
+    queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
+    results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
+    listen: Annotated[str, says("Address that workers started by hand connect to.")] = "tcp://127.0.0.1:8001"
+    workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
+    encoders: Annotated[int, says("Encoder workers to start.", ge=1, le=1024)] = 1
+    denoisers: Annotated[int, says("Denoiser workers to start.", ge=1, le=1024)] = 1
+    decoders: Annotated[int, says("Decoder workers to start.", ge=1, le=1024)] = 1
+    max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
+    max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
+    drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
+
+
+class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker."""
+
+    role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
+    scheduler: Annotated[str, says("Address of the scheduler.")] = "tcp://127.0.0.1:8001"
+    model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
+    slots: Annotated[int, says("Tasks it holds at a time: one runs while the next one's inputs arrive.", ge=1)] = 2
+    node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
+
+
+class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The processes that calculate."""
+
+    device: Annotated[str, says("Device to compute on; auto takes the best there is.")] = "auto"
+    dtype: Annotated[str, says("Type of the weights; auto is float32.")] = "auto"
+    threads: Annotated[int, says("CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
+
+
+class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's tensor memory."""
+
+    bytes: Annotated[Size, says("Memory for stage outputs, taken from the machine at start.")] = Size.parse("2GiB")
+
+
+class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Timed claims on tasks."""
+
+    ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=0.5)] = 15.0
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can be set, by group."""
+
+    data_dir: Annotated[str, says("Folder for results and whatever else outlives a process.")] = ""
+    server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
+    serve: Serve = Serve()
+    worker: Worker = Worker()
+    compute: Compute = Compute()
+    arena: Arena = Arena()
+    lease: Leases = Leases()
+
+
+class Field(msgspec.Struct, frozen=True):
+    """One setting: its dotted name, its annotated type, its default and what it is for."""
+
+    name: str
+    type: Any
+    default: Any
+    description: str
+
+    @property
+    def secret(self) -> bool:
+        """Whether its value must not be shown."""
+        return self.name.endswith("api_key")
+
+    @property
+    def variable(self) -> str:
+        """Its environment variable."""
+        return PREFIX + self.name.upper().replace(".", "__")
+
+
+def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
+    hints = get_type_hints(kind, include_extras=True)
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.default, msgspec.Struct):
+            yield from _fields(type(field.default), f"{field.name}.")
+        else:
+            meta = next(item for item in get_args(hints[field.name])[::-1] if getattr(item, "description", None))
+            yield Field(prefix + field.name, hints[field.name], field.default, meta.description)
+
+
+FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """Settings, and for each dotted name where its value came from."""
+
+    settings: Settings
+    origins: dict[str, str]
+
+
+def load(
+    flags: Mapping[str, Any] | None = None,
+    config: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Loaded:
+    """Settings from these flags (by dotted name; None is not given), this file and this environment.
+
+    Raises ConfigError for a key nobody knows, naming the nearest that is, and for a value that does not fit.
+    """
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    sources = (
+        (FLAG, given, {name: f"--{name.rpartition('.')[2].replace('_', '-')}" for name in given}),
+        (ENVIRONMENT, *_from_environment(environment)),
+        (FILE, *_from_file(config)),
+    )
+    settings: dict[str, Any] = {}
+    origins = dict.fromkeys(FIELDS, DEFAULT)
+    for name, field in FIELDS.items():
+        for origin, values, labels in sources:
+            if name in values:
+                origins[name] = f"{origin} {labels[name]}"
+                group, _, key = name.rpartition(".")
+                place = settings.setdefault(group, {}) if group else settings
+                place[key] = _convert(field, values[name], origins[name])
+                break
+    settings.setdefault("data_dir", _data_dir(environment))
+    return Loaded(msgspec.convert(settings, Settings, dec_hook=_decode), origins)
+
+
+def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    known = {field.variable: name for name, field in FIELDS.items()}
+    found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
+    for variable in found:
+        if variable not in known:
+            raise ConfigError(f"environment variable {variable} is not a setting{_nearest(variable, known)}")
+    return {known[v]: text for v, text in found.items()}, {known[v]: v for v in found}
+
+
+def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
+    if path is None:
+        return {}, {}
+    try:
+        tree = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
+    for name in flat:
+        if name not in FIELDS:
+            raise ConfigError(f"{path}: {name} is not a setting{_nearest(name, FIELDS)}")
+    return flat, dict.fromkeys(flat, str(path))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else "; `unfuse config show` lists them"
+
+
+def _convert(field: Field, value: Any, origin: str) -> Any:
+    if isinstance(field.default, tuple) and isinstance(value, str):
+        value = [part.strip() for part in value.split(",") if part.strip()]
+    try:
+        return msgspec.convert(value, field.type, strict=not isinstance(value, str), dec_hook=_decode)
+    except msgspec.ValidationError as error:
+        shown = "" if field.secret else f" {value!r}"
+        raise ConfigError(f"{field.name}{shown} (from {origin}): {error}") from error
+
+
+def _decode(kind: type, value: Any) -> Any:
+    if kind is Size and isinstance(value, str | int):
+        return Size.parse(value)
+    raise NotImplementedError(f"no setting has the type {kind}")
+
+
+def _data_dir(environment: Mapping[str, str]) -> str:
+    home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~")).expanduser() / ".local" / "share")
+    return str(Path(home) / "unfuse")
