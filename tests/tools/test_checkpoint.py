@@ -1,0 +1,85 @@
+"""Checkpoints: a run that was stopped and resumed ends where an unbroken one would."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tools.shapes.checkpoint import Progress, Run, restore, save, train
+
+
+def _run(path: Path) -> tuple[Run, torch.nn.Linear]:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(3, 2)
+    return Run(path, {"layer": layer}, torch.optim.AdamW(layer.parameters(), lr=0.1)), layer
+
+
+def _step(run: Run, layer: torch.nn.Linear, index: int) -> None:
+    batch = torch.full((4, 3), float(index))
+    run.optimizer.zero_grad()
+    layer(batch).square().sum().backward()
+    run.optimizer.step()
+
+
+def test_a_resumed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
+    unbroken, expected = _run(tmp_path / "a.safetensors")
+    for index in range(6):
+        _step(unbroken, expected, index)
+
+    first, layer = _run(tmp_path / "b.safetensors")
+    for index in range(3):
+        _step(first, layer, index)
+    save(first, Progress(budget_s=60, step=3, spent_s=1.5))
+    second, resumed = _run(tmp_path / "b.safetensors")
+    progress = Progress(budget_s=60)
+    restore(second, progress)
+    for index in range(progress.step, 6):
+        _step(second, resumed, index)
+
+    assert (progress.step, progress.spent_s) == (3, 1.5)
+    assert torch.equal(resumed.weight, expected.weight)
+
+
+def test_nothing_to_restore_leaves_a_run_as_it_is(tmp_path: Path) -> None:
+    run, layer = _run(tmp_path / "none.safetensors")
+    before = layer.weight.clone()
+    progress = Progress(budget_s=60)
+
+    restore(run, progress)
+
+    assert torch.equal(layer.weight, before)
+    assert progress.step == 0
+
+
+def test_training_stops_at_its_budget_and_a_finished_run_takes_no_step(tmp_path: Path) -> None:
+    run, layer = _run(tmp_path / "d.safetensors")
+    taken: list[int] = []
+    watched: list[int] = []
+
+    def step(index: int) -> None:
+        taken.append(index)
+        _step(run, layer, index)
+
+    train(run, Progress(budget_s=0.05), step, lambda now: watched.append(now.step))
+    steps = len(taken)
+    train(run, Progress(budget_s=0.05), step, lambda now: watched.append(now.step))
+
+    assert taken == list(range(steps))
+    assert steps >= 1
+    assert watched == [steps, steps]
+
+
+def test_saving_leaves_no_unfinished_file(tmp_path: Path) -> None:
+    run, layer = _run(tmp_path / "c.safetensors")
+    _step(run, layer, 1)
+
+    save(run, Progress(budget_s=60))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+def test_the_rate_warms_up_and_falls_with_the_time_spent() -> None:
+    assert Progress(60, step=0).rate(1.0) == pytest.approx(0.01)
+    assert Progress(60, step=500).rate(1.0) == pytest.approx(1.0)
+    assert Progress(60, step=500, spent_s=30).rate(1.0) == pytest.approx(0.505)
+    assert Progress(60, step=500, spent_s=90).rate(1.0) == pytest.approx(0.01)

@@ -1,0 +1,1 @@
+"""Draws, trains, checks and scores the built-in model `unfuse/shapes`; nothing in `unfuse/` imports it."""

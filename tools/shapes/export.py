@@ -1,0 +1,59 @@
+"""Writes the built-in model as a diffusers folder: one `WanPipeline`, its serving defaults, its card."""
+
+import json
+from pathlib import Path
+
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
+from tools.shapes import scenes
+from tools.shapes.dit import Denoiser
+from tools.shapes.words import MAX_TOKENS, make_tokenizer
+
+SHIFT = 1.5  # the schedule spends more of its steps at high noise, where the shape is decided
+
+SERVING = {
+    "defaults": {
+        "height": scenes.SIZE,
+        "width": scenes.SIZE,
+        "num_frames": 1,
+        "num_inference_steps": 20,
+        "guidance_scale": 4.0,
+        "max_sequence_length": MAX_TOKENS,
+        "fps": 8,
+        "negative_prompt": "",
+    },
+    "limits": {
+        "min_size": 32,
+        "max_size": 128,
+        "size_multiple": 16,
+        "max_frames": 17,
+        "max_steps": 100,
+        "max_prompt_chars": 2000,
+    },
+}
+
+
+def assemble(vae: AutoencoderKLWan, denoiser: Denoiser) -> WanPipeline:
+    """The trained parts as the pipeline that serves them."""
+    return WanPipeline(
+        tokenizer=make_tokenizer(),
+        text_encoder=denoiser.text_encoder,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
+        transformer=denoiser.transformer,
+    )
+
+
+def export(vae: AutoencoderKLWan, denoiser: Denoiser, folder: Path) -> None:
+    """Save float32 weights as safetensors, with `serving.json` beside `model_index.json`."""
+    assemble(vae.eval(), denoiser.eval()).save_pretrained(folder)
+    for name in ("model_index.json", "tokenizer/tokenizer_config.json"):
+        _name_tokenizer_for_all(folder / name)
+    for weights in folder.rglob("*.safetensors"):
+        weights.chmod(0o644)  # safetensors writes files that only their owner may read
+    (folder / "serving.json").write_text(json.dumps(SERVING, indent=2) + "\n")
+
+
+def _name_tokenizer_for_all(config: Path) -> None:
+    """Write the tokenizer's class by the name that transformers 4 and 5 both know; 5 saves another."""
+    config.write_text(config.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))

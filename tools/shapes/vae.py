@@ -1,0 +1,172 @@
+"""The autoencoder of the built-in model: Wan's own class, small, with Wan's 8x space and 4x time compression.
+
+Trained on 32 px crops, on whole pictures and on short clips of drawn scenes. A picture of one frame needs
+only the last slice of each causal convolution's kernel (the other two meet zero padding), so training runs
+those as 2-D convolutions, which is faster and gives the same numbers.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+
+from tools.shapes import scenes
+from tools.shapes.checkpoint import Progress, Run, train
+
+log = logging.getLogger(__name__)
+
+PEAK_RATE = 2e-3
+KL_WEIGHT = 1e-5
+LATENT_NOISE = 0.1  # share of a channel's spread
+CROP = 32  # pixels
+IMAGES, CLIPS = 8000, 1500  # drawn once and kept in memory
+CROPS_IN_BATCH, WHOLE_IN_BATCH, CLIPS_IN_BATCH = 32, 8, 4
+CLIP_FRAMES = 5
+
+
+def make_vae() -> AutoencoderKLWan:
+    """An untrained autoencoder. Its posterior starts narrow, so that it learns to use its latents at once."""
+    vae = AutoencoderKLWan(
+        base_dim=16,
+        z_dim=8,
+        dim_mult=[1, 2, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        in_channels=12,
+        out_channels=12,
+        patch_size=2,
+        latents_mean=[0.0] * 8,
+        latents_std=[1.0] * 8,
+        scale_factor_spatial=8,
+        scale_factor_temporal=4,
+    )
+    with torch.no_grad():
+        vae.quant_conv.weight[8:] *= 0.05
+        vae.quant_conv.bias[8:] = -5.0
+    return vae
+
+
+def train_vae(path: Path, budget_s: float, seed: int) -> AutoencoderKLWan:
+    """Train for `budget_s` seconds of stepping, resuming from `path` when it exists."""
+    torch.manual_seed(seed)
+    vae = make_vae()
+    images, _ = scenes.pictures(IMAGES, seed)
+    clips, _ = scenes.clips(CLIPS, seed + 1, CLIP_FRAMES)
+    held_out, held_clips = scenes.pictures(64, seed + 2)[0], scenes.clips(8, seed + 3, CLIP_FRAMES)[0]
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    progress = Progress(budget_s)
+
+    def step(index: int) -> None:
+        rng = np.random.default_rng((seed, 10, index))
+        torch.manual_seed(seed * 1_000_003 + index)
+        optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
+        noise = LATENT_NOISE if progress.share > 0.5 else 0.0
+        losses = _loss(vae, _batch(rng, index, images, clips), noise)
+        optimizer.zero_grad()
+        losses.sum().backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        if index % 100 == 0:
+            spent = progress.spent_s
+            log.info("vae step %d, %.0f s, l1 %.4f mse %.4f kl %.6f", index, spent, *losses.tolist())
+
+    def watch(now: Progress) -> None:
+        decibels = fidelity(vae, held_out[:, None]), fidelity(vae, held_clips)
+        log.info("vae step %d, share %.2f: pictures %.1f dB, clips %.1f dB", now.step, now.share, *decibels)
+
+    train(Run(path, {"vae": vae}, optimizer), progress, step, watch)
+    return vae.eval()
+
+
+def to_pixels(frames: np.ndarray) -> torch.Tensor:
+    """(B, T, H, W, 3) uint8 to (B, 3, T, H, W) float in -1..1, as the pipelines' own pre-processing does."""
+    return torch.from_numpy(np.ascontiguousarray(frames)).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+
+
+@contextmanager
+def single_frames() -> Iterator[None]:
+    """Run a causal convolution that sees one frame and no past as the 2-D convolution it then is."""
+    original = WanCausalConv3d.forward
+
+    def forward(conv: WanCausalConv3d, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
+        if cache_x is not None or x.shape[2] != 1 or conv.stride[0] != 1:
+            return original(conv, x, cache_x)
+        padding = (conv._padding[2], conv._padding[0])
+        return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, conv.stride[1:], padding).unsqueeze(2)
+
+    WanCausalConv3d.forward = forward
+    try:
+        yield
+    finally:
+        WanCausalConv3d.forward = original
+
+
+@torch.no_grad()
+def encode(vae: AutoencoderKLWan, frames: np.ndarray, batch: int = 32) -> torch.Tensor:
+    """Means of the latents of (B, T, H, W, 3) uint8 frames: (B, 8, 1 + (T - 1) / 4, H / 8, W / 8)."""
+    with single_frames():
+        parts = [vae.encode(to_pixels(frames[i : i + batch])) for i in range(0, len(frames), batch)]
+    return torch.cat([part.latent_dist.mean for part in parts]).contiguous()
+
+
+@torch.no_grad()
+def fidelity(vae: AutoencoderKLWan, frames: np.ndarray) -> float:
+    """Peak signal-to-noise ratio, in dB, of (B, T, H, W, 3) uint8 frames encoded and decoded."""
+    rebuilt = vae.decode(encode(vae, frames)).sample
+    error = ((rebuilt - to_pixels(frames)) / 2).square().mean()
+    return float(-10 * torch.log10(error))
+
+
+def _batch(rng: np.random.Generator, index: int, images: np.ndarray, clips: np.ndarray) -> torch.Tensor:
+    """Every fourth batch clips, every eighth whole pictures, the others crops of pictures."""
+    if index % 4 == 3:
+        frames = _crops(rng, clips, CLIPS_IN_BATCH)
+    elif index % 8 == 1:
+        frames = images[rng.integers(len(images), size=WHOLE_IN_BATCH)][:, None]
+    else:
+        frames = _crops(rng, images[:, None], CROPS_IN_BATCH)
+    return to_pixels(frames)
+
+
+def _crops(rng: np.random.Generator, frames: np.ndarray, count: int) -> np.ndarray:
+    """`count` random CROP x CROP windows of (N, T, H, W, 3) frames."""
+    which = rng.integers(len(frames), size=count)
+    corners = rng.integers(0, frames.shape[2] - CROP + 1, size=(count, 2))
+    windows = [frames[i, :, y : y + CROP, x : x + CROP] for i, (y, x) in zip(which, corners, strict=True)]
+    return np.stack(windows)
+
+
+def _loss(vae: AutoencoderKLWan, pixels: torch.Tensor, noise: float) -> torch.Tensor:
+    """(L1, MSE, weighted KL) of one batch, with latents disturbed by `noise` of their spread per channel.
+
+    Noise comes once pictures are good, and teaches the decoder to forgive small errors of the denoiser.
+    Decodes by hand because `vae.decode` clamps to -1..1, and a clamped pixel has no gradient.
+    """
+    with single_frames():
+        posterior = vae.encode(pixels).latent_dist
+        latents = posterior.sample()
+        spread = latents.detach().std(dim=(0, 2, 3, 4), keepdim=True)
+        rebuilt = decode_unclamped(vae, latents + noise * spread * torch.randn_like(latents))
+    error = rebuilt - pixels
+    divergence = 0.5 * (posterior.mean.square() + posterior.var - 1 - posterior.logvar).mean()
+    return torch.stack([error.abs().mean(), error.square().mean(), KL_WEIGHT * divergence])
+
+
+def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """(B, 8, T', H / 8, W / 8) latents to (B, 3, T, H, W) pixels; `vae.decode` without its clamp."""
+    vae.clear_cache()
+    x = vae.post_quant_conv(latents)
+    frames = []
+    for i in range(x.shape[2]):
+        vae._conv_idx = [0]
+        frames.append(
+            vae.decoder(x[:, :, i : i + 1], feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=i == 0)
+        )
+    vae.clear_cache()
+    return unpatchify(torch.cat(frames, 2), patch_size=vae.config.patch_size)
