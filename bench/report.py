@@ -1,0 +1,42 @@
+"""How every bench prints: the machine, the figures, one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from statistics import median
+
+
+def machine() -> dict[str, object]:
+    model = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cpu": model[0] if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, quartiles, extremes."""
+    names = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p99": 0.99}
+    return {"n": len(values), **{name: round(quantile(values, share), 6) for name, share in names.items()}}
+
+
+def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
+    """Median of the pairwise ratios of interleaved measurements, with quartiles."""
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)]) | {
+        "ratio_of_medians": round(median(ours) / median(theirs), 4)
+    }
+
+
+def show(name: str, **figures: object) -> None:
+    print(json.dumps({"bench": name, "machine": machine(), **figures}, indent=1))

@@ -1,0 +1,123 @@
+"""Split against undivided on one machine in one run, two threads in all on each side.
+
+Latency of one request, in interleaved pairs, and throughput of 32 requests at once. The undivided side gets whichever
+is better for it: one process with two threads, or two processes with one. `python -m bench.split [PAIRS [STEPS]]`
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench.report import ratio, show, spread
+from tests.integration.harness import Server, environment, serving
+
+ROOT = Path(__file__).parents[1]
+SHAPES = ROOT / "unfuse" / "models" / "shapes"
+BATCH = 32
+
+
+class Undivided:
+    """Processes that each hold the whole pipeline."""
+
+    def __init__(self, processes: int, threads: int) -> None:
+        command = [sys.executable, str(ROOT / "bench" / "undivided.py"), str(SHAPES), str(threads)]
+        variables = environment(Path(tempfile.gettempdir())) | {"OMP_NUM_THREADS": str(threads)}
+        self.processes = [
+            subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            for _ in range(processes)
+        ]
+        for process in self.processes:
+            assert process.stdout and process.stdout.readline() == b"ready\n"
+
+    def run(self, index: int, case: dict[str, object]) -> None:
+        process = self.processes[index]
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps(case).encode() + b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+
+    def batch(self, cases: list[dict[str, object]]) -> float:
+        began = time.perf_counter()
+        shares = [cases[index :: len(self.processes)] for index in range(len(self.processes))]
+
+        def work(index: int) -> None:
+            for case in shares[index]:
+                self.run(index, case)
+
+        with ThreadPoolExecutor(len(shares)) as pool:
+            list(pool.map(work, range(len(shares))))
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        for process in self.processes:
+            assert process.stdin
+            process.stdin.close()
+            process.wait()
+
+
+def case(seed: int, steps: int) -> dict[str, object]:
+    defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
+    defaults.pop("fps")
+    return defaults | {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
+
+
+def ours(server: Server, seed: int, steps: int) -> None:
+    server.post(
+        "/v1/images/generations", {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
+    )
+
+
+def timed(work: object, *arguments: object) -> float:
+    began = time.perf_counter()
+    work(*arguments)  # type: ignore[operator]
+    return time.perf_counter() - began
+
+
+def batch(server: Server, steps: int) -> float:
+    with ThreadPoolExecutor(BATCH) as pool:
+        return timed(lambda: list(pool.map(lambda seed: ours(server, seed, steps), range(BATCH))))
+
+
+def measure(pairs: int, steps: int, threads: int, folder: Path) -> dict[str, object]:
+    fused = Undivided(1, 2)
+    twins = Undivided(2, 1)
+    with serving(folder, "--threads", str(threads)) as server:
+        server.ready()
+        for seed in range(3):
+            ours(server, seed, steps)
+            fused.run(0, case(seed, steps))
+        split, whole = [], []
+        for seed in range(pairs):
+            split.append(timed(ours, server, seed, steps))
+            whole.append(timed(fused.run, 0, case(seed, steps)))
+        cases = [case(seed, steps) for seed in range(BATCH)]
+        rounds = [(batch(server, steps), fused.batch(cases), twins.batch(cases)) for _ in range(5)]
+    fused.close()
+    twins.close()
+    best = [min(one, two) for _, one, two in rounds]
+    return {
+        "threads_per_stage": threads,
+        "latency_s": {"split": spread(split), "undivided": spread(whole)},
+        "latency_split_over_undivided": ratio(split, whole),
+        "seconds_for_32": dict(
+            zip(("split", "undivided_1x2", "undivided_2x1"), zip(*rounds, strict=True), strict=True)
+        ),
+        "throughput_split_over_best_undivided": ratio(best, [r[0] for r in rounds]),
+    }
+
+
+def main() -> None:
+    pairs, steps = (int(text) for text in (*sys.argv[1:], "15", "20")[:2]) if len(sys.argv) > 2 else (15, 20)
+    for threads in (1, 2):
+        with tempfile.TemporaryDirectory() as folder:
+            show("split", steps=steps, **measure(pairs, steps, threads, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

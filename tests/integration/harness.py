@@ -1,0 +1,169 @@
+"""Real servers and workers as a person starts them, and what a test needs to see of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_S = 120.0
+"""Heavy imports on a loaded machine; nothing is asserted about it."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(folder: Path) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
+    return clean | {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+def unfuse(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "unfuse", *arguments]
+
+
+def until(condition: Callable[[], Any], what: str, process: subprocess.Popen[bytes] | None = None) -> Any:
+    """Wait for a true value; a process that ends meanwhile, or a long time, is a failure that says what was awaited."""
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        if process and process.poll() is not None:
+            raise AssertionError(f"process ended with {process.returncode} while waiting for {what}")
+        time.sleep(0.05)
+    raise AssertionError(f"{what}: not within {START_S:.0f} s")
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    """A process and all that it started, now."""
+    try:
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def all_gone(processes: list[psutil.Process]) -> bool:
+    return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
+
+
+class Server:
+    """One `unfuse serve` process on free ports."""
+
+    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+        self.folder = folder
+        self.url = f"http://127.0.0.1:{(port := free_port())}"
+        self.control = f"tcp://127.0.0.1:{free_port()}"
+        self._log = (folder / "serve.log").open("wb")
+        command = unfuse("serve", *arguments, "--port", str(port), "--listen", self.control)
+        self.process = subprocess.Popen(
+            command,
+            env=environment(folder) | variables,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self.workers: list[subprocess.Popen[bytes]] = []
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path; None while the server does not answer it with 200."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return json.loads(answer.read())
+        except OSError:
+            return None
+
+    def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
+        """The JSON that a POST returns; raises HTTPError for a refusal."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            data,
+            {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()},
+        )
+        with urllib.request.urlopen(request, timeout=START_S) as answer:
+            return json.loads(answer.read())
+
+    def ready(self) -> Server:
+        until(lambda: self.get("/ready") is not None, "every pool to have a worker", self.process)
+        return self
+
+    def worker(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a worker by hand."""
+        command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
+        worker = subprocess.Popen(
+            command, env=environment(self.folder), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        self.workers.append(worker)
+        return worker
+
+    def submit(self, prompt: str, **parameters: Any) -> str:
+        """Queue a picture; returns the request's id."""
+        request = self.post("/v1/images/generations", {"prompt": prompt, **parameters}, prefer="respond-async")
+        return str(request["id"])
+
+    def events(self, request: str) -> Iterator[dict[str, Any]]:
+        """The event stream of a request, as the server writes it."""
+        with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/events", timeout=START_S) as stream:
+            for line in stream:
+                if line.startswith(b"data:"):
+                    yield json.loads(line[5:])
+
+    def finished(self, request: str) -> dict[str, Any]:
+        """The request object once it is over."""
+        for _ in self.events(request):
+            pass
+        found: dict[str, Any] = self.get(f"/v1/requests/{request}")
+        return found
+
+    def result(self, request: str, index: int = 0) -> bytes:
+        with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/result/{index}", timeout=30) as answer:
+            return bytes(answer.read())
+
+    def compute_of(self, role: str) -> psutil.Process:
+        """The compute process of the worker of that role."""
+        pids = [worker["pid"] for worker in self.get("/v1/workers")["data"] if worker["role"] == role]
+        (compute,) = psutil.Process(pids[0]).children()
+        return compute
+
+    def log(self) -> str:
+        return (self.folder / "serve.log").read_text(errors="replace")
+
+    def close(self) -> None:
+        for process in (self.process, *self.workers):
+            everyone = family_of(process.pid)
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                try:
+                    process.wait(30)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+            until(lambda everyone=everyone: all_gone(everyone), "the processes to end")
+        self._log.close()
+
+
+@contextmanager
+def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[Server]:
+    server = Server(folder, *arguments, **variables)
+    try:
+        yield server
+    except BaseException:
+        print(server.log()[-20000:])
+        raise
+    finally:
+        server.close()

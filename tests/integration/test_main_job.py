@@ -1,0 +1,172 @@
+"""The main job, as a person and as an `openai` client would do it, compared with the undivided pipeline."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import urllib.error
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.integration.harness import Server, environment, unfuse, until
+
+SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
+CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
+CASES: list[dict[str, Any]] = [
+    *({"prompt": caption, "seed": 11 + number} for number, caption in enumerate(CAPTIONS)),
+    {"prompt": "a red circle on white", "seed": 12},
+    {"prompt": "a red circle on white", "seed": 13},
+    {"prompt": "a purple square on gray", "seed": 5, "num_inference_steps": 7, "guidance_scale": 1.0},
+    {"prompt": "a yellow triangle on black", "seed": 6, "size": "96x64", "negative_prompt": "a ring on gray"},
+    {"prompt": "a red circle on white", "seed": 99, "num_inference_steps": 100},
+]
+
+
+def digest(picture: bytes) -> str:
+    return hashlib.sha256(Image.open(io.BytesIO(picture)).convert("RGB").tobytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def undivided(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """SHA-256 of the pixels the undivided pipeline makes of CASES, with the model's own defaults."""
+    folder = tmp_path_factory.mktemp("reference")
+    defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
+    defaults.pop("fps")
+    cases = []
+    for case in CASES:
+        width, height = map(int, case.get("size", f"{defaults['width']}x{defaults['height']}").split("x"))
+        given = {name: value for name, value in case.items() if name != "size"}
+        cases.append(defaults | given | {"width": width, "height": height})
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name("reference.py").read_text()
+    (folder / "reference.py").write_text(script)
+    command = [sys.executable, "-I", "reference.py", str(SHAPES), "out.json", "cases.json"]
+    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
+    return [frames[0] for frames in json.loads((folder / "out.json").read_text())]
+
+
+def picture(client: openai.OpenAI, case: dict[str, Any]) -> bytes:
+    prompt, size = case["prompt"], case.get("size", "64x64")
+    extra = {name: value for name, value in case.items() if name not in ("prompt", "size")}
+    reply = client.images.generate(prompt=prompt, size=size, model="unfuse/shapes", extra_body=extra)
+    return base64.b64decode(reply.data[0].b64_json)
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def test_concurrent_openai_clients_get_the_undivided_pipeline_s_pixels(
+    client: openai.OpenAI, undivided: list[str]
+) -> None:
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        pictures = list(pool.map(lambda case: picture(client, case), CASES))
+    assert [digest(picture) for picture in pictures] == undivided
+
+
+def test_n_pictures_are_the_seeds_in_a_row(client: openai.OpenAI, undivided: list[str]) -> None:
+    reply = client.images.generate(prompt=CAPTIONS[0], n=3, extra_body={"seed": 11})
+    digests = [digest(base64.b64decode(item.b64_json)) for item in reply.data]
+    assert digests == [undivided[0], undivided[4], undivided[5]]
+
+
+def test_a_request_can_be_followed_resumed_and_shows_where_its_time_went(server: Server) -> None:
+    request = server.submit(CAPTIONS[1], seed=3)
+    seen = list(server.events(request))
+    types = [event["type"] for event in seen]
+    assert (types[0], types[-1]) == ("queued", "completed")
+    steps = [event["step"] for event in seen if event["type"] == "progress" and event["stage"] == "denoise.0"]
+    assert steps == list(range(1, 21))
+    stages = [event["stage"] for event in seen if event["type"] == "stage_completed"]
+    assert stages == ["text_encode", "denoise.0", "vae_decode.0"]
+    shown = server.get(f"/v1/requests/{request}")
+    assert shown["status"] == "completed"
+    assert all(stage["run_s"] > 0 and stage["queued_s"] >= 0 and stage["worker"] for stage in shown["stages"])
+    listed = server.get("/v1/requests?limit=1")["data"]
+    assert [item["id"] for item in listed] == [request]
+
+
+def test_memory_of_finished_requests_is_given_back(server: Server) -> None:
+    server.finished(server.submit(CAPTIONS[2], seed=1))
+    until(
+        lambda: not any(worker["used"] for worker in server.get("/v1/workers")["data"]),
+        "the workers to release the request's tensors",
+    )
+
+
+def test_a_cancelled_request_stops_and_the_next_one_runs(server: Server) -> None:
+    request = server.submit(CAPTIONS[0], num_inference_steps=100)
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"].startswith("denoise"):
+            cancelled = server.post(f"/v1/requests/{request}/cancel", {})
+            assert cancelled["status"] == "cancelled"
+            break
+    assert server.finished(request)["status"] == "cancelled"
+    assert server.finished(server.submit(CAPTIONS[0]))["status"] == "completed"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"model": "no/such-model"}, "unfuse/shapes"),
+        ({"size": "65x64"}, "64x64"),
+        ({"num_inference_steps": 0}, "1 to 100"),
+        ({"num_inference_steps": 10**9}, "1000000000"),
+        ({"guidance_scale": "nan"}, "guidance_scale"),
+        ({"seed": "NaN"}, "seed"),
+        ({"prompt": "x" * 1_000_000}, "prompt"),
+        ({"prompt": ["a", "list"]}, "prompt"),
+        ({"n": 0}, "n must be"),
+        ({"numinference_steps": 3}, "num_inference_steps"),
+    ],
+)
+def test_what_cannot_be_served_is_a_400_that_says_why_and_queues_nothing(
+    server: Server, body: dict[str, Any], says: str
+) -> None:
+    newest = server.get("/v1/requests?limit=1")["data"]
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.post("/v1/images/generations", {"prompt": CAPTIONS[0]} | body)
+    assert refused.value.code in ((400, 404) if "model" in body else (400,))
+    assert says in json.loads(refused.value.read())["error"]["message"]
+    assert server.get("/v1/requests?limit=1")["data"] == newest
+
+
+def test_generate_writes_the_same_pixels_and_leaves_no_process(tmp_path: Path, undivided: list[str]) -> None:
+    command = unfuse("generate", CAPTIONS[0], "-o", "out.png", "--seed", "11")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert digest((tmp_path / "out.png").read_bytes()) == undivided[0]
+    assert "denoise" in done.stderr
+
+
+def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, undivided: list[str]) -> None:
+    command = unfuse("generate", CAPTIONS[1], "-o", "out.png", "--seed", "12", "--server", server.url, "--json")
+    done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    assert digest((tmp_path / "out.png").read_bytes()) == undivided[1]
+    assert json.loads(done.stdout)["seed"] == 12
+
+
+def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
+    server: Server, undivided: list[str]
+) -> None:
+    request = server.submit(CAPTIONS[0], seed=99, num_inference_steps=100)
+    compute = server.compute_of("denoiser")
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0" and event["step"] >= 3:
+            compute.kill()
+            break
+    shown = server.finished(request)
+    assert (shown["status"], shown["attempts"]) == ("completed", 2)
+    assert digest(server.result(request)) == undivided[-1]
+    assert server.compute_of("denoiser").pid != compute.pid

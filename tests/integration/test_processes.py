@@ -1,0 +1,113 @@
+"""Workers started by hand, workers that die, and what is left when everything ends: nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Server, all_gone, environment, family_of, free_port, serving, unfuse, until
+
+
+def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_another(bare_server: Server) -> None:
+    server = bare_server
+    until(lambda: server.get("/health") is not None, "the gateway", server.process)
+    assert server.get("/ready") is None
+    request = server.submit("a red circle on white", seed=4, num_inference_steps=100)
+    first = {role: server.worker(role) for role in ("encoder", "denoiser", "decoder")}["denoiser"]
+    server.ready()
+    family = family_of(first.pid)
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0" and event["step"] >= 3:
+            first.kill()
+            break
+    first.wait()
+    until(lambda: all_gone(family), "the killed worker's compute to end")
+    server.worker("denoiser")
+    killed = server.finished(request)
+    assert killed["status"] == "completed"
+    assert killed["attempts"] >= 2  # a grant to the dead worker may have come back before
+    calm = server.submit("a red circle on white", seed=4, num_inference_steps=100)
+    assert server.finished(calm)["status"] == "completed"
+    assert server.result(request) == server.result(calm)
+
+
+def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Server) -> None:
+    server = bare_server
+    roles = ("encoder", "denoiser", "decoder")
+    have = {worker["role"] for worker in server.get("/v1/workers")["data"]}
+    for role in set(roles) - have:
+        server.worker(role)
+    server.ready()
+    request = server.submit("a blue ring on gray", num_inference_steps=100)
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0":
+            break
+    (pid,) = (worker["pid"] for worker in server.get("/v1/workers")["data"] if worker["role"] == "denoiser")
+    (worker,) = (process for process in server.workers if process.pid == pid)
+    worker.terminate()
+    shown = server.finished(request)
+    assert (shown["status"], shown["attempts"]) == ("completed", 1)
+    assert worker.wait(30) == 0
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals) -> None:
+    with serving(tmp_path, "--arena", "64MiB") as server:
+        server.ready()
+        request = server.submit("a red circle on white", num_inference_steps=100)
+        for event in server.events(request):
+            if event["type"] == "progress":
+                break
+        everyone = family_of(server.process.pid)
+        assert len(everyone) >= 7  # serve, three workers, three compute processes
+        if ending == signal.SIGINT:
+            os.killpg(server.process.pid, ending)  # as Ctrl-C does
+        else:
+            server.process.send_signal(ending)
+        until(lambda: all_gone(everyone), "every process to end")
+        code = server.process.wait()
+        assert code == {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGKILL: -9}[ending]
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        unfuse(*arguments), cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=110
+    )
+
+
+def test_a_port_in_use_is_one_clear_line(server: Server, tmp_path: Path) -> None:
+    port = server.url.rpartition(":")[2]
+    failed = run(tmp_path, "serve", "--no-workers", "--port", port, "--listen", f"tcp://127.0.0.1:{free_port()}")
+    assert failed.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_no_memory_for_the_arena_is_one_clear_line(server: Server, tmp_path: Path) -> None:
+    failed = run(tmp_path, "worker", "--role", "encoder", "--scheduler", server.control, "--arena", "100TiB")
+    assert failed.returncode == 1
+    assert "--arena" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_a_missing_component_file_is_one_clear_line(tmp_path: Path) -> None:
+    shapes = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
+    copy = tmp_path / "model"
+    for file in shapes.rglob("*"):
+        if file.is_file() and not (file.parent.name == "vae" and file.suffix == ".safetensors"):
+            (copy / file.relative_to(shapes)).parent.mkdir(parents=True, exist_ok=True)
+            (copy / file.relative_to(shapes)).write_bytes(file.read_bytes())
+    failed = run(tmp_path, "generate", "a red circle", "-m", str(copy), "-o", "out.png")
+    assert failed.returncode == 1
+    assert "vae" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_no_start_beyond_loopback_without_a_key(tmp_path: Path) -> None:
+    failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--no-workers")
+    assert failed.returncode == 1
+    assert "--api-key" in failed.stderr
