@@ -4,9 +4,17 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import structlog
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """What a test says of where log lines go holds for it alone."""
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -86,7 +86,7 @@ def test_other_programs_variables_are_left_alone() -> None:
     [
         ("UNFUSE_SERVE__PORT", "http"),
         ("UNFUSE_SERVE__PORT", "70000"),
-        ("UNFUSE_SERVE__ENCODERS", "0"),
+        ("UNFUSE_SERVE__ENCODERS", "-1"),
         ("UNFUSE_SERVE__WORKERS", "perhaps"),
         ("UNFUSE_LEASE__TTL_S", "0"),
         ("UNFUSE_ARENA__BYTES", "2 apples"),

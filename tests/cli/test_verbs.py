@@ -160,10 +160,10 @@ def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
 def test_settings_become_what_is_composed() -> None:
     environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
 
-    composed = options(load({"serve.max_active": 7}, None, environment).settings)
+    composed = options(load({"serve.max_active": 7}, None, environment))
 
     assert composed.results == "disk:/d"
     assert composed.keys == {"k": "default"}
     assert composed.workers == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.limits.max_active == 7
-    assert options(load({"serve.workers": False}, None, {}).settings).workers == {}
+    assert options(load({"serve.workers": False}, None, {})).workers == {}

@@ -107,6 +107,12 @@ def test_size_is_bounded_on_both_sides() -> None:
         codec.decode(largest + b"\0", bytes)
 
 
+@pytest.mark.parametrize("body", ["caf\udce9", 1 << 64])
+def test_what_cannot_be_written_is_a_protocol_error(body: object) -> None:
+    with pytest.raises(ProtocolError, match="not a message"):
+        codec.encode(body)
+
+
 @pytest.mark.parametrize("opening", [b"\x91", b"\x81\xa1x", b"\xdd\x00\x00\x00\x01", b"\x81"])
 @pytest.mark.parametrize("kind", [ToScheduler, ToWorker, Params, RequestContext])
 def test_endless_nesting_is_refused(opening: bytes, kind: object) -> None:

@@ -54,8 +54,7 @@ def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Se
     assert worker.wait(30) == 0
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals) -> None:
+def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(tmp_path: Path) -> None:
     with serving(tmp_path, "--arena", "64MiB") as server:
         server.ready()
         request = server.submit("a red circle on white", num_inference_steps=100)
@@ -64,13 +63,20 @@ def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Si
                 break
         everyone = family_of(server.process.pid)
         assert len(everyone) >= 7  # serve, three workers, three compute processes
-        if ending == signal.SIGINT:
-            os.killpg(server.process.pid, ending)  # as Ctrl-C does
-        else:
-            server.process.send_signal(ending)
+        os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C does
+        assert server.process.wait(60) == 130
         until(lambda: all_gone(everyone), "every process to end")
-        code = server.process.wait()
-        assert code == {signal.SIGINT: 130, signal.SIGTERM: 0, signal.SIGKILL: -9}[ending]
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
+def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals, code: int) -> None:
+    with serving(tmp_path, "--arena", "64MiB", "--denoisers", "0", "--decoders", "0") as server:
+        until(lambda: (server.get("/v1/workers") or {}).get("data"), "the encoder to register", server.process)
+        everyone = family_of(server.process.pid)
+        assert len(everyone) == 3
+        server.process.send_signal(ending)
+        assert server.process.wait(60) == code
+        until(lambda: all_gone(everyone), "every process to end")
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -92,11 +92,12 @@ def test_mp4_is_the_same_every_time_leaves_no_file_and_begins_with_its_index(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     frames = scene(9, 32, 32)
 
-    first, again = (one(frames, output_format="mp4", fps=8) for _ in range(2))
+    made = {one(frames, output_format="mp4", fps=8).data for _ in range(40)}
 
-    assert first == again
+    assert len(made) == 1
     assert list(tmp_path.iterdir()) == []
-    assert first.data.index(b"moov") < first.data.index(b"mdat")
+    (data,) = made
+    assert data.index(b"moov") < data.index(b"mdat")
 
 
 @pytest.mark.parametrize(("params", "sentence"), [

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from unfuse.core.codec import encode
 from unfuse.core.errors import ArenaFull, PermanentError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
@@ -178,6 +179,7 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
         (PermanentError("cannot be"), "permanent", "cannot be"),
         (ArenaFull(10, 5, 20), "transient", "--arena"),
         (RuntimeError("library trouble"), "transient", "RuntimeError: library trouble"),
+        (OSError("caf\udce9.bin"), "transient", "OSError: caf?.bin"),
     ],
 )
 def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
@@ -187,6 +189,7 @@ def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
     failed = loop.outcome(loop.run())
     assert isinstance(failed, Failed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
+    encode(failed)
     count.error = None
     assert isinstance(loop.outcome(loop.run()), Done)
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from unfuse.cli.serve import options
-from unfuse.cli.settings import DEFAULT, Loaded, Size, load
+from unfuse.cli.settings import Loaded, load
 
 if TYPE_CHECKING:
     from unfuse.client import Client
-
-OWN_ARENA = Size.parse("256MiB")
-"""Memory of each worker that serves one process, unless it is set."""
 
 
 def local(model: str | None = None, *, threads: int | None = None) -> AbstractContextManager[Client]:
@@ -29,7 +24,4 @@ def own_pools(loaded: Loaded) -> AbstractContextManager[Client]:
     """What `local` gives, for these settings."""
     from unfuse.cli import compose
 
-    wanted = options(loaded.settings)
-    if loaded.origins["arena.bytes"] == DEFAULT:
-        wanted = msgspec.structs.replace(wanted, arena=OWN_ARENA)
-    return compose.local(wanted)
+    return compose.local(options(loaded))

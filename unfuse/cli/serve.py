@@ -10,11 +10,15 @@ import typer
 
 from unfuse.cli import logs
 from unfuse.cli.options import Config, setting
-from unfuse.cli.settings import Settings, load
+from unfuse.cli.settings import DEFAULT, Loaded, Size, load
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unfuse.cli.compose import ServeOptions
+
+
+SHARED_ARENA = Size.parse("512MiB")
+"""Memory of each worker that shares its machine with the others of one `serve`, unless it is set."""
 
 
 def serve(
@@ -51,14 +55,15 @@ def serve(
         "serve.max_active": max_active, "serve.max_queue": max_queue, "serve.drain_timeout": drain_timeout,
         "compute.device": device, "compute.dtype": dtype, "compute.threads": threads, "arena.bytes": arena,
     }  # fmt: skip
-    run(options(load(flags, config).settings))
+    run(options(load(flags, config)))
 
 
-def options(settings: Settings) -> ServeOptions:
+def options(loaded: Loaded) -> ServeOptions:
     """What is composed for these settings."""
     from unfuse.cli.compose import ServeOptions
     from unfuse.queues.base import Limits
 
+    settings = loaded.settings
     wanted = settings.serve
     counts = {"encoder": wanted.encoders, "denoiser": wanted.denoisers, "decoder": wanted.decoders}
     return ServeOptions(
@@ -73,7 +78,7 @@ def options(settings: Settings) -> ServeOptions:
         device=settings.compute.device,
         dtype=settings.compute.dtype,
         threads=settings.compute.threads,
-        arena=settings.arena.bytes,
+        arena=SHARED_ARENA if loaded.origins["arena.bytes"] == DEFAULT else settings.arena.bytes,
         limits=Limits(wanted.max_active, wanted.max_queue),
         lease_ttl=settings.lease.ttl_s,
         drain_timeout=wanted.drain_timeout,

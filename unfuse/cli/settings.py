@@ -56,9 +56,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     listen: Annotated[str, says("Address that workers started by hand connect to.")] = "tcp://127.0.0.1:8001"
     workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
-    encoders: Annotated[int, says("Encoder workers to start.", ge=1, le=1024)] = 1
-    denoisers: Annotated[int, says("Denoiser workers to start.", ge=1, le=1024)] = 1
-    decoders: Annotated[int, says("Decoder workers to start.", ge=1, le=1024)] = 1
+    encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
+    denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
+    decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0

@@ -53,5 +53,6 @@ def worker(
         slots=wanted.slots,
         arena=settings.arena.bytes,
         threads=settings.compute.threads or 1,
+        drain_timeout=settings.serve.drain_timeout,
     )
     uvloop.run(work(options, lifeline))

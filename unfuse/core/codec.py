@@ -28,9 +28,12 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 def encode(message: object) -> bytes:
     """Return the message as bytes.
 
-    Raises ProtocolError when it is larger than MAX_BYTES: no peer would read it.
+    Raises ProtocolError for text that is not Unicode, integers beyond 64 bits, and what is larger than MAX_BYTES.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise ProtocolError(f"not a message: {error}") from error
     if len(body) >= MAX_BYTES:
         raise ProtocolError(f"message of {len(body)} bytes is larger than the {MAX_BYTES} that peers accept")
     return bytes([VERSION]) + body

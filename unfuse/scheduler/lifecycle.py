@@ -189,7 +189,6 @@ class _Draft:
             if state.status != "done":
                 self.move(name, "cancelled")
             self.stages[name] = msgspec.structs.replace(self.stages[name], output=None)
-        self.push.clear()
         return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
 
     def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:

@@ -20,8 +20,8 @@ Frames = NDArray[np.uint8]
 
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
-X264_THREADS = 4
-"""A fixed number, not the machine's: the bytes x264 writes depend on it."""
+X264_THREADS = 1
+"""With more, x264 writes larger files that depend on their number, and now and then on chance."""
 
 X264 = {"preset": "veryfast", "crf": "18"}
 BT709 = 1

@@ -174,4 +174,10 @@ def _failure(claim: Claim, error: Exception) -> Failed:
     elif isinstance(error, PermanentError):
         kind = "permanent"
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
-    return Failed(claim, kind, message, "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:], object_id)
+    evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
+    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
+
+
+def _sendable(text: str) -> str:
+    """The text without what UTF-8 cannot hold, such as the escapes of undecodable file names."""
+    return text.encode(errors="replace").decode()

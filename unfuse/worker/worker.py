@@ -9,8 +9,9 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import structlog
@@ -48,6 +49,9 @@ ANSWER_S = 10.0
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
 
+LEAVE_S = 1.0
+"""How long a leaving worker waits for each of its last answers."""
+
 WITHDRAW = Ask(0, 0, 0.0)
 """Replaces an Ask that waits: nothing is wanted now."""
 
@@ -55,7 +59,10 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
-    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve."""
+    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve.
+
+    `drain_timeout` is the seconds that running tasks get to finish once the worker is told to leave.
+    """
 
     role: str
     scheduler: str
@@ -66,6 +73,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     slots: int = 2
     arena: int = 2 << 30
     threads: int = 1
+    drain_timeout: float = 20.0
 
 
 class Worker:
@@ -86,25 +94,26 @@ class Worker:
         self._asks = itertools.count(1)
         self._newest_ask = 0
         self._beat_s = 1.0
-        self._executor: Executor
-        self._tasks: asyncio.TaskGroup
+        self._executor: Executor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None]
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError when it cannot start."""
+        self._failed = asyncio.get_running_loop().create_future()
+        self._spawn(self._serve())
+        drained = asyncio.create_task(self._draining.wait())
+        ends: set[asyncio.Future[Any]] = {drained, self._failed}
         try:
-            await self._join()
-            async with asyncio.TaskGroup() as self._tasks:
-                jobs = (self._executor.serve(), self._beat(), self._pull())
-                services = [self._tasks.create_task(job) for job in jobs]
-                await self._draining.wait()
-                services[2].cancel()
-                await self._leave()
-                for service in services:
-                    service.cancel()
-        except* ConfigError as group:
-            raise group.exceptions[0] from None
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
+            await self._leave()
         finally:
-            if hasattr(self, "_executor"):
+            for task in (drained, *self._tasks):
+                task.cancel()
+            await asyncio.gather(drained, *self._tasks, return_exceptions=True)
+            if self._executor:
                 await self._executor.close()
             await self._dealer.close(linger=1.0)
             self._store.close()
@@ -125,7 +134,24 @@ class Worker:
             os.getpid(),
         )  # fmt: skip
 
-    async def _join(self) -> None:
+    async def _serve(self) -> None:
+        executor = await self._join()
+        self._spawn(executor.serve())
+        self._spawn(self._beat())
+        await self._pull(executor)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        """Run beside everything else, until the end; a failure is the worker's."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _join(self) -> Executor:
         """Learn what to serve, load it, and register with its pools."""
         welcome = await self._call(self._hello)
         if not isinstance(welcome, Welcome):
@@ -135,13 +161,14 @@ class Worker:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
         cards = await asyncio.to_thread(self._cards, models)
         self._beat_s = welcome.beat
-        self._executor = Executor(self._load(models, welcome.results), self._hear)
-        await self._executor.start()
+        executor = self._executor = Executor(self._load(models, welcome.results), self._hear)
+        await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
         self._hello = Hello(self._info(tuple(pools)), tuple(cards))
         await self._call(self._hello)
         log.info("ready", role=self._options.role, worker=self._id, models=[name for name, _ in models])
         self._changed.set()
+        return executor
 
     def _cards(self, models: Sequence[tuple[str, str]]) -> list[ModelCard]:
         folders = [(name, resolve_source(source)) for name, source in models]
@@ -167,37 +194,35 @@ class Worker:
                 return answer
             await self._dealer.call(self._hello, ANSWER_S)
 
-    async def _pull(self) -> None:
+    async def _pull(self, executor: Executor) -> None:
         """Ask whenever there are slots and something changed: a task ended, room came back, an Ask came home."""
-        while True:
+        while not self._draining.is_set():
             await self._changed.wait()
             self._changed.clear()
-            slots = self._options.slots - len(self._active)
-            if not self._executor.ready:
-                self._tasks.create_task(self._call(WITHDRAW))
-            elif slots > 0:
+            slots = self._options.slots - len(self._active) if executor.ready else 0
+            if slots > 0 or not executor.ready:
                 self._newest_ask = next(self._asks)
-                self._tasks.create_task(self._ask(self._newest_ask, slots))
+                self._spawn(self._ask(executor, self._newest_ask, slots))
 
-    async def _ask(self, number: int, slots: int) -> None:
+    async def _ask(self, executor: Executor, number: int, slots: int) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
         granted = await self._call(Ask(slots, self._room(), WAIT_S))
         if isinstance(granted, Granted):
             for lease in granted.leases:
-                await self._take(lease, granted)
+                await self._take(executor, lease, granted)
         elif isinstance(granted, Refused):
             log.warning("work was refused", reason=granted.message)
             await asyncio.sleep(1.0)
-        if number == self._newest_ask:
+        if number == self._newest_ask and slots:
             self._changed.set()
 
-    async def _take(self, lease: Lease, granted: Granted) -> None:
+    async def _take(self, executor: Executor, lease: Lease, granted: Granted) -> None:
         self._active[lease.claim] = lease
         self._idle.clear()
-        if self._draining.is_set() or not self._executor.ready:
+        if self._draining.is_set() or not executor.ready:
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now"))
         else:
-            await self._executor.run(lease, granted.peers)
+            await executor.run(lease, granted.peers)
 
     def _room(self) -> int | None:
         """Bytes new outputs may take; None when the arena is empty, so that an oversized task fails with its size."""
@@ -212,14 +237,18 @@ class Worker:
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
-                self._tasks.create_task(self._progress(message))
+                self._spawn(self._progress(message))
         else:
-            self._tasks.create_task(self._end(message))
+            self._spawn(self._end(message))
 
     async def _progress(self, stepped: Stepped) -> None:
         answer = await self._call(Progress(stepped.claim, stepped.step, stepped.steps, stepped.first))
         if isinstance(answer, Refused) and answer.lease_lost:
-            await self._executor.cancel(stepped.claim)
+            await self._cancel(stepped.claim)
+
+    async def _cancel(self, claim: Claim) -> None:
+        if self._executor:
+            await self._executor.cancel(claim)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Give the slot back, then report until it is heard."""
@@ -241,16 +270,22 @@ class Worker:
             if not isinstance(pulse, Pulse):
                 continue
             for claim in pulse.ended:
-                await self._executor.cancel(claim)
+                await self._cancel(claim)
             for request in pulse.over:
                 self._store.release(request)
             if pulse.over:
                 self._changed.set()
 
     async def _leave(self) -> None:
-        """Finish what runs and say goodbye."""
+        """Finish what runs, hand back what takes too long, say goodbye; a scheduler that is gone is not waited for."""
         log.info("draining", running=len(self._active))
-        await self._call(WITHDRAW)
-        await self._idle.wait()
         with suppress(TimeoutError):
-            await self._dealer.call(Bye(), 1.0)
+            await self._dealer.call(WITHDRAW, LEAVE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._options.drain_timeout):
+                await self._idle.wait()
+        reason = "the worker leaves before it is done"
+        last: list[ToScheduler] = [*(Failed(claim, "hand_back", reason) for claim in self._active), Bye()]
+        for message in last:
+            with suppress(TimeoutError):
+                await self._dealer.call(message, LEAVE_S)
