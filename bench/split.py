@@ -1,7 +1,7 @@
-"""Split against undivided on one machine in one run, two threads in all on each side.
+"""Split against undivided on one machine in one run, two cores on each side.
 
 Latency of one request, in interleaved pairs, and throughput of 32 requests at once. The undivided side gets whichever
-is better for it: one process with two threads, or two processes with one. `python -m bench.split [PAIRS [STEPS]]`
+is better for it: one process with two threads, or two processes with one. `python -m bench.split [PAIRS]`
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from tests.integration.harness import Server, environment, serving
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "unfuse" / "models" / "shapes"
 BATCH = 32
+ROUNDS = 3
+STEPS = (20, 100)
+"""Steps of a request: the model's default, and a request of most of a second."""
 
 
 class Undivided:
@@ -84,39 +87,45 @@ def batch(server: Server, steps: int) -> float:
         return timed(lambda: list(pool.map(lambda seed: ours(server, seed, steps), range(BATCH))))
 
 
-def measure(pairs: int, steps: int, threads: int, folder: Path) -> dict[str, object]:
-    fused = Undivided(1, 2)
-    twins = Undivided(2, 1)
-    with serving(folder, "--threads", str(threads)) as server:
-        server.ready()
-        for seed in range(3):
-            ours(server, seed, steps)
-            fused.run(0, case(seed, steps))
-        split, whole = [], []
-        for seed in range(pairs):
-            split.append(timed(ours, server, seed, steps))
-            whole.append(timed(fused.run, 0, case(seed, steps)))
-        cases = [case(seed, steps) for seed in range(BATCH)]
-        rounds = [(batch(server, steps), fused.batch(cases), twins.batch(cases)) for _ in range(5)]
-    fused.close()
-    twins.close()
-    best = [min(one, two) for _, one, two in rounds]
+def latency(server: Server, fused: Undivided, pairs: int, steps: int) -> dict[str, object]:
+    for seed in range(3):
+        ours(server, seed, steps)
+        fused.run(0, case(seed, steps))
+    split, whole = [], []
+    for seed in range(pairs):
+        split.append(timed(ours, server, seed, steps))
+        whole.append(timed(fused.run, 0, case(seed, steps)))
+    return {"split_s": spread(split), "undivided_s": spread(whole), "split_over_undivided": ratio(split, whole)}
+
+
+def throughput(server: Server, fused: Undivided, twins: Undivided) -> dict[str, object]:
+    cases = [case(seed, STEPS[0]) for seed in range(BATCH)]
+    rounds = [(batch(server, STEPS[0]), fused.batch(cases), twins.batch(cases)) for _ in range(ROUNDS)]
+    split, one, two = map(list, zip(*rounds, strict=True))
+    best = [min(pair) for pair in zip(one, two, strict=True)]
     return {
-        "threads_per_stage": threads,
-        "latency_s": {"split": spread(split), "undivided": spread(whole)},
-        "latency_split_over_undivided": ratio(split, whole),
-        "seconds_for_32": dict(
-            zip(("split", "undivided_1x2", "undivided_2x1"), zip(*rounds, strict=True), strict=True)
-        ),
-        "throughput_split_over_best_undivided": ratio(best, [r[0] for r in rounds]),
+        "seconds": {"split": split, "undivided_1x2": one, "undivided_2x1": two},
+        "over_best_undivided": ratio(best, split),
     }
 
 
 def main() -> None:
-    pairs, steps = (int(text) for text in (*sys.argv[1:], "15", "20")[:2]) if len(sys.argv) > 2 else (15, 20)
-    for threads in (1, 2):
+    pairs = int(sys.argv[1]) if sys.argv[1:] else 15
+    fused, twins = Undivided(1, 2), Undivided(2, 1)
+    for threads, denoisers in ((1, 1), (2, 1), (1, 2)):
         with tempfile.TemporaryDirectory() as folder:
-            show("split", steps=steps, **measure(pairs, steps, threads, Path(folder)))
+            options = ("--threads", str(threads), "--denoisers", str(denoisers))
+            with serving(Path(folder), *options, "--arena", "64MiB") as server:
+                server.ready()
+                show(
+                    "split",
+                    threads_per_stage=threads,
+                    denoisers=denoisers,
+                    latency={steps: latency(server, fused, pairs, steps) for steps in STEPS},
+                    throughput_of_32=throughput(server, fused, twins),
+                )
+    fused.close()
+    twins.close()
 
 
 if __name__ == "__main__":

@@ -21,9 +21,11 @@ Frames = NDArray[np.uint8]
 CONTENT_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4"}
 
 THREADS = 1
-"""With more, the file depends on their number, and in the conversion of colours on which of them is first."""
+"""A fixed number, not the machine's, as the bytes depend on it; more made larger files in no less time."""
 
-X264 = {"preset": "veryfast", "crf": "18"}
+X264 = {"preset": "veryfast", "crf": "18", "x264-params": "mbtree=0"}
+"""With mbtree, x264's vector code makes other bytes of the same frames about once in 1,000 files."""
+
 BT709 = 1
 LIMITED_RANGE = 1
 
