@@ -37,5 +37,5 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) --editable '.[test]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/openai-2 openai==2.54.0 distro
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/openai-2 openai==2.54.0
 	@touch $@
