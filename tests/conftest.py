@@ -1,6 +1,7 @@
 """What holds for every test: one compute thread, no network, a data folder of its own, and no settings but its own."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,8 @@ import structlog
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: tests share few cores
 os.environ["HF_HUB_OFFLINE"] = "1"
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
