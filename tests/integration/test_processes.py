@@ -117,3 +117,13 @@ def test_no_start_beyond_loopback_without_a_key(tmp_path: Path) -> None:
     failed = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", str(free_port()), "--no-workers")
     assert failed.returncode == 1
     assert "--api-key" in failed.stderr
+
+
+def test_a_request_that_is_over_is_forgotten_after_its_retention(tmp_path: Path) -> None:
+    with serving(tmp_path, "--no-workers", UNFUSE_SERVE__RETENTION_S="0.5") as server:
+        until(lambda: server.get("/health") is not None, "the gateway", server.process)
+        kept, ended = server.submit("a red circle on white"), server.submit("a red circle on white")
+        server.post(f"/v1/requests/{ended}/cancel", {})
+        until(lambda: server.get(f"/v1/requests/{ended}") is None, "the cancelled request to be forgotten")
+        assert server.get(f"/v1/requests/{kept}")["status"] == "queued"
+        server.post(f"/v1/requests/{kept}/cancel", {})

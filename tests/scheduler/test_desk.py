@@ -108,6 +108,16 @@ async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task()
         assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
 
 
+async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None:
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        assert await desk.answer(PEER, Progress(lease.claim, 10**15, 10**15, 1)) == Accepted()
+        await desk.scheduler.cancel(request)
+        steps = [event.step async for event in desk.scheduler.queue.watch(request) if event.type == "progress"]
+        assert steps == list(range(10**15 - len(steps) + 1, 10**15 + 1))
+
+
 async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
     async with at_the_desk() as (desk, clock):
         request, other = await submit(desk), await submit(desk)

@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 
@@ -22,17 +23,20 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.launch.local import LocalWorkers
 from unfuse.models import find, resolve_source
-from unfuse.queues.base import Filter, Limits
+from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.stores.results import open_results
+from unfuse.stores.results import ResultStore, open_results
 from unfuse.wire.address import is_loopback
 from unfuse.wire.router import Router
 from unfuse.worker.worker import Worker, WorkerOptions
 
 BUILT_IN = "unfuse/shapes"
 DRAIN_CHECK_S = 0.1
+
+FORGET_S = 60.0
+"""At most this long after their time, finished requests and their results are dropped."""
 
 log = structlog.get_logger(__name__)
 
@@ -56,6 +60,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     arena: int = 2 << 30
     limits: Limits = Limits()
     lease_ttl: float = 15.0
+    retention: float = 86400.0
     drain_timeout: float = 20.0
 
 
@@ -97,11 +102,12 @@ class Service:
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            forgetting = asyncio.create_task(_forget(scheduler.queue, results, options.retention))
             workers = LocalWorkers(self._commands(router.address))
             workers.start()
             started(f"http://{options.host}:{listener.getsockname()[1]}")
             try:
-                await _first(self._stop.wait(), _raise(workers.failed), serving)
+                await _first(serving, self._stop.wait(), _raise(workers.failed), forgetting)
                 await self._drain(scheduler)
             finally:
                 await workers.stop(0 if self._stop_now.is_set() else options.drain_timeout)
@@ -199,6 +205,15 @@ async def _serve_in_thread(
         ready.set_exception(error)
 
 
+async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:
+    """Drop requests, and results, that have been over for `retention` seconds."""
+    while True:
+        await asyncio.sleep(min(FORGET_S, retention))
+        before = time.time() - retention
+        await queue.forget(before)
+        await asyncio.to_thread(results.forget, before)
+
+
 def _card(name: str, dtype: str) -> ModelCard:
     folder = resolve_source(name)
     return find(folder).card(name, folder, dtype)
@@ -224,13 +239,13 @@ async def _raise(failed: asyncio.Future[None]) -> None:
     await asyncio.shield(failed)
 
 
-async def _first(*works: Awaitable[object]) -> None:
-    """Wait for the first to end, whatever it is, and pass its exception on."""
+async def _first(serving: asyncio.Task[None], *works: Awaitable[object]) -> None:
+    """Wait for the first to end and pass its exception on; `serving` goes on, the others are dropped."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
     finally:
-        for task in tasks[:-1]:
+        for task in tasks:
             task.cancel()

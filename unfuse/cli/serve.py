@@ -81,6 +81,7 @@ def options(loaded: Loaded) -> ServeOptions:
         arena=SHARED_ARENA if loaded.origins["arena.bytes"] == DEFAULT else settings.arena.bytes,
         limits=Limits(wanted.max_active, wanted.max_queue),
         lease_ttl=settings.lease.ttl_s,
+        retention=wanted.retention_s,
         drain_timeout=wanted.drain_timeout,
     )
 

@@ -61,6 +61,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
+    retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 
 

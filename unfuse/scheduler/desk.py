@@ -34,6 +34,9 @@ from unfuse.scheduler.scheduler import Scheduler
 MAX_WAIT_S = 30.0
 """How long one Ask may wait; a worker asks again after it."""
 
+MAX_STEPS = 512
+"""Steps that one message may list, the newest; no history keeps more."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -131,12 +134,12 @@ class Desk:
         return Accepted()
 
     async def _progress(self, worker: WorkerInfo, message: Progress) -> None:
-        claim = message.claim
+        claim, last = message.claim, min(message.step, message.steps)
         events = [
             Event(
                 "progress", stage=claim.stage, attempt=claim.attempt, worker=worker.id, step=step, steps=message.steps
             )
-            for step in range(max(1, message.first), min(message.step, message.steps) + 1)
+            for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
         ]
         if not await self._queue.progress(claim, events):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker.id} any more")

@@ -27,6 +27,9 @@ from unfuse.worker.channel import (
     Stopped,
 )
 
+RESTART_S = 1.0
+"""Pause before a compute process that did not start again is tried once more."""
+
 log = structlog.get_logger(__name__)
 
 Report = Callable[[Ready | Stepped | Stopped | Done | Failed], Awaitable[None]]
@@ -85,7 +88,16 @@ class Executor:
                 self.ready = False
                 await self._bury()
                 log.info("starting compute again")
-                await self._report(Ready(await self.start()))
+                await self._report(Ready(await self._start_again()))
+
+    async def _start_again(self) -> str:
+        """Start what loaded before: whatever keeps it from loading now is worth waiting for."""
+        while True:
+            try:
+                return await self.start()
+            except ConfigError as error:
+                log.error("compute did not start", reason=str(error))
+                await asyncio.sleep(RESTART_S)
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]]) -> None:
         """Hand a leased task over; its end is reported."""

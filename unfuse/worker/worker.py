@@ -251,8 +251,10 @@ class Worker:
             await self._executor.cancel(claim)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
-        """Give the slot back, then report until it is heard."""
+        """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
         self._active.pop(message.claim, None)
+        if self._executor and not self._executor.ready:
+            await self._call(WITHDRAW)
         self._changed.set()
         if not isinstance(message, Stopped):
             answer = await self._call(message)

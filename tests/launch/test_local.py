@@ -1,0 +1,75 @@
+"""Local workers as real processes: parents that wait for a scheduler, so that nothing heavy loads."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+
+import psutil
+import pytest
+
+from unfuse.core.errors import ConfigError
+from unfuse.launch.local import LocalWorkers
+
+
+@pytest.fixture
+async def nobody() -> AsyncIterator[str]:
+    """An address where no scheduler answers: whoever asks there waits."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        yield f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+
+def command(scheduler: str, role: str = "encoder") -> list[str]:
+    return ["--role", role, "--scheduler", scheduler, "--arena", "1MiB"]
+
+
+def children() -> list[psutil.Process]:
+    """This process's workers; what started as one is not yet one before it has become its own program."""
+    return [child for child in psutil.Process().children() if "--lifeline" in child.cmdline()]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def test_every_command_is_a_process_and_stop_ends_them_all(nobody: str) -> None:
+    workers = LocalWorkers([command(nobody), command(nobody, "decoder")])
+    workers.start()
+    await until(lambda: len(children()) == 2)
+    mine = children()
+    await workers.stop(20)
+    assert not any(process.is_running() for process in mine)
+
+
+async def test_a_worker_that_is_killed_is_started_again(nobody: str) -> None:
+    workers = LocalWorkers([command(nobody)])
+    workers.start()
+    await until(lambda: len(children()) == 1)
+    (first,) = children()
+    first.kill()
+    await until(lambda: [child.pid for child in children()] not in ([], [first.pid]))
+    await workers.stop(0)
+    assert children() == []
+
+
+async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(nobody: str) -> None:
+    workers = LocalWorkers([command(nobody, "sculptor")])
+    workers.start()
+    with pytest.raises(ConfigError, match="exit code 1"):
+        await workers.failed
+    assert children() == []
+    await workers.stop(0)
+
+
+async def test_a_second_stop_at_once_is_by_force(nobody: str) -> None:
+    workers = LocalWorkers([command(nobody)])
+    workers.start()
+    await until(lambda: len(children()) == 1)
+    (process,) = children()
+    process.suspend()  # it cannot hear a signal that asks
+    await workers.stop(0)
+    assert not process.is_running()

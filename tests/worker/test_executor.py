@@ -1,0 +1,101 @@
+"""The executor over a real compute process with the built-in model's text encoder, the lightest to load."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.plan import kinds_of
+from unfuse.core.request import new_request_id
+from unfuse.core.task import Lease, Task
+from unfuse.models import find, resolve_source
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.executor import Executor
+
+SHAPES = "unfuse/shapes"
+
+
+def load(store: TensorStore, folder: Path, model: str = SHAPES) -> Load:
+    models, kinds = ((model, model),), kinds_of("encoder")
+    return Load(
+        models, kinds, "cpu", "auto", 1, store.owner, store.node, store.address, store.write_token, f"disk:{folder}"
+    )
+
+
+def lease(prompt: str = "a red circle on white") -> Lease:
+    card = find(folder := resolve_source(SHAPES)).card(SHAPES, folder)
+    params = card.defaults | {"prompt": prompt, "seed": 1}
+    pool = card.pools()["text_encode"]
+    task = Task(new_request_id(), "text_encode", 1, pool, "text_encode", SHAPES, params)
+    return Lease(task, "w", secrets.token_bytes(16), 0.0)
+
+
+@asynccontextmanager
+async def executing(folder: Path) -> AsyncIterator[tuple[Executor, TensorStore, asyncio.Queue[object]]]:
+    heard: asyncio.Queue[object] = asyncio.Queue()
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        executor = Executor(load(store, folder), heard.put)
+        assert await executor.start() == "cpu"
+        serving = asyncio.create_task(executor.serve())
+        try:
+            yield executor, store, heard
+        finally:
+            serving.cancel()
+            await executor.close()
+
+
+async def outcome(heard: asyncio.Queue[object]) -> object:
+    while isinstance(message := await heard.get(), Stepped):
+        pass
+    return message
+
+
+async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_path: Path) -> None:
+    async with executing(tmp_path) as (executor, store, heard):
+        await executor.run(first := lease(), {})
+        done = await outcome(heard)
+        assert isinstance(done, Done)
+        assert (done.claim, done.output is not None) == (first.claim, True)
+
+        # what waits in a process that dies is handed back, and its objects live on with the parent
+        assert executor.pid
+        process = psutil.Process(executor.pid)
+        process.suspend()
+        await executor.run(waiting := lease(), {})
+        process.kill()
+        failed = await outcome(heard)
+        assert isinstance(failed, Failed)
+        assert (failed.claim, failed.kind) == (waiting.claim, "hand_back")
+        assert "SIGKILL" in failed.message
+        assert isinstance(await outcome(heard), Ready)
+        assert executor.pid != process.pid
+        assert done.output is not None
+        with store.get(done.output, as_torch=True, verify=True) as held:
+            assert held["prompt_embeds"] is not None
+
+        await executor.run(third := lease(), {})
+        again = await outcome(heard)
+        assert isinstance(again, Done)
+        assert again.claim == third.claim
+        assert again.output is not None
+        assert again.output.checksums == done.output.checksums
+
+
+async def test_what_cannot_load_is_one_sentence(tmp_path: Path) -> None:
+    async def ignore(_: Ready | Stepped | Stopped | Done | Failed) -> None:
+        """Nothing is expected."""
+
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        executor = Executor(load(store, tmp_path, str(tmp_path)), ignore)
+        with pytest.raises(ConfigError, match=r"model_index\.json"):
+            await executor.start()
+        await executor.close()
