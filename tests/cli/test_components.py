@@ -1,55 +1,174 @@
-"""What a model weighs, by its files' headers."""
+"""What models need where: their components' memory, their dtypes, and what they share."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from unfuse.cli.components import components, header
+from tests.models.hub import serve
+from unfuse.cli.components import Model, explicit_dtypes, look_into, needs, plan
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ROLES
+from unfuse.launch.placement import CPU, Device, Wanted, parse_place
+from unfuse.models import resolve_source
+
+GIB = 1 << 30
+SHAPES = "unfuse/shapes"
+HOST = (Device(CPU, 64 * GIB),)
+GPUS = (*HOST, Device("cuda:0", 80 * GIB), Device("cuda:1", 80 * GIB))
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """A model of one component with weights, one without, and one that is left out."""
-    (tmp_path / "vae").mkdir()
-    (tmp_path / "scheduler").mkdir()
-    index = {
-        "_class_name": "APipeline", "vae": ["diffusers", "AVae"], "scheduler": ["diffusers", "AScheduler"],
-        "image_encoder": [None, None], "boundary": 0.5,
+def sibling(tmp_path: Path) -> str:
+    """The built-in model with another noise scheduler: it shares the encoder and the VAE, and not the denoiser."""
+    folder = shutil.copytree(resolve_source(SHAPES), tmp_path / "sibling")
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": 3.0}))
+    return str(folder)
+
+
+def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Wanted:
+    return Wanted(dict.fromkeys(ROLES, 1), parse_place(place), ComputeOptions(device=device, dtype=dtype))
+
+
+def look(want: Wanted, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
+    return look_into([SHAPES, *more], "", want, devices)
+
+
+def dtypes(model: Model) -> dict[str, str]:
+    """The dtypes of what has weights."""
+    return {name: one.dtype for name, one in model.components.items() if one.parameters}
+
+
+def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in() -> None:
+    (model,) = look(wanted("bfloat16"))
+    transformer, vae, tokenizer = (model.components[name] for name in ("transformer", "vae", "tokenizer"))
+    assert (transformer.kind, transformer.memory) == (json.loads(
+        (model.folder / "model_index.json").read_text())["transformer"][1], 2 * transformer.parameters)  # fmt: skip
+    (file,) = (model.folder / "transformer").glob("*.safetensors")
+    assert 4 * transformer.parameters < file.stat().st_size < transformer.files
+    assert vae.memory == 4 * vae.parameters
+    assert (tokenizer.memory, tokenizer.files > 0) == (0, True)
+
+
+def test_auto_is_float32_on_a_cpu() -> None:
+    (model,) = look(wanted())
+    assert set(dtypes(model).values()) == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("want", "expected"),
+    [
+        (wanted(), ("bfloat16", "bfloat16", "float32")),
+        (wanted(device="cpu"), ("float32", "float32", "float32")),
+        (wanted(place="encoder=cpu"), ("float32", "bfloat16", "float32")),
+        (wanted(place="denoiser=cpu+cuda:0", device="cpu"), ("float32", "bfloat16", "float32")),
+        (wanted("vae=bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
+        (wanted("float16"), ("float16", "float16", "float32")),
+        (wanted("float32,transformer=float16"), ("float32", "float16", "float32")),
+    ],
+)
+def test_dtypes_follow_the_device_of_the_role_unless_they_are_given(
+    want: Wanted, expected: tuple[str, str, str]
+) -> None:
+    (model,) = look(want, GPUS)
+    assert tuple(dtypes(model)[name] for name in ("text_encoder", "transformer", "vae")) == expected
+
+
+def test_what_workers_are_told_gives_them_the_gateway_s_pools_whatever_they_run_on() -> None:
+    from unfuse.models import find
+
+    (model,) = look(wanted(place="decoder=cpu"), GPUS)
+    assert find(model.folder).card(SHAPES, model.folder, model.dtypes) == model.card
+    assert find(model.folder).card(SHAPES, model.folder).pools() != model.card.pools()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("int4", "unknown dtype 'int4': one of auto, float32, bfloat16, float16"),
+        ("vae=auto", "unknown dtype 'auto'"),
+        ("unet=float32", "no component is called 'unet'; known are"),
+        ("", "unknown dtype ''"),
+    ],
+)
+def test_a_dtype_that_is_not_understood_is_refused(spec: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        look(wanted(spec))
+
+
+def test_a_component_only_one_of_two_models_has_may_be_named() -> None:
+    (model,) = look(wanted())
+    assert explicit_dtypes(model.card, "other=float16,vae=float16", [])["vae"] == "float16"
+    assert "other" not in explicit_dtypes(model.card, "other=float16", [])
+
+
+def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
+    held = needs(look(wanted(), HOST, sibling))
+    assert {role: [part.component for part in parts] for role, parts in held.items()} == {
+        "encoder": ["text_encoder"], "denoiser": ["transformer", "transformer"], "decoder": ["vae"],
     }  # fmt: skip
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
-    tensors = {"a": np.zeros((3, 5), np.float32), "b": np.zeros(7, np.float16)}
-    save_file(tensors, tmp_path / "vae" / "w.safetensors", metadata={"format": "pt"})
-    return tmp_path
+    (encoder,), (first, second) = held["encoder"], held["denoiser"]
+    assert encoder.models == (SHAPES, sibling)
+    assert (first.models, second.models) == ((SHAPES,), (sibling,))
 
 
-def test_weights_are_counted_without_being_read(model: Path) -> None:
-    vae, scheduler = components(model)
-
-    assert (vae.name, vae.kind, vae.bytes, vae.parameters) == ("vae", "AVae", 3 * 5 * 4 + 7 * 2, 22)
-    assert vae.dtypes == {"F32": 1, "F16": 1}
-    assert (scheduler.name, scheduler.bytes, scheduler.dtypes) == ("scheduler", 0, {})
-
-
-def test_a_missing_component_is_named(model: Path) -> None:
-    (model / "scheduler").rmdir()
-    with pytest.raises(ConfigError, match="lacks the folder .*scheduler"):
-        components(model)
+def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
+    small = (Device(CPU, GIB // 2),)
+    found = plan([SHAPES], "", wanted(), small)
+    assert "cpu would hold" in found.refusal
+    assert (found.workers, found.rows(), found.memory()) == ((), [], [])
+    assert found.models[0].components
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no model_index\.json"):
-        components(tmp_path)
+def test_a_plan_sums_what_its_rows_take_by_device() -> None:
+    found = plan([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
+    assert [(row["role"], row["device"], row["component"]) for row in found.rows()] == [
+        ("encoder", "cuda:1", "text_encoder"), ("denoiser", "cuda:0", "transformer"), ("decoder", "cpu", "vae"),
+    ]  # fmt: skip
+    assert [row["device"] for row in found.memory()] == ["cpu", "cuda:0", "cuda:1"]
+    assert all(row["memory"] < row_total["takes"] for row in found.rows() for row_total in found.memory())
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\xff" * 64, b"\x05\x00\x00\x00\x00\x00\x00\x00{oops"])
-def test_a_file_of_another_kind_is_named(tmp_path: Path, content: bytes) -> None:
-    file = tmp_path / "w.safetensors"
-    file.write_bytes(content)
-    with pytest.raises(ConfigError, match="is not a safetensors file"):
-        header(file)
+def test_a_missing_file_is_named(sibling: str) -> None:
+    (Path(sibling) / "vae" / "config.json").unlink()
+    with pytest.raises(ConfigError, match=r"vae/config\.json"):
+        look_into([sibling], "", wanted(), HOST)
+
+
+def test_no_model_is_loaded_to_plan_for_it() -> None:
+    code = (
+        "import sys; from unfuse.cli.components import plan; from unfuse.launch.placement import Wanted, Device;"
+        "print(plan(['unfuse/shapes'], '', Wanted(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
+        "{'torch', 'diffusers', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["text_encoder", "set()"]
+
+
+HUB_SCRIPT = """
+from unfuse.cli.components import plan
+from unfuse.launch.placement import Device, Wanted
+found = plan(["owner/model"], "v1", Wanted(), (Device("cpu", 1 << 40),))
+print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
+"""
+
+
+def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_commit(tmp_path: Path) -> None:
+    packaged = resolve_source(SHAPES)
+    files = {str(file.relative_to(packaged)): file.read_bytes() for file in packaged.rglob("*") if file.is_file()}
+    with serve() as hub:
+        commit = hub.push("owner/model", files, "v1")
+        variables = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+        command = [sys.executable, "-c", HUB_SCRIPT]
+        done = subprocess.run(command, env=os.environ | variables, text=True, capture_output=True)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.split() == [f"owner/model@{commit}", *(str(4 * n) for n in (189088, 1564320, 646516))]
+        assert not [file for file in hub.brought() if file.endswith(".safetensors")]

@@ -12,43 +12,36 @@ from unfuse.cli import machine
 
 
 @pytest.fixture
-def proc(tmp_path: Path) -> Path:
-    """A /proc of a machine with 8 GiB, half of it available."""
-    (tmp_path / "meminfo").write_text("MemTotal:        8388608 kB\nMemAvailable:    4194304 kB\nHugePages_Total: 0\n")
+def group(tmp_path: Path) -> Path:
+    """A control group of half a processor."""
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
     return tmp_path
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Path:
-    """A control group of half a processor and 1 GiB, of which a quarter is used."""
-    (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{1 << 30}\n")
-    (tmp_path / "memory.current").write_text(f"{1 << 28}\n")
-    return tmp_path
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of two GPUs, the second nearly full."""
+    tool = tmp_path / "nvidia-smi"
+    rows = ["0, GPU-aa11, NVIDIA A100, 81920, 80000", "1, GPU-bb22, NVIDIA L4, 24576, 1000"]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv(machine.VISIBLE, raising=False)
+    return tool
 
 
-def test_a_machine_without_limits_has_all_its_memory(proc: Path, tmp_path: Path) -> None:
-    found = machine.look((), tmp_path / "no group", proc)
+def test_a_machine_has_memory_processors_and_libraries(tmp_path: Path) -> None:
+    found = machine.look((), tmp_path / "no group")
 
-    assert (found.memory, found.available, found.limit) == (8 << 30, 4 << 30, None)
+    assert 0 < found.available <= found.memory
     assert found.cpus == len(os.sched_getaffinity(0))
     assert found.libraries["msgspec"]
 
 
-def test_the_control_group_limits_memory_and_processors(proc: Path, group: Path) -> None:
-    found = machine.look((), group, proc)
-
-    assert (found.limit, found.available, found.cpus) == (1 << 30, 3 << 28, 0.5)
-
-
-def test_an_unlimited_control_group_is_no_limit(proc: Path, group: Path) -> None:
+def test_the_control_group_limits_processors_unless_it_says_max(group: Path) -> None:
+    assert machine.cpus(group) == 0.5
     (group / "cpu.max").write_text("max 100000\n")
-    (group / "memory.max").write_text("max\n")
-
-    found = machine.look((), group, proc)
-
-    assert found.limit is None
-    assert found.cpus >= 1
+    assert machine.cpus(group) >= 1
 
 
 def test_a_port_that_someone_listens_on_is_not_free() -> None:
@@ -56,16 +49,32 @@ def test_a_port_that_someone_listens_on_is_not_free() -> None:
         assert machine.is_free(listener.getsockname()[1]) is False
 
 
-def test_gpus_are_what_the_drivers_tool_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA A100, 81920, 80000'\necho 'NVIDIA A100, 81920, 1000'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-
+def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
     first, second = machine.gpus()
 
     assert (first.name, first.memory, first.free) == ("NVIDIA A100", 80 << 30, 80000 << 20)
     assert second.free == 1000 << 20
+
+
+@pytest.mark.parametrize(
+    ("visible", "names"),
+    [("1", ["NVIDIA L4"]), ("1,0", ["NVIDIA L4", "NVIDIA A100"]), ("GPU-bb", ["NVIDIA L4"]), ("", []), ("-1", [])],
+)
+def test_gpus_are_numbered_as_processes_see_them(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, names: list[str]
+) -> None:
+    monkeypatch.setenv(machine.VISIBLE, visible)
+    assert [gpu.name for gpu in machine.gpus()] == names
+
+
+@pytest.mark.parametrize(("torch", "count"), [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cpu", 0)])
+def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
+    driver: Path, monkeypatch: pytest.MonkeyPatch, torch: str, count: int
+) -> None:
+    monkeypatch.setattr(machine, "version", lambda library: torch)
+    host, *gpus = machine.devices()
+    assert (host.name, host.free > 0) == ("cpu", True)
+    assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
 
 
 @pytest.mark.parametrize("script", ["exit 9", None])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import socket
 from pathlib import Path
 
@@ -10,12 +12,20 @@ import pytest
 
 import unfuse as package
 from tests.cli.conftest import Run
+from unfuse.cli.components import Plan
+from unfuse.cli.compose import public_names
+from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
-from unfuse.cli.serve import keys, options
+from unfuse.cli.serve import SHARED_ARENA, keys, options
 from unfuse.cli.settings import load
 from unfuse.client import Client
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Overloaded, PermanentError, TransientError
+from unfuse.core.plan import ROLES
+from unfuse.launch.placement import Device, Part, Wanted, place
+from unfuse.models import resolve_source
 
+SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "workers", "pools", "doctor", "config", "version"]
 
 
@@ -88,16 +98,105 @@ def test_doctor_says_what_the_machine_has(unfuse: Run) -> None:
     assert {"system", "processors", "memory", "GPUs", "libraries", "ports"} <= set(out.split())
 
 
-def test_doctor_weighs_the_built_in_model(unfuse: Run) -> None:
-    found = json.loads(unfuse("doctor", "unfuse/shapes", "--json")[1])
+def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_split_gains_nothing(unfuse: Run) -> None:
+    code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB")
+    assert code == 0
+    assert re.search(r"text_encoder +UMT5EncoderModel +189088 +\S+ KiB +float32 +738.6 KiB", out)
+    assert re.search(r"denoiser +cpu +transformer +float32 +6.0 MiB +unfuse/shapes", out)
+    assert re.search(r"cpu: 876.2 MiB of \S+ GiB free, processes and arenas counted; activations come on top", out)
+    assert "do not split: on one device stages take turns" in out
+    assert out.endswith("2 more processes than undivided take 576.0 MiB of host memory\n")
+    assert "gain:" not in out
 
-    weights = {row["name"]: row["bytes"] for row in found["models"]["unfuse/shapes"]}
-    folder = Path(package.__file__).parent / "models" / "shapes" / "vae"
-    (file,) = folder.glob("*.safetensors")
-    assert set(weights) >= {"text_encoder", "transformer", "vae"}
-    assert 0 < weights["vae"] < file.stat().st_size
+
+def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(unfuse: Run, tmp_path: Path) -> None:
+    folder = shutil.copytree(SHAPES, tmp_path / "sibling")
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(file.read_text().replace("1.5", "3.0"))
+    out = unfuse("doctor", "unfuse/shapes", str(folder), "--device", "cpu", "--denoisers", "2", "--arena", "1MiB")[1]
+    assert "gain: one text_encoder serves 2 models: 738.6 KiB less memory" in out
+    assert "gain: one vae serves 2 models: 2.5 MiB less memory" in out
+    assert "gain: 2 denoisers share encoder and decoder: 3.2 MiB less memory than as many undivided pipelines" in out
+    assert "\ndo not split: " in out
+
+
+@pytest.mark.parametrize(
+    ("want", "free", "says"),
+    [
+        (Wanted(place={"decoder": ("cpu",)}), 80, "stages on 2 devices (cuda:0, cpu) work at the same time"),
+        (
+            Wanted(place={role: ("cpu",) for role in ROLES}),
+            5,
+            "undivided, the components take 10.0 GiB, more than the 5.0",
+        ),
+        (
+            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}),
+            80,
+            "2 denoisers share encoder and decoder: 4.0 GiB less",
+        ),
+    ],
+)
+def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted, free: int, says: str) -> None:
+    gib = 1 << 30
+    needs = {role: (Part(role, "float32", size * gib, ("a",)),) for role, size in zip(ROLES, (3, 6, 1), strict=True)}
+    devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
+    found = Plan((), needs, want, devices, place(needs, want, devices))
+    assert any(says in gain for gain, _ in gains(found))
+    assert verdict(found).startswith("split: ")
+
+
+def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
+    needs = {role: (Part(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
+    devices, want = (
+        (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
+        Wanted(compute=ComputeOptions(offload="model")),
+    )
+    assert verdict(Plan((), needs, want, devices, place(needs, want, devices))).startswith("not split: one worker")
+
+
+def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
+    arguments = ["unfuse/shapes", "--device", "cpu", "--arena", "100TiB"]
+    text = unfuse("doctor", *arguments)[1]
+    refused = unfuse("serve", *arguments)
+    assert "serve would refuse: the models do not fit: cpu would hold 300.0 TiB (encoder 100.0 TiB + " in text
+    assert text.endswith("nothing to split: serve would refuse this\n")
+    assert refused[0] == 1
+    assert refused[2].startswith("unfuse: the models do not fit: cpu would hold 300.0 TiB")
+    assert (
+        "--offload model needs a GPU" in unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--offload", "model")[1]
+    )
+
+
+def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
+    found = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
+    rows = {row["name"]: row for row in found["models"]["unfuse/shapes"]}
+    assert rows["transformer"]["memory"] == 2 * rows["transformer"]["parameters"]
+    assert [row["role"] for row in found["placement"]] == ["encoder", "denoiser", "decoder"]
+    assert found["memory"][0]["takes"] > sum(row["memory"] for row in found["placement"])
+    assert (found["refusal"], found["gains"]) == (None, [])
     assert found["machine"]["memory"] > 0
-    assert "they fit in" in unfuse("doctor", "unfuse/shapes")[1]
+    refused = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--place", "decoder=cuda:99")[1])
+    assert refused["placement"] == []
+    assert "no device cuda:99 for the decoder" in refused["refusal"]
+
+
+@pytest.mark.parametrize("verb", ["serve", "worker", "doctor"])
+def test_every_verb_that_computes_takes_every_option_of_computing(unfuse: Run, verb: str) -> None:
+    text = unfuse(verb, "--help")[1]
+    for field in ComputeOptions.__struct_fields__:
+        assert f"--{field.replace('_', '-')} " in text
+
+
+def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = unfuse("serve", "--offload", "sometimes")
+    assert (code, out) == (2, "")
+    assert "'none', 'model', 'sequential'" in err
+    monkeypatch.setenv("UNFUSE_COMPUTE__OFFLOAD", "sometimes")
+    code, _, err = unfuse("serve")
+    assert code == 1
+    assert (
+        "compute.offload 'sometimes' (from environment UNFUSE_COMPUTE__OFFLOAD): one of none, model, sequential" in err
+    )
 
 
 def test_doctor_has_nothing_to_clean(unfuse: Run) -> None:
@@ -159,11 +258,33 @@ def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
 
 def test_settings_become_what_is_composed() -> None:
     environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
+    environment["UNFUSE_SERVE__PLACE"] = "decoder=cpu"
 
     composed = options(load({"serve.max_active": 7}, None, environment))
 
     assert composed.results == "disk:/d"
     assert composed.keys == {"k": "default"}
-    assert composed.workers == {"encoder": 1, "denoiser": 3, "decoder": 1}
+    assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
+    assert composed.workers.place == {"decoder": ("cpu",)}
+    assert composed.workers.arena == SHARED_ARENA
     assert composed.limits.max_active == 7
-    assert options(load({"serve.workers": False}, None, {})).workers == {}
+    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted({})
+
+
+@pytest.mark.parametrize(
+    ("models", "names", "public"),
+    [
+        (["a"], [], {}),
+        (["a"], ["x", "y"], {"x": "a", "y": "a"}),
+        (["a", "b"], ["x", "y"], {"x": "a", "y": "b"}),
+        (["a", "b"], [], {}),
+    ],
+)
+def test_models_go_by_the_names_they_are_given(models: list[str], names: list[str], public: dict[str, str]) -> None:
+    assert public_names(options(load({"serve.models": models, "serve.served_model_name": names}, None, {}))) == public
+
+
+def test_it_must_be_clear_whose_a_name_is() -> None:
+    given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
+    with pytest.raises(ConfigError, match="given 1 times for 2 models"):
+        public_names(options(load(given, None, {})))

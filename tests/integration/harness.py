@@ -116,9 +116,11 @@ class Server:
         request = self.post("/v1/images/generations", {"prompt": prompt, **parameters}, prefer="respond-async")
         return str(request["id"])
 
-    def events(self, request: str) -> Iterator[dict[str, Any]]:
+    def events(self, request: str, after: int = 0) -> Iterator[dict[str, Any]]:
         """The event stream of a request, as the server writes it."""
-        with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/events", timeout=START_S) as stream:
+        address = f"{self.url}/v1/requests/{request}/events"
+        asked = urllib.request.Request(address, headers={"last-event-id": str(after)})
+        with urllib.request.urlopen(asked, timeout=START_S) as stream:
             for line in stream:
                 if line.startswith(b"data:"):
                     yield json.loads(line[5:])

@@ -1,7 +1,7 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
-Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds WanPipeline arguments and a seed; the answer
-lists the SHA-256 of every picture's RGB bytes.
+Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
+an image among them is a file. The answer lists the SHA-256 of every picture's RGB bytes.
 """
 
 import hashlib
@@ -12,18 +12,22 @@ from pathlib import Path
 sys.modules["unfuse"] = None  # type: ignore[assignment]  # whoever tries to import it here gets an ImportError
 
 import torch  # noqa: E402
-from diffusers import WanPipeline  # noqa: E402
+from diffusers import DiffusionPipeline  # noqa: E402
+from diffusers.utils import load_image  # noqa: E402
 
 
 def main() -> None:
     folder, out, cases = sys.argv[1:]
     torch.set_num_threads(1)
-    pipeline = WanPipeline.from_pretrained(folder)
+    pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     digests = []
     for case in json.loads(Path(cases).read_text()):
-        seed = case.pop("seed")
-        frames = pipeline(**case, generator=torch.Generator("cpu").manual_seed(seed), output_type="np").frames[0]
+        if "image" in case:
+            case["image"] = load_image(case["image"])
+        generator = torch.Generator("cpu").manual_seed(case.pop("seed"))
+        output = pipeline(**case, generator=generator, output_type="np")
+        frames = output.frames[0] if hasattr(output, "frames") else output.images
         pixels = (frames * 255).round().astype("uint8")
         digests.append([hashlib.sha256(frame.tobytes()).hexdigest() for frame in pixels])
     Path(out).write_text(json.dumps(digests))

@@ -9,7 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Server, all_gone, environment, family_of, free_port, serving, unfuse, until
+from tests.integration.harness import (
+    START_S,
+    Server,
+    all_gone,
+    environment,
+    family_of,
+    free_port,
+    serving,
+    unfuse,
+    until,
+)
 
 
 def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_another(bare_server: Server) -> None:
@@ -127,3 +137,9 @@ def test_a_request_that_is_over_is_forgotten_after_its_retention(tmp_path: Path)
         until(lambda: server.get(f"/v1/requests/{ended}") is None, "the cancelled request to be forgotten")
         assert server.get(f"/v1/requests/{kept}")["status"] == "queued"
         server.post(f"/v1/requests/{kept}/cancel", {})
+
+
+def test_a_worker_that_would_make_other_bytes_is_told_how_to_start(bare_server: Server) -> None:
+    worker = bare_server.worker("encoder", "--batching", "batched")
+    assert worker.wait(START_S) == 1
+    assert "start this one with --batching exact --noise-device cpu --vae whole" in bare_server.log()

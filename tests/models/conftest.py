@@ -1,10 +1,11 @@
 """Tiny models of random weights, and what undivided diffusers makes of them: once a session, in its own process."""
 
+import io
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -12,12 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
-from unfuse.stages.base import Stage
+from unfuse.models.base import Runtime
+from unfuse.stages.base import Stage, StageInput
 
 SHAPES = str(resolve_source("unfuse/shapes"))
+EXACT = ComputeOptions()
+Load = Callable[..., dict[str, Stage]]
 
 
 @dataclass(frozen=True)
@@ -30,33 +36,75 @@ class Job:
     dtype: str = "float32"
 
 
-def _params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+def wan_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
     tiny = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 4, "guidance_scale": 5.0}
     return {"prompt": prompt, "negative_prompt": "", **tiny, "max_sequence_length": 24, "seed": seed, **given}
+
+
+def image_params(seed: int = 0, prompt: str = "it turns", **given: Any) -> dict[str, Any]:
+    return wan_params(seed, prompt, **{"num_frames": 5, "image": "sky.png", **given})
+
+
+def flux_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    own = {"guidance_scale": 3.5, "true_cfg_scale": 1.0, "negative_prompt": None}
+    return wan_params(seed, prompt, **{**own, **given})
 
 
 ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\ttabs\x1c "
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
+HALF = "bfloat16"
 
 JOBS = [
-    Job("unipc-image", "unipc", _params()),
-    Job("unipc-seed", "unipc", _params(2**40 + 7)),
-    Job("unipc-prompt", "unipc", _params(prompt="b")),
-    Job("unipc-unguided", "unipc", _params(guidance_scale=1.0)),
-    Job("unipc-negative", "unipc", _params(3, negative_prompt="blurred, grey", num_inference_steps=7)),
-    Job("unipc-one-step", "unipc", _params(4, num_inference_steps=1, height=16, width=48)),
-    Job("unipc-video", "unipc", _params(5, ODD, height=48, num_frames=5, num_inference_steps=3)),
-    Job("unipc-video-unguided", "unipc", _params(6, num_frames=3, guidance_scale=0.0)),
-    Job("unipc-long", "unipc", _params(7, LONG, max_sequence_length=16)),
-    Job("unipc-half", "unipc", _params(8, negative_prompt="no"), "bfloat16"),
-    Job("euler-image", "euler", _params(9)),
-    Job("euler-next-seed", "euler", _params(10)),
-    Job("euler-video", "euler", _params(11, ODD, width=48, num_frames=9, negative_prompt="n", guidance_scale=2.5)),
-    Job("euler-half", "euler", _params(12, num_frames=3), "bfloat16"),
-    Job("shapes-image", SHAPES, _params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
-    Job("shapes-next-seed", SHAPES, _params(2, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
-    Job("shapes-video", SHAPES, _params(13, WORDS, num_frames=5, max_sequence_length=16, negative_prompt="red")),
+    Job("unipc-image", "wan", wan_params()),
+    Job("unipc-seed", "wan", wan_params(2**40 + 7)),
+    Job("unipc-prompt", "wan", wan_params(prompt="b")),
+    Job("unipc-unguided", "wan", wan_params(guidance_scale=1.0)),
+    Job("unipc-negative", "wan", wan_params(3, negative_prompt="blurred, grey", num_inference_steps=7)),
+    Job("unipc-one-step", "wan", wan_params(4, num_inference_steps=1, height=16, width=48)),
+    Job("unipc-video", "wan", wan_params(5, ODD, height=48, num_frames=5, num_inference_steps=3)),
+    Job("unipc-video-unguided", "wan", wan_params(6, num_frames=3, guidance_scale=0.0)),
+    Job("unipc-long", "wan", wan_params(7, LONG, max_sequence_length=16)),
+    Job("unipc-half", "wan", wan_params(8, negative_prompt="no"), HALF),
+    Job("euler-image", "wan-euler", wan_params(9)),
+    Job("euler-next-seed", "wan-euler", wan_params(10)),
+    Job("euler-video", "wan-euler", wan_params(11, ODD, width=48, num_frames=9, negative_prompt="n")),
+    Job("euler-half", "wan-euler", wan_params(12, num_frames=3), HALF),
+    Job("shapes-image", SHAPES, wan_params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
+    Job("shapes-next", SHAPES, wan_params(2, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
+    Job("shapes-video", SHAPES, wan_params(13, WORDS, num_frames=5, max_sequence_length=16, negative_prompt="red")),
+    Job("picture-video", "wan-image", image_params()),
+    Job("picture-seed", "wan-image", image_params(1)),
+    Job("picture-prompt", "wan-image", image_params(prompt="b")),
+    Job("picture-other", "wan-image", image_params(image="wall.jpg")),
+    Job("picture-unguided", "wan-image", image_params(guidance_scale=1.0)),
+    Job("picture-negative", "wan-image", image_params(2, negative_prompt="still", num_inference_steps=6)),
+    Job("picture-wide", "wan-image", image_params(3, ODD, image="wall.jpg", width=48, num_inference_steps=1)),
+    Job("picture-one-frame", "wan-image", image_params(4, num_frames=1)),
+    Job("picture-transparent", "wan-image", image_params(5, image="glass.webp", height=48)),
+    Job("picture-half", "wan-image", image_params(6, negative_prompt="no"), HALF),
+    Job("picture-whole-half", "wan-image", image_params(6), "bfloat16,vae=bfloat16"),
+    Job("picture-euler", "wan-image-euler", image_params(7, num_frames=9, guidance_scale=2.5)),
+    Job("picture-euler-half", "wan-image-euler", image_params(8, image="wall.jpg"), HALF),
+    Job("flux-image", "flux", flux_params()),
+    Job("flux-seed", "flux", flux_params(2**40 + 7)),
+    Job("flux-next-seed", "flux", flux_params(1)),
+    Job("flux-prompt", "flux", flux_params(prompt="b")),
+    Job("flux-guidance", "flux", flux_params(guidance_scale=1.5)),
+    Job("flux-negative", "flux", flux_params(2, negative_prompt="blurred", true_cfg_scale=4.0, num_inference_steps=7)),
+    Job("flux-empty-negative", "flux", flux_params(negative_prompt="", true_cfg_scale=2.0)),
+    Job("flux-no-negative", "flux", flux_params(true_cfg_scale=2.0)),
+    Job("flux-negative-unread", "flux", flux_params(negative_prompt="blurred")),
+    Job("flux-wide", "flux", flux_params(3, ODD, height=16, width=72, num_inference_steps=1)),
+    Job("flux-high", "flux", flux_params(4, height=80, width=24, num_inference_steps=5)),
+    Job("flux-long", "flux", flux_params(5, LONG, max_sequence_length=16)),
+    Job("flux-half", "flux", flux_params(6), HALF),
+    Job("flux-half-negative", "flux", flux_params(7, negative_prompt="no", true_cfg_scale=3.0, width=48), HALF),
+    Job("flux-whole-half", "flux", flux_params(8), "bfloat16,vae=bfloat16"),
+    Job("schnell-image", "flux-schnell", flux_params(9, guidance_scale=0.0)),
+    Job("schnell-guidance", "flux-schnell", flux_params(9)),
+    Job("schnell-negative", "flux-schnell", flux_params(10, negative_prompt="n", true_cfg_scale=2.5)),
+    Job("schnell-half", "flux-schnell", flux_params(11, ODD, height=40), HALF),
 ]
 
 
@@ -67,7 +115,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @dataclass(frozen=True)
 class Undivided:
-    """Where the tiny models are (by `unipc`, `euler`), and the reference results."""
+    """Where the tiny models are (by kind), pictures to start from, and the reference results."""
 
     root: Path
 
@@ -78,10 +126,24 @@ class Undivided:
         with np.load(self.root / f"{name}.npz", allow_pickle=False) as found:
             return dict(found)
 
+    def uploads(self, params: Params) -> dict[str, bytes]:
+        return {"image": (self.root / str(params["image"])).read_bytes()} if "image" in params else {}
+
+
+def draw_pictures(root: Path) -> None:
+    """A small PNG; a JPEG that lies on its side and says so, larger than what is asked for; a WebP with holes."""
+    noise = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 4), dtype=np.uint8)
+    Image.fromarray(noise[0, :20, :28, :3]).save(root / "sky.png")
+    sideways = Image.Exif()
+    sideways[0x0112] = 6
+    Image.fromarray(noise[1, ..., :3]).resize((300, 200)).save(root / "wall.jpg", exif=sideways)
+    Image.fromarray(noise[2]).save(root / "glass.webp", lossless=True)
+
 
 @pytest.fixture(scope="session")
 def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     root = tmp_path_factory.mktemp("undivided")
+    draw_pictures(root)
     script = Path(__file__).with_name("undivided.py")
     jobs = json.dumps([asdict(job) for job in JOBS])
     command = [sys.executable, "-I", str(script), str(root)]
@@ -91,27 +153,65 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
 
 
 @pytest.fixture
-def copy(undivided: Undivided, tmp_path: Path) -> Path:
-    """A tiny model's folder to break."""
-    return Path(shutil.copytree(undivided.folder("unipc"), tmp_path / "model"))
+def copied(undivided: Undivided, tmp_path: Path) -> Callable[[str], Path]:
+    """A tiny model's folder to break, by kind."""
+    return lambda kind: Path(shutil.copytree(undivided.folder(kind), tmp_path / kind))
 
 
 @pytest.fixture(scope="session")
-def stages() -> Callable[[Path, str], dict[str, Stage]]:
-    """Every stage of a model by name, loaded once a session for each dtype."""
+def stages() -> Load:
+    """Every stage of a model by name, loaded once a session for each dtype and options."""
     import torch
 
     torch.set_num_threads(1)
 
     @cache
-    def load(folder: Path, dtype: str) -> dict[str, Stage]:
+    def load(folder: Path, dtype: str = "float32", options: ComputeOptions = EXACT) -> dict[str, Stage]:
         family = find(folder)
         card = family.card("model", folder, dtype)
-        return {spec.name: family.load(spec, folder, "cpu", card.dtypes) for spec in card.pipeline.stages}
+        runtime = Runtime("cpu", card.dtypes, options)
+        return {spec.name: family.load(spec, folder, runtime) for spec in card.pipeline.stages}
 
     return load
 
 
-@pytest.fixture
-def params() -> Callable[..., Params]:
-    return lambda *given, **more: {**_params(*given, **more), "output_format": "png"}
+SMALL = {"height": 32, "width": 32, "num_frames": 1, "max_sequence_length": 24}
+
+
+def serve(folder: Path, defaults: Mapping[str, Any] = SMALL, limits: Mapping[str, Any] | None = None) -> None:
+    """Write a serving.json."""
+    said = {"defaults": {**SMALL, **defaults}, "limits": {**(limits or {})}}
+    (folder / "serving.json").write_text(json.dumps(said))
+
+
+def edit(file: Path, **changes: object) -> None:
+    """Change entries of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def run(stage: Stage, params: Params, tensors: Any = None, uploads: Any = None) -> Any:
+    task = StageInput({**params, "output_format": "png"}, tensors or {}, uploads or {})
+    stage.verify(task)
+    (output,) = stage.run([task])
+    return output
+
+
+def encode(stages: dict[str, Stage], params: Params, uploads: dict[str, bytes]) -> dict[str, Any]:
+    """What all encoders of a model make of a request."""
+    names = [name for name in stages if "encode" in name]
+    return {key: value for name in names for key, value in run(stages[name], params, None, uploads).tensors.items()}
+
+
+def frames(media: Any) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(io.BytesIO(picture.data))) for picture in media])
+
+
+def divided(
+    stages: dict[str, Stage], params: Params, uploads: dict[str, bytes], seeds: list[int]
+) -> Iterator[tuple[Any, np.ndarray]]:
+    """Encoded once, then each sample denoised and decoded on its own, as an execution plan has it."""
+    encoded = encode(stages, params, uploads)
+    for seed in seeds:
+        own = {**params, "seed": seed}
+        latents = run(stages["denoise"], own, encoded).tensors["latents"]
+        yield latents, frames(run(stages["vae_decode"], own, {"latents": latents}).media)

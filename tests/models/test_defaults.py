@@ -10,28 +10,33 @@ from hypothesis import given, strategies as st
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.params import nearest_size
+from unfuse.core.registry import resolve
+from unfuse.models import FAMILIES, served_classes
 from unfuse.models.defaults import Defaults, Serving, call_defaults, fit
-from unfuse.models.wan import SOURCE
+from unfuse.models.wan import Wan
 
 STANDARD = {"height": 64, "width": 64, "num_frames": 9, "fps": 16, "negative_prompt": ""}
 LIMITS = Limits(size_multiple=16, min_size=16, max_size=64, max_pixels=4096, max_frames=9, frame_multiple=4)
 
 
-def test_the_parsed_signature_is_the_imported_one() -> None:
-    from diffusers import WanPipeline
+@pytest.mark.parametrize("pipeline", served_classes())
+def test_the_parsed_signature_is_the_imported_one(pipeline: str) -> None:
+    import diffusers
 
-    signature = inspect.signature(WanPipeline.__call__).parameters
+    family = resolve(FAMILIES, pipeline, "model family")
+    signature = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
     expected = {
         name: parameter.default
         for name, parameter in signature.items()
         if name in Defaults.__struct_fields__ and parameter.default is not None
     }
 
-    assert len(expected) >= 6
-    assert call_defaults(*SOURCE) == expected
+    assert len(expected) >= 4
+    assert family.source[1] == pipeline
+    assert call_defaults(*family.source) == expected
 
 
-@pytest.mark.parametrize(("file", "pipeline"), [("pipelines/none.py", "WanPipeline"), (SOURCE[0], "NonePipeline")])
+@pytest.mark.parametrize(("file", "pipeline"), [("pipelines/none.py", "WanPipeline"), (Wan.source[0], "NonePipeline")])
 def test_a_pipeline_diffusers_does_not_have(file: str, pipeline: str) -> None:
     with pytest.raises(ConfigError, match="the installed diffusers has no .*install a version that has"):
         call_defaults(file, pipeline)

@@ -1,16 +1,20 @@
-"""A model's folder: what its components are, and what tells one from another."""
+"""A model's folder: what its components are, what tells one from another, and what is refused."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
+from safetensors.numpy import save
 
 from unfuse.core.errors import ConfigError
 from unfuse.models import folder as module
-from unfuse.models.folder import ModelFolder
+from unfuse.models.folder import ModelFolder, header
 
 HEADER = json.dumps({"tensor": {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}}).encode()
+WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(4000)
+FILE, SHARD = "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model-0000{}-of-00002.safetensors"
 
 
 @pytest.fixture
@@ -19,21 +23,20 @@ def model(tmp_path: Path) -> ModelFolder:
     component = tmp_path / "vae"
     component.mkdir()
     (component / "config.json").write_text("{}")
-    (component / "w.safetensors").write_bytes(len(HEADER).to_bytes(8, "little") + HEADER + bytes(4000))
+    (component / FILE).write_bytes(WHOLE)
     return ModelFolder(tmp_path)
 
 
 @given(position=st.integers(0, 3999))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_that_is_hashed_whole_shows_any_changed_byte(model: ModelFolder, position: int) -> None:
-    file = model.path / "vae" / "w.safetensors"
-    whole = file.read_bytes()
+    file = model.path / "vae" / FILE
     before = model.identity("vae")
 
-    at = len(whole) - 4000 + position
-    file.write_bytes(whole[:at] + b"\1" + whole[at + 1 :])
+    at = len(WHOLE) - 4000 + position
+    file.write_bytes(WHOLE[:at] + b"\1" + WHOLE[at + 1 :])
     changed = model.identity("vae")
-    file.write_bytes(whole)
+    file.write_bytes(WHOLE)
 
     assert changed != before
     assert model.identity("vae") == before
@@ -55,14 +58,14 @@ def _flip(file: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize(("at", "seen"), [
-    (10, True),  # in the header
+    (10, True),  # the tensor's name, in the header
     (-4000, True), (-3985, True), (-1, True), (-16, True), (8 + len(HEADER) + 1992, True),  # first, last, middle piece
     (-500, False),  # between two pieces
 ])  # fmt: skip
 def test_of_a_large_file_header_and_samples_count(sampled: ModelFolder, at: int, seen: bool) -> None:
     before = sampled.identity("vae")
 
-    _flip(sampled.path / "vae" / "w.safetensors", at)
+    _flip(sampled.path / "vae" / FILE, at)
 
     assert (sampled.identity("vae") != before) is seen
 
@@ -70,10 +73,9 @@ def test_of_a_large_file_header_and_samples_count(sampled: ModelFolder, at: int,
 def test_size_name_and_configuration_count(sampled: ModelFolder) -> None:
     component = sampled.path / "vae"
     seen = {sampled.identity("vae")}
-    with (component / "w.safetensors").open("ab") as file:
-        file.write(b"\0")
+    (component / FILE).write_bytes(save({"tensor": np.zeros(4001, np.uint8)}))
     seen.add(sampled.identity("vae"))
-    (component / "w.safetensors").rename(component / "v.safetensors")
+    (component / FILE).rename(component / "model.safetensors")
     seen.add(sampled.identity("vae"))
     (component / "config.json").write_text('{"a": 1}')
     seen.add(sampled.identity("vae"))
@@ -83,31 +85,188 @@ def test_size_name_and_configuration_count(sampled: ModelFolder) -> None:
     assert sampled.identity("vae") in seen
 
 
-def test_a_header_that_claims_to_be_endless_is_read_in_bounds(sampled: ModelFolder) -> None:
-    file = sampled.path / "vae" / "w.safetensors"
-    file.write_bytes(b"\xff" * 8 + bytes(4000))
+def test_links_of_a_plain_folder_are_read(model: ModelFolder) -> None:
+    """Unlike those of a folder in the hub library's cache, which name the content."""
+    before = model.identity("vae")
+    file = model.path / "vae" / FILE
+    file.rename(model.path / "elsewhere")
+    file.symlink_to(model.path / "elsewhere")
+    assert model.identity("vae") == before
 
-    assert len(sampled.identity("vae")) == 32
+    _flip(model.path / "elsewhere", -1)
+    assert model.identity("vae") != before
+
+
+@pytest.mark.parametrize(("folder", "hub"), [
+    ("models--a--b/snapshots/c", ("a/b", "c")), ("models--b/snapshots/c", ("b", "c")),
+    ("models--a--b/refs/c", None), ("my--models/snapshots/c", None), ("models/snapshots/c", None),
+])  # fmt: skip
+def test_a_folder_of_the_hub_librarys_cache_is_known_by_its_path(
+    folder: str, hub: tuple[str, str] | None, tmp_path: Path
+) -> None:
+    assert ModelFolder(tmp_path / folder).hub == hub
+
+
+def _shard(model: ModelFolder) -> Path:
+    """Replace the weights by two shards and their index."""
+    component = model.path / "vae"
+    (component / FILE).unlink()
+    for number, dtype in enumerate((np.float16, np.float32), 1):
+        (component / SHARD.format(number)).write_bytes(save({f"t{number}": np.zeros((number, 3), dtype)}))
+    index = {"weight_map": {f"t{number}": SHARD.format(number) for number in (1, 2)}}
+    (component / f"{FILE}.index.json").write_text(json.dumps(index))
+    return component
 
 
 def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
-    shards = {"weight_map": {"a": "w.safetensors", "b": "w-2.safetensors"}}
-    (model.path / "vae" / "w.safetensors.index.json").write_text(json.dumps(shards))
+    component = _shard(model)
+    assert [file.name for file in model.weights("vae")] == [SHARD.format(1), SHARD.format(2)]
+    assert model.parameters("vae") == {"F16": 3, "F32": 6}
 
-    with pytest.raises(ConfigError, match=r"component vae lacks vae/w-2\.safetensors; download or save"):
+    (component / SHARD.format(2)).unlink()
+    for ask in (model.weights, model.size, model.identity, model.parameters):
+        with pytest.raises(ConfigError, match=r"component vae lacks vae/diffusion\S+-00002-of-00002.safetensors; down"):
+            ask("vae")
+
+
+@pytest.mark.parametrize("content", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_an_index_that_names_nothing(content: str, model: ModelFolder) -> None:
+    (_shard(model) / f"{FILE}.index.json").write_text(content)
+
+    with pytest.raises(ConfigError, match=r"component vae lacks vae/\*.safetensors; download or save"):
         model.weights("vae")
 
-    (model.path / "vae" / "w-2.safetensors").write_bytes(b"")
-    assert [file.name for file in model.weights("vae")] == ["w-2.safetensors", "w.safetensors"]
+
+def test_a_shard_of_another_component_is_none(model: ModelFolder) -> None:
+    component = _shard(model)
+    (model.path / "other.safetensors").write_bytes(WHOLE)
+    (component / f"{FILE}.index.json").write_text('{"weight_map": {"t1": "../other.safetensors"}}')
+
+    with pytest.raises(ConfigError, match="component vae lacks vae/../other.safetensors"):
+        model.weights("vae")
 
 
-def test_size_is_the_bytes_of_the_components_files(model: ModelFolder) -> None:
-    assert model.size("vae") == 2 + 8 + len(HEADER) + 4000
+@pytest.mark.parametrize(("present", "loaded"), [
+    ([FILE, f"{FILE}.index.json"], SHARD.format(1)),
+    (["model.safetensors", "model.safetensors.index.json"], "model.safetensors"),
+])  # fmt: skip
+def test_of_a_file_and_an_index_counts_what_its_library_loads(
+    present: list[str], loaded: str, model: ModelFolder
+) -> None:
+    component = _shard(model)
+    index = (component / f"{FILE}.index.json").read_text()
+    (component / f"{FILE}.index.json").unlink()
+    for name in present:
+        (component / name).write_bytes(index.encode() if name.endswith(".json") else WHOLE)
+
+    assert model.weights("vae")[0].name == loaded
+
+
+def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> None:
+    before = model.identity("vae"), model.size("vae"), model.weights("vae"), model.parameters("vae")
+    assert before[1] == 2 + len(WHOLE)
+    assert before[3] == {"U8": 4000}
+
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json",
+                 "diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model.bin",
+                 "diffusion_pytorch_model.bin.index.json"):  # fmt: skip
+        (model.path / "vae" / name).write_bytes(b"not read")
+
+    assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.parameters("vae")) == before
+
+
+PICKLES = "weights that are not safetensors: save the model anew with its library"
+
+
+@pytest.mark.parametrize(("name", "sentence"), [
+    ("diffusion_pytorch_model.fp16.safetensors", "a variant, and only plain weights are served: save the model"),
+    ("model.fp16-00001-of-00002.safetensors", "a variant, and only plain weights are served"),
+    ("wan_fp8_scaled.safetensors", "a checkpoint outside diffusers' layout: convert it by from_single_file"),
+    ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
+    ("model-Q8_0.gguf", r"quantised weights \(GGUF\), which are not served: give the model in its original precision"),
+    ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not served: merge it into its base model"),
+    ("adapter_model.safetensors", r"an adapter \(LoRA\), which is not served"),
+])  # fmt: skip
+def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
+    (model.path / "vae" / FILE).rename(model.path / "vae" / name)
+
+    for ask in (model.weights, model.size, model.identity, model.parameters):
+        with pytest.raises(ConfigError, match=rf"the weights of component vae are {name}, {sentence}"):
+            ask("vae")
+
+
+def test_an_adapter_beside_the_weights_is_refused_as_transformers_would_apply_it(model: ModelFolder) -> None:
+    (model.path / "vae" / "adapter_config.json").write_text("{}")
+
+    with pytest.raises(ConfigError, match=r"the weights of component vae are adapter_config.json, an adapter \(LoRA\)"):
+        model.identity("vae")
+
+
+def test_a_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(WHOLE)
+    with pytest.raises(
+        ConfigError, match=r"model_index.json is not there, but pytorch_lora_weights.safetensors, an ad"
+    ):
+        ModelFolder(tmp_path).index()
+
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"unet/config.json is not there, but adapter_config.json, an adapter"):
+        ModelFolder(tmp_path).weights("unet")
+
+
+def test_a_quantised_component_is_refused(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").write_text('{"quantization_config": null}')
+    model.weights("vae")
+
+    (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    for ask in (model.weights, model.size, model.identity, model.parameters):
+        with pytest.raises(ConfigError, match=r"component vae is quantised \(quantization_config\), which is not serv"):
+            ask("vae")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2"])
+def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str, model: ModelFolder) -> None:
+    head = HEADER.replace(b'"U8"', f'"{dtype}"'.encode())
+    (model.path / "vae" / FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4000))
+
+    for ask in (model.weights, model.identity, model.parameters):
+        with pytest.raises(ConfigError, match=rf"vae/{FILE} has 8-bit floats, which are not served"):
+            ask("vae")
+
+
+@pytest.mark.parametrize(("content", "sentence"), [
+    (WHOLE[:-1], f"is not whole: it has {len(WHOLE) - 1} bytes, and {len(WHOLE)} by its header"),
+    (WHOLE + b"\0", "is not whole"),
+    (WHOLE[:40], "is not a safetensors file, or cut short"),
+    (WHOLE[:5], "is not a safetensors file, or cut short"),
+    (b"", "is not a safetensors file, or cut short"),
+    (b"\xff" * 8 + bytes(4000), "is not a safetensors file, or cut short"),
+    (b"\x02" + bytes(7) + b"[]", "is not a safetensors file"),
+    (b"\x02" + bytes(7) + b'"\xff', "is not a safetensors file"),
+    (b"\x09" + bytes(7) + b'{"a": {}}', "is not a safetensors file"),
+])  # fmt: skip
+def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model: ModelFolder) -> None:
+    (model.path / "vae" / FILE).write_bytes(content)
+
+    for ask in (model.weights, model.size, model.identity, model.parameters):
+        with pytest.raises(ConfigError, match=rf"vae/{FILE} {sentence}"):
+            ask("vae")
+
+
+def test_a_header_is_read_and_a_file_that_is_not_there_named(tmp_path: Path) -> None:
+    (tmp_path / "w.safetensors").write_bytes(save({"a": np.zeros((2, 3), np.float16)}, metadata={"format": "pt"}))
+
+    assert header(tmp_path / "w.safetensors") == {"a": {"dtype": "F16", "shape": [2, 3], "data_offsets": (0, 12)}}
+    with pytest.raises(ConfigError, match=r"none.safetensors cannot be read \(No such file or directory\)"):
+        header(tmp_path / "none.safetensors")
 
 
 @pytest.mark.parametrize(("component", "file"), [
-    ("vae", "config.json"), ("text_encoder_2", "config.json"), ("scheduler", "scheduler_config.json"),
-    ("tokenizer", "tokenizer_config.json"), ("tokenizer_2", "tokenizer_config.json"),
+    ("vae", "config.json"), ("text_encoder_2", "config.json"), ("image_encoder", "config.json"),
+    ("scheduler", "scheduler_config.json"), ("tokenizer", "tokenizer_config.json"),
+    ("tokenizer_2", "tokenizer_config.json"), ("image_processor", "preprocessor_config.json"),
+    ("feature_extractor", "preprocessor_config.json"),
 ])  # fmt: skip
 def test_each_component_has_its_configuration_file(component: str, file: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{component}/{file} cannot be read"):
@@ -116,3 +275,22 @@ def test_each_component_has_its_configuration_file(component: str, file: str, tm
     (tmp_path / component).mkdir()
     (tmp_path / component / file).write_text('{"found": true}')
     assert ModelFolder(tmp_path).config(component) == {"found": True}
+
+
+def test_weights_without_their_configuration_are_no_checkpoint_of_another_layout(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").unlink()
+
+    with pytest.raises(ConfigError, match="vae/config.json cannot be read .* so component vae is incomplete"):
+        model.weights("vae")
+
+
+def test_a_component_without_weights_has_a_size_and_no_parameters(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "tokenizer" / "merges.txt").write_text("a b")
+
+    model = ModelFolder(tmp_path)
+    assert (model.size("tokenizer"), model.weights("tokenizer"), model.parameters("tokenizer")) == (5, [], {})
+    (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer/tokenizer_config.json cannot be read"):
+        model.identity("tokenizer")

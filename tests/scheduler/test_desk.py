@@ -33,7 +33,7 @@ HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
 @asynccontextmanager
 async def at_the_desk() -> AsyncIterator[tuple[Desk, ManualClock]]:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        desk = Desk(scheduler, [(CARD.name, CARD.source)], "disk:/results")
+        desk = Desk(scheduler, [(CARD.name, CARD.source, "auto")], "disk:/results")
         await desk.answer(PEER, HELLO)
         yield desk, clock
 
@@ -53,7 +53,11 @@ async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered(
     async with at_the_desk() as (desk, _):
         reply = await desk.answer(OTHER, Hello(info("worker-2")))
         assert isinstance(reply, Welcome)
-        assert (reply.models, reply.results, reply.lease_ttl) == (((CARD.name, CARD.source),), "disk:/results", 5.0)
+        assert (reply.models, reply.results, reply.lease_ttl) == (
+            ((CARD.name, CARD.source, "auto"),),
+            "disk:/results",
+            5.0,
+        )
         assert [member.info.id for member in await desk.scheduler.workers()] == ["worker-1"]
 
 
@@ -128,6 +132,40 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         assert await desk.scheduler.queue.expired() == []
         await desk.scheduler.cancel(request)
         assert await desk.answer(PEER, Beat((lease.claim,), (request, other))) == Pulse((lease.claim,), (request,))
+
+
+async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
+    async with at_the_desk() as (desk, _):
+        request, other = await submit(desk), await submit(desk)
+        (lease,) = await granted(desk)
+        beat = Beat((lease.claim,), (request, other), wait=3600.0)
+        waiting = asyncio.create_task(desk.answer(PEER, beat))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await desk.scheduler.cancel(request)
+        assert await waiting == Pulse((), ())  # something happened: beat again
+        assert await desk.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+
+
+async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        await desk.answer(PEER, Progress(lease.claim, 3, 9, 1, previews=(2,)))
+        await desk.scheduler.cancel(request)
+        events = [(event.type, event.step) async for event in desk.scheduler.queue.watch(request) if event.step]
+        assert events == [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 3)]
+
+
+async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
+    async with at_the_desk() as (desk, _):
+        await submit(desk)
+        urgent = await submit(desk, priority=2)
+        reply = await desk.answer(PEER, Ask(1, None, 0.0, above=1))
+        assert isinstance(reply, Granted)
+        assert [lease.task.request for lease in reply.leases] == [urgent]
+        assert await desk.answer(PEER, Ask(1, None, 0.0, above=0)) == Granted((), {})
 
 
 async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:

@@ -1,16 +1,22 @@
 """Denoising, whatever the transformer: noise, guidance, steps, and values that are no numbers."""
 
+import io
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput
-from unfuse.stages.denoise import Denoise
+from unfuse.stages.base import StageInput, need
+from unfuse.stages.denoise import Denoise, DenoiseState
+from unfuse.stages.guidance import guidance_scale
+from unfuse.stages.preview import Preview
 
 PARAMS: Params = {
     "seed": 3, "num_inference_steps": 4, "guidance_scale": 3.0, "width": 16, "height": 8, "num_frames": 1,
@@ -20,14 +26,10 @@ PARAMS: Params = {
 class Subtract:
     """A noise scheduler that takes away a tenth of each prediction, and counts."""
 
-    timesteps = torch.tensor([])
-    steps = 0
-
-    def set_timesteps(self, num_inference_steps: int, device: torch.device) -> None:
-        self.timesteps = torch.arange(num_inference_steps, 0, -1, device=device)
-
-    def set_begin_index(self, begin_index: int) -> None:
-        self.steps = begin_index
+    def __init__(self, steps: int) -> None:
+        self.timesteps = torch.arange(steps, 0, -1)
+        self.sigmas = torch.linspace(0.1 * steps, 0, steps + 1)
+        self.steps = 0
 
     def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
         assert int(timestep) == len(self.timesteps) - self.steps
@@ -36,25 +38,66 @@ class Subtract:
 
 
 class Constant:
-    """A denoiser that predicts its embedding's value everywhere, from timestep `bad` on NaN."""
+    """A denoiser that predicts its embedding's value everywhere plus its condition, from timestep `bad` on NaN."""
 
     device = torch.device("cpu")
     dtype = torch.float32
     embeds = {"embeds": (1, None)}
 
-    def __init__(self, bad: int = 0) -> None:
+    def __init__(self, bad: int = 0, conditions: Mapping[str, tuple[int | None, ...]] | None = None) -> None:
         self.bad = bad
+        self.conditions = conditions or {}
         self.weight = torch.ones(1, requires_grad=True)
+        self.rows: list[int] = []
 
-    def latent_shape(self, params: Params) -> tuple[int, ...]:
-        return (1, 2, int(params["height"] or 0), int(params["width"] or 0))
+    def verify(self, params: Params) -> None:
+        need(params, "height", int)
 
-    def noise_scheduler(self) -> Subtract:
-        return Subtract()
+    def guidance(self, params: Params) -> float:
+        return guidance_scale(params)
 
-    def predict(self, latents: Tensor, timestep: Tensor, embeds: Mapping[str, Tensor]) -> Tensor:
-        value = math.nan if int(timestep) <= self.bad else float(embeds["embeds"].mean())
-        return self.weight * torch.full_like(latents, value)
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        return torch.randn((1, 2, int(params["height"] or 0), int(params["width"] or 0)), generator=generator)
+
+    def constants(self, params: Params) -> dict[str, Tensor]:
+        return {"offset": torch.tensor([[float(params.get("offset") or 0.0)]])}
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> Subtract:
+        return Subtract(int(params["num_inference_steps"] or 0))
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        self.rows.append(len(latents))
+        value = inputs["embeds"].mean(1) + inputs["offset"].sum(1)
+        value = sum((inputs[name].mean(1) for name in self.conditions), value)
+        value = torch.where(timestep <= self.bad, math.nan, value)
+        return self.weight * value.view(-1, 1, 1, 1).expand_as(latents)
+
+
+class Picture:
+    """A decoder whose grid is the first three channels it can make of the latents."""
+
+    latents = (1, 2, None, None)
+
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        return latents[:, [0, 0, 0]].unsqueeze(2)
+
+    def decode(self, grid: Tensor) -> Tensor:
+        return grid
+
+
+EXACT = ComputeOptions()
+FUSED = ComputeOptions(batching="batched")
+
+
+def denoise(options: ComputeOptions = EXACT, **given: Any) -> Denoise:
+    return Denoise(Constant(**given), options)
+
+
+def advance(stage: Denoise, *states: DenoiseState) -> list[DenoiseState]:
+    """One step that succeeds for all."""
+    stepped = stage.step(states)
+    assert not any(isinstance(state, Exception) for state in stepped)
+    return [state for state in stepped if isinstance(state, DenoiseState)]
 
 
 def task(**changes: float | None) -> StageInput:
@@ -72,7 +115,7 @@ def latents(found: object) -> Tensor:
 
 
 def test_noise_comes_from_the_seed_and_each_step_moves_it() -> None:
-    (output,) = Denoise(Constant()).run([task(guidance_scale=1.0)])
+    (output,) = denoise().run([task(guidance_scale=1.0)])
 
     made = latents(output.tensors["latents"])
     assert torch.allclose(made, noise(3) - 4 * 0.1 * 2.0)
@@ -80,7 +123,7 @@ def test_noise_comes_from_the_seed_and_each_step_moves_it() -> None:
 
 
 def test_guidance_goes_from_the_negative_beyond_the_prompt() -> None:
-    (output,) = Denoise(Constant()).run([task(guidance_scale=3.0)])
+    (output,) = denoise().run([task(guidance_scale=3.0)])
 
     assert torch.allclose(latents(output.tensors["latents"]), noise(3) - 4 * 0.1 * (1.0 + 3.0 * (2.0 - 1.0)))
 
@@ -89,59 +132,96 @@ def test_the_global_generator_is_neither_used_nor_moved() -> None:
     torch.manual_seed(1)
     before = torch.random.get_rng_state()
 
-    first, again = Denoise(Constant()).run([task(), task()])
+    first, again = denoise().run([task(), task()])
 
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(latents(first.tensors["latents"]), latents(again.tensors["latents"]))
 
 
 def test_progress_counts_steps() -> None:
-    stage = Denoise(Constant())
+    stage = denoise()
     state = stage.start(task())
     seen = [stage.progress(state)]
     for _ in range(4):
-        (state,) = stage.step([state])
+        (state,) = advance(stage, state)
         seen.append(stage.progress(state))
 
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-def test_states_step_together_from_different_places() -> None:
-    stage = Denoise(Constant())
-    early, late = stage.start(task(seed=1)), stage.start(task(seed=2, num_inference_steps=2, guidance_scale=1))
-    (early,) = stage.step([early])
-    early, late = stage.step([early, late])
+@pytest.mark.parametrize(("options", "forwards"), [(EXACT, [2, 2]), (FUSED, [4])])
+def test_states_step_together_from_different_places(options: ComputeOptions, forwards: list[int]) -> None:
+    """Each with its own seed, scale, number of steps and offset; the halves of guidance apart or fused."""
+    denoiser = Constant()
+    stage = Denoise(denoiser, options)
+    early, late = (
+        stage.start(task(seed=1)),
+        stage.start(task(seed=2, num_inference_steps=2, guidance_scale=2, offset=5)),
+    )
+    (early,) = advance(stage, early)
+    denoiser.rows.clear()
+    early, late = advance(stage, early, late)
 
+    assert denoiser.rows == forwards
     assert (stage.progress(early), stage.progress(late)) == ((2, 4), (1, 2))
     assert torch.allclose(early.latents, noise(1) - 2 * 0.1 * 4.0)
-    assert torch.allclose(late.latents, noise(2) - 0.1 * 2.0)
+    assert torch.allclose(late.latents, noise(2) - 0.1 * 8.0)
 
 
-def test_values_that_are_not_finite_name_the_step() -> None:
-    stage = Denoise(Constant(bad=2))
-    state = stage.start(task())
-    (state,) = stage.step([state])
-    (state,) = stage.step([state])
+def test_conditions_are_shared_by_both_halves_of_guidance() -> None:
+    stage = denoise(conditions={"image": (1, None)})
+    given = task()
+    bare, ready = given, StageInput(given.params, {**given.tensors, "image": torch.full((1, 3), 10.0)})
 
-    with pytest.raises(PermanentError, match="not finite at step 3 of 4: try a smaller guidance_scale"):
-        stage.step([state])
+    with pytest.raises(PermanentError, match="input image is missing"):
+        stage.verify(bare)
+    stage.verify(ready)
+    (state,) = advance(stage, stage.start(ready))
+    assert torch.allclose(state.latents, noise(3) - 0.1 * 14.0)
 
 
-def test_a_bad_mate_leaves_a_request_as_it_was() -> None:
-    stage = Denoise(Constant())
-    good, bad = stage.start(task(seed=1)), stage.start(task(seed=2, guidance_scale=math.inf))
+def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() -> None:
+    stage = denoise(bad=2)
+    late, early = stage.start(task()), stage.start(task(seed=1, num_inference_steps=9))
+    (late,) = advance(stage, late)
+    (late,) = advance(stage, late)
 
-    with pytest.raises(PermanentError):
-        stage.step([good, bad])
-    (good,) = stage.step([good])
+    failed, early = stage.step([late, early])
 
-    assert torch.allclose(good.latents, noise(1) - 0.1 * 4.0)
+    assert isinstance(failed, PermanentError)
+    assert "not finite at step 3 of 4: try a smaller guidance_scale" in str(failed)
+    assert isinstance(early, DenoiseState)
+    assert torch.allclose(early.latents, noise(1) - 0.1 * 4.0)
+
+
+def test_a_preview_shows_where_the_latents_are_heading() -> None:
+    stage = Denoise(Constant(), EXACT, Preview(Picture))
+    state = stage.start(task(preview_every=1, num_inference_steps=8, width=96, height=48))
+    (state,) = advance(stage, state)
+    assert state.estimate is not None
+    end = state
+    for _ in range(7):
+        (end,) = advance(stage, end)
+    assert torch.allclose(state.estimate, end.latents, atol=1e-5)
+
+    media = stage.preview(state)
+
+    assert media is not None
+    assert Image.open(io.BytesIO(media.data)).size == (32, 16)
+    assert media.content_type == "image/jpeg"
+
+
+def test_nothing_is_kept_for_previews_nobody_wants() -> None:
+    stage = Denoise(Constant(), EXACT, Preview(Picture))
+    (state,) = advance(stage, stage.start(task()))
+    assert state.estimate is None
+    assert stage.preview(state) is None
 
 
 def test_latents_that_overflowed_in_the_last_step_are_not_handed_on() -> None:
-    stage = Denoise(Constant())
+    stage = denoise()
     state = stage.start(task(num_inference_steps=1))
-    (state,) = stage.step([state])
+    (state,) = advance(stage, state)
     state.latents[0, 0, 0, 0] = math.inf
 
     with pytest.raises(PermanentError, match="step 1 of 1"):
@@ -153,11 +233,11 @@ def test_latents_that_overflowed_in_the_last_step_are_not_handed_on() -> None:
 ])  # fmt: skip
 def test_a_task_that_lacks_something_is_refused(change: dict[str, float | None]) -> None:
     with pytest.raises(PermanentError, match=next(iter(change))):
-        Denoise(Constant()).verify(task(**change))
+        denoise().verify(task(**change))
 
 
 def test_negative_embeddings_are_needed_only_under_guidance() -> None:
-    stage = Denoise(Constant())
+    stage = denoise()
     tensors = {"embeds": torch.zeros(1, 5), "negative_embeds": None}
 
     stage.verify(StageInput({**PARAMS, "guidance_scale": 1.0}, tensors))
@@ -166,8 +246,9 @@ def test_negative_embeddings_are_needed_only_under_guidance() -> None:
 
 
 def test_guided_and_unguided_requests_share_no_batch() -> None:
-    stage = Denoise(Constant())
+    stage = denoise()
 
     assert stage.batch_key(PARAMS) == stage.batch_key({**PARAMS, "seed": 9, "guidance_scale": 7.5})
     assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "guidance_scale": 1.0})
     assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "width": 32})
+    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "max_sequence_length": 32})

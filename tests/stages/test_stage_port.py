@@ -32,8 +32,8 @@ class Count(SteppedStage[tuple[int, int]]):
     def start(self, task: StageInput) -> tuple[int, int]:
         return 0, need(task.params, "to", int)
 
-    def step(self, batch: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        return [(done + 1, to) for done, to in batch]
+    def step(self, batch: Sequence[tuple[int, int]]) -> list[tuple[int, int] | Exception]:
+        return [(done + 1, to) if done + 1 != 13 else PermanentError("unlucky") for done, to in batch]
 
     def progress(self, state: tuple[int, int]) -> tuple[int, int]:
         return state
@@ -59,7 +59,7 @@ def test_a_plain_stage_runs_in_the_step_loop_in_one_step() -> None:
     states = [stage.start(first), stage.start(second)]
     assert [stage.progress(state) for state in states] == [(0, 1), (0, 1)]
 
-    states = stage.step(states)
+    states = [state for state in stage.step(states) if not isinstance(state, Exception)]
 
     assert [stage.progress(state) for state in states] == [(1, 1), (1, 1)]
     made = [stage.finish(state).tensors["y"] for state in states]
@@ -74,6 +74,15 @@ def test_a_stepped_stage_runs_each_task_to_its_own_end() -> None:
     outputs = Count().run([StageInput({"to": to}, {}) for to in (3, 0, 7)])
 
     assert [int(output.tensors["n"]) for output in outputs if output.tensors["n"] is not None] == [3, 0, 7]
+
+
+def test_a_task_that_cannot_be_stepped_raises_what_it_failed_by() -> None:
+    with pytest.raises(PermanentError, match="unlucky"):
+        Count().run([StageInput({"to": 14}, {})])
+
+
+def test_a_stage_has_no_preview_of_its_own_accord() -> None:
+    assert Count().preview((1, 2)) is None
 
 
 def test_tasks_of_one_size_share_a_batch() -> None:

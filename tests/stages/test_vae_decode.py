@@ -25,8 +25,11 @@ class Same:
     def __init__(self) -> None:
         self.weight = torch.ones(1, requires_grad=True)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        return self.weight * latents
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        return latents
+
+    def decode(self, grid: Tensor) -> Tensor:
+        return self.weight * grid
 
 
 def test_each_frame_becomes_a_picture_without_loss() -> None:
@@ -40,7 +43,7 @@ def test_each_frame_becomes_a_picture_without_loss() -> None:
     pictures = [np.asarray(Image.open(io.BytesIO(media.data))) for media in output.media]
     assert output.tensors == {}
     assert {media.content_type for media in output.media} == {"image/png"}
-    assert np.array_equal(np.stack(pictures), to_pixels(video))
+    assert np.array_equal(np.stack(pictures), to_pixels(video[0]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,7 +57,7 @@ def test_pixels_are_rounded_as_diffusers_rounds_them(dtype: torch.dtype) -> None
 
     expected = VideoProcessor().postprocess_video(video, output_type="pil")[0]
 
-    assert np.array_equal(to_pixels(video), np.stack([np.asarray(frame) for frame in expected]))
+    assert np.array_equal(to_pixels(video[0]), np.stack([np.asarray(frame) for frame in expected]))
 
 
 def test_pixels_that_are_no_numbers_are_refused() -> None:
@@ -77,3 +80,14 @@ def test_a_task_that_lacks_something_is_refused(
 ) -> None:
     with pytest.raises(PermanentError, match=sentence):
         VaeDecode(Same()).verify(StageInput(params, tensors))
+
+
+def test_a_batch_of_one_size_is_decoded_together_and_each_gets_its_own_file() -> None:
+    videos = [torch.rand(1, 3, 1, 8, 16) * 2 - 1 for _ in range(3)]
+    forms = ("png", "webp", "png")
+    tasks = [StageInput({"output_format": f}, {"latents": v}) for f, v in zip(forms, videos, strict=True)]
+
+    outputs = VaeDecode(Same()).run(tasks)
+
+    assert [output.media[0].content_type for output in outputs] == ["image/png", "image/webp", "image/png"]
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(outputs[2].media[0].data))), to_pixels(videos[2][0])[0])

@@ -175,3 +175,28 @@ def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="choose another --results"):
         open_results(f"disk:{tmp_path}/file/results")
+
+
+def test_what_is_attached_is_read_back_until_it_is_detached_and_results_stay(tmp_path: Path) -> None:
+    store, request = open_results(f"disk:{tmp_path}"), new_request_id()
+    store.put(request, 0, "image/png", b"picture")
+    store.attach(request, "image", b"upload")
+    store.attach(request, "preview-denoise.0-3", b"sketch")
+    assert store.attached(request, "image") == b"upload"
+    assert store.attached(request, "preview-denoise.0-3") == b"sketch"
+
+    store.detach(request)
+    store.detach(request)
+
+    for name in ("image", "preview-denoise.0-3"):
+        with pytest.raises(NotFound, match=name):
+            store.attached(request, name)
+    assert store.read(request, 0) == b"picture"
+
+
+@pytest.mark.parametrize("name", ["", "../0", "a/b", "A", "x" * 81])
+def test_an_attachment_with_another_kind_of_name_is_not_kept(tmp_path: Path, name: str) -> None:
+    store = open_results(f"disk:{tmp_path}")
+    with pytest.raises(NotFound):
+        store.attach(new_request_id(), name, b"")
+    assert list(tmp_path.rglob("*")) == []

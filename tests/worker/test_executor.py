@@ -11,9 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Done, Failed
-from unfuse.core.plan import kinds_of
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Value, kinds_of
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.models import find, resolve_source
@@ -24,26 +26,26 @@ from unfuse.worker.executor import Executor
 SHAPES = "unfuse/shapes"
 
 
-def load(store: TensorStore, folder: Path, model: str = SHAPES) -> Load:
-    models, kinds = ((model, model),), kinds_of("encoder")
-    return Load(
-        models, kinds, "cpu", "auto", 1, store.owner, store.node, store.address, store.write_token, f"disk:{folder}"
-    )
+def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder") -> Load:
+    models, kinds, compute = ((model, model, "auto"),), kinds_of(role), ComputeOptions("cpu", threads=1)
+    return Load(models, kinds, compute, store.owner, store.node, store.address, store.write_token, f"disk:{folder}")
 
 
-def lease(prompt: str = "a red circle on white") -> Lease:
+def lease(stage: str = "text_encode", *inputs: ObjectRef, **changes: Value) -> Lease:
     card = find(folder := resolve_source(SHAPES)).card(SHAPES, folder)
-    params = card.defaults | {"prompt": prompt, "seed": 1}
-    pool = card.pools()["text_encode"]
-    task = Task(new_request_id(), "text_encode", 1, pool, "text_encode", SHAPES, params)
+    params = {**card.defaults, "prompt": "a red circle on white", "seed": 1, **changes}
+    pool = card.pools()[stage]
+    task = Task(new_request_id(), stage, 1, pool, stage, SHAPES, params, inputs)
     return Lease(task, "w", secrets.token_bytes(16), 0.0)
 
 
 @asynccontextmanager
-async def executing(folder: Path) -> AsyncIterator[tuple[Executor, TensorStore, asyncio.Queue[object]]]:
+async def executing(
+    folder: Path, role: str = "encoder"
+) -> AsyncIterator[tuple[Executor, TensorStore, asyncio.Queue[object]]]:
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
-        executor = Executor(load(store, folder), heard.put)
+        executor = Executor(load(store, folder, role=role), heard.put)
         assert await executor.start() == "cpu"
         serving = asyncio.create_task(executor.serve())
         try:
@@ -88,6 +90,30 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_p
         assert again.claim == third.claim
         assert again.output is not None
         assert again.output.checksums == done.output.checksums
+
+
+async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path) -> None:
+    async with executing(tmp_path, "all") as (executor, store, heard):
+        await executor.run(text := lease(), {})
+        encoded = await outcome(heard)
+        assert isinstance(encoded, Done)
+        assert (encoded.claim, encoded.output is not None) == (text.claim, True)
+        assert encoded.output is not None
+
+        # half a second a step, so that no message is late by a whole one
+        await executor.run(slow := lease("denoise", encoded.output, num_frames=17, width=128, height=128), {})
+        step = 0
+        while step < 3:
+            stepped = await heard.get()
+            assert isinstance(stepped, Stepped)
+            step = stepped.step
+        await executor.cancel(slow.claim)
+
+        rest = []
+        while isinstance(message := await heard.get(), Stepped):
+            rest.append(message.step)
+        assert message == Stopped(slow.claim)
+        assert rest in ([], [4])
 
 
 async def test_what_cannot_load_is_one_sentence(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import ArenaFull, PermanentError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Params
+from unfuse.core.plan import Params, Value
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.stages.base import Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
@@ -27,30 +27,55 @@ from unfuse.worker.step_loop import StepLoop
 
 
 class Count(SteppedStage["tuple[StageInput, int]"]):
-    """Adds one to its input at each of `steps` steps; fails at step `fail_at` with what `error` says."""
+    """Adds one to its input at each of `steps` steps; whoever steps through `fail_at` fails.
+
+    It raises what `raises` says of a batch of that size, or returns `returns` for the tasks concerned.
+    """
 
     kind = "denoise"
+    uploads: tuple[str, ...] = ()
 
-    def __init__(self, error: Exception | None = None, fail_at: int = -1) -> None:
-        self.error, self.fail_at = error, fail_at
-        self.order: list[int] = []
+    def __init__(
+        self,
+        returns: Exception | None = None,
+        raises: Callable[[int], Exception | None] = lambda size: None,
+        fail_at: int = -1,
+    ) -> None:
+        self.returns, self.raises, self.fail_at = returns, raises, fail_at
+        self.batches: list[list[int]] = []
+        self.uploaded: list[bytes] = []
+
+    @property
+    def order(self) -> list[int]:
+        return [tag for batch in self.batches for tag in batch]
 
     def verify(self, task: StageInput) -> None:
         if "x" not in task.tensors:
             raise PermanentError("denoise needs x")
+        self.uploaded += task.uploads.values()
+
+    def batch_key(self, params: Params) -> str:
+        return str(params.get("size"))
 
     def start(self, task: StageInput) -> tuple[StageInput, int]:
         return task, 0
 
-    def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int]]:
-        ((task, step),) = batch
-        if step + 1 == self.fail_at and self.error:
-            raise self.error
-        self.order.append(int(task.params["tag"] or 0))
-        return [(task, step + 1)]
+    def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+        if (error := self.raises(len(batch))) and any(step + 1 == self.fail_at for _, step in batch):
+            raise error
+        self.batches.append([int(task.params["tag"] or 0) for task, _ in batch])
+        return [
+            self.returns if step + 1 == self.fail_at and self.returns and task.params["tag"] == 0 else (task, step + 1)
+            for task, step in batch
+        ]
 
     def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
         return state[1], int(state[0].params["steps"] or 0)
+
+    def preview(self, state: tuple[StageInput, int]) -> Media | None:
+        if state[1] == self.fail_at:
+            raise ValueError("no picture")
+        return Media("image/jpeg", f"step {state[1]}".encode())
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
         x = state[0].tensors["x"]
@@ -73,16 +98,18 @@ class Print(Stage):
 class Bench:
     """A loop with its surroundings."""
 
-    def __init__(self, folder: Path, stages: Mapping[str, SteppedStage[Any]]) -> None:
+    def __init__(self, folder: Path, stages: Mapping[str, SteppedStage[Any]], batch: int) -> None:
         self.store = TensorStore.create("memory", owner="w", node="n")
         self.results = open_results(f"disk:{folder}")
         self.inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
         self.sent: list[FromCompute] = []
-        self.loop = StepLoop(stages, self.store, self.results, self.inbox, self.sent.append)
+        self.loop = StepLoop(stages, self.store, self.results, self.inbox, self.sent.append, batch)
         self.input = self.store.put({"x": np.zeros(3, "float32")}, request=new_request_id(), stage="before", attempt=1)
 
-    def run(self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0) -> Lease:
-        own: Params = {"steps": steps, "tag": tag}
+    def run(
+        self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0, **more: Value
+    ) -> Lease:
+        own: Params = {"steps": steps, "tag": tag, **more}
         task = Task(
             new_request_id(),
             "stage",
@@ -110,9 +137,17 @@ class Bench:
         raise AssertionError("the task did not end")
 
 
-def bench(folder: Path, **options: Any) -> tuple[Bench, Count]:
+def bench(folder: Path, batch: int = 1, **options: Any) -> tuple[Bench, Count]:
     count = Count(**options)
-    return Bench(folder, {"count": count, "print": OneStep(Print())}), count
+    return Bench(folder, {"count": count, "print": OneStep(Print())}, batch), count
+
+
+def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
+    """A loop that has found out that four at a time pay off."""
+    loop, count = bench(folder, batch=4, **options)
+    for size in (1, 2, 4):
+        loop.loop._sizes.measured(("count", "None"), size, 1.0)
+    return loop, count
 
 
 def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: Path) -> None:
@@ -180,17 +215,22 @@ def test_a_cancel_that_comes_too_late_is_ignored(tmp_path: Path) -> None:
         (ArenaFull(10, 5, 20), "transient", "--arena"),
         (RuntimeError("library trouble"), "transient", "RuntimeError: library trouble"),
         (OSError("caf\udce9.bin"), "transient", "OSError: caf?.bin"),
+        (
+            torch.OutOfMemoryError("Tried to allocate 20.00 GiB"),
+            "permanent",
+            "Tried to allocate 20.00 GiB; ask for less",
+        ),
     ],
 )
 def test_what_a_step_raises_decides_what_is_reported_and_harms_no_mate(
     tmp_path: Path, error: Exception, kind: str, says: str
 ) -> None:
-    loop, count = bench(tmp_path, error=error, fail_at=2)
+    loop, count = bench(tmp_path, raises=lambda _: error, fail_at=2)
     failed = loop.outcome(loop.run())
     assert isinstance(failed, Failed)
     assert (failed.kind, says in failed.message, "Traceback" in failed.evidence) == (kind, True, True)
     encode(failed)
-    count.error = None
+    count.fail_at = -1
     assert isinstance(loop.outcome(loop.run()), Done)
 
 
@@ -212,7 +252,7 @@ def test_wrong_inputs_fail_the_request_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["done", "failed", "stopped"])
 def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> None:
-    loop, _ = bench(tmp_path, error=PermanentError("no"), fail_at=1 if ending == "failed" else -1)
+    loop, _ = bench(tmp_path, raises=lambda _: PermanentError("no"), fail_at=1 if ending == "failed" else -1)
     lease = loop.run()
     if ending == "stopped":
         loop.inbox.put(Cancel(lease.claim))
@@ -220,3 +260,90 @@ def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> N
     for request in loop.store.holding():
         loop.store.release(request)
     assert loop.store.usage().used == 0
+
+
+def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_path: Path) -> None:
+    loop, count = grown(tmp_path)
+    leases = [loop.run(tag=1, steps=2), loop.run(tag=2, steps=4)]
+    loop.loop.turn()
+    leases += [loop.run(tag=3, steps=2), loop.run(tag=4, steps=2, size="other")]
+
+    for lease, steps in zip(leases, (2, 4, 2, 2), strict=True):
+        done = loop.outcome(lease)
+        assert isinstance(done, Done)
+        assert done.output is not None
+        with loop.store.get(done.output, as_torch=True) as held:
+            assert torch.equal(held["x"], torch.full((3,), float(steps)))
+    assert count.batches == [[1, 2], [1, 2, 3], [2, 3], [2], [4], [4]]
+
+
+def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
+    loop, count = bench(tmp_path)
+    for lease in [loop.run(tag=tag) for tag in (1, 2)]:
+        loop.outcome(lease)
+    assert count.batches == [[1], [1], [1], [2], [2], [2]]
+
+
+def test_what_runs_steps_aside_for_what_is_more_urgent_and_then_goes_on(tmp_path: Path) -> None:
+    loop, count = grown(tmp_path)
+    patient = [loop.run(tag=1, steps=3), loop.run(tag=2, steps=3)]
+    loop.loop.turn()
+    urgent = loop.run(tag=9, steps=2, priority=1)
+    for lease in (*patient, urgent):
+        assert isinstance(loop.outcome(lease), Done)
+    assert count.batches == [[1, 2], [9], [9], [1, 2], [1, 2]]
+
+
+def test_a_task_that_cannot_go_on_leaves_its_mates_where_they_are(tmp_path: Path) -> None:
+    loop, count = grown(tmp_path, returns=PermanentError("not finite at step 2 of 3"), fail_at=2)
+    bad, good = loop.run(tag=0), loop.run(tag=1)
+    failed = loop.outcome(bad)
+    assert isinstance(failed, Failed)
+    assert (failed.kind, failed.message) == ("permanent", "not finite at step 2 of 3")
+    assert isinstance(loop.outcome(good), Done)
+    assert count.batches == [[0, 1], [0, 1], [1]]
+
+
+def test_a_batch_that_does_not_fit_is_halved_and_everyone_gets_through(tmp_path: Path) -> None:
+    loop, count = grown(tmp_path, raises=lambda size: torch.OutOfMemoryError() if size > 2 else None, fail_at=2)
+    leases = [loop.run(tag=tag) for tag in range(1, 5)]
+    for lease in leases:
+        assert isinstance(loop.outcome(lease), Done)
+    assert count.batches[0] == [1, 2, 3, 4]
+    assert all(len(batch) <= 2 for batch in count.batches[1:])
+
+
+def test_when_a_batch_fails_each_is_tried_alone_and_the_innocent_are_not_charged(tmp_path: Path) -> None:
+    loop, _ = grown(tmp_path, raises=lambda size: RuntimeError("bad mate") if size > 1 else None, fail_at=1)
+    leases = [loop.run(tag=tag) for tag in (1, 2, 3)]
+    assert all(isinstance(loop.outcome(lease), Done) for lease in leases)
+
+
+def test_previews_are_attached_every_so_many_steps_and_told_with_them(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path, fail_at=4)
+    lease = loop.run(steps=7, preview_every=2)
+    assert isinstance(loop.outcome(lease), Done)
+
+    told = [step for message in loop.sent if isinstance(message, Stepped) for step in message.previews]
+    assert told == [2, 6]
+    assert loop.results.attached(lease.task.request, "preview-stage-6") == b"step 6"
+
+
+def test_nobody_who_did_not_ask_gets_a_preview(tmp_path: Path) -> None:
+    loop, _ = bench(tmp_path)
+    lease = loop.run(steps=4)
+    loop.outcome(lease)
+    assert all(message.previews == () for message in loop.sent if isinstance(message, Stepped))
+
+
+def test_a_stage_gets_the_uploads_it_names(tmp_path: Path) -> None:
+    loop, count = bench(tmp_path)
+    count.uploads = ("image",)
+    lease = loop.run()
+    loop.results.attach(lease.task.request, "image", b"a picture")
+    assert isinstance(loop.outcome(lease), Done)
+    assert count.uploaded == [b"a picture"]
+
+    failed = loop.outcome(loop.run())
+    assert isinstance(failed, Failed)
+    assert (failed.kind, "has no image" in failed.message) == ("permanent", True)

@@ -1,76 +1,137 @@
-"""What a model's components weigh, from its JSON files and the headers of its safetensors: no weight is read."""
+"""What models need, from their JSON files and the headers of their safetensors: no weight is read."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from unfuse.cli.settings import Size
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-
-MAX_HEADER = 100 * 1024 * 1024
-"""Longest header of a safetensors file, in bytes, as its own library has it."""
-
-WEIGHT_FILES = "*.safetensors"
+from unfuse.core.object_ref import DTYPES
+from unfuse.core.plan import ROLES, StageSpec
+from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted, devices_of, place, taken
+from unfuse.models import find, resolve_source
+from unfuse.models.base import choose_dtypes, parse_dtypes
+from unfuse.models.folder import ModelFolder
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A folder of a model: its class, bytes of weights on disk, parameters, and tensors by dtype."""
+    """A part of a model: its class, elements of its tensors, bytes of its files, and what it takes in its dtype."""
 
     name: str
     kind: str
-    bytes: int
     parameters: int
-    dtypes: dict[str, int]
+    files: Size
+    dtype: str
+    memory: Size
 
 
-def components(folder: Path) -> list[Component]:
-    """The components that `model_index.json` names. Raises ConfigError for a folder that cannot be read as a model."""
-    index = _read(folder / "model_index.json")
+class Model(msgspec.Struct, frozen=True):
+    """A model that was looked into. `dtypes` is `--dtype` with nothing left to "auto"."""
+
+    card: ModelCard
+    folder: Path
+    dtypes: str
+    components: dict[str, Component]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What would be served by which workers; `refusal` says why there are none. The first device is the host."""
+
+    models: tuple[Model, ...]
+    needs: dict[str, tuple[Part, ...]]
+    wanted: Wanted
+    devices: tuple[Device, ...]
+    workers: tuple[Placed, ...]
+    refusal: str = ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every component of every worker, with the bytes it takes."""
+        return [
+            {
+                "worker": number, "role": worker.role, "device": worker.device, "component": part.component,
+                "dtype": part.dtype, "memory": Size(part.bytes), "models": part.models,
+            }
+            for number, worker in enumerate(self.workers, 1) for part in worker.parts
+        ]  # fmt: skip
+
+    def memory(self) -> list[dict[str, Any]]:
+        """Bytes that the workers take by device, their processes and arenas counted, and the bytes that are free."""
+        takes = taken(self.workers, self.wanted)
+        return [
+            {"device": device.name, "takes": Size(takes[device.name]), "free": Size(device.free)}
+            for device in self.devices if takes[device.name]
+        ]  # fmt: skip
+
+
+def plan(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
+    """Look into models and place the workers that are wanted for them. Brings and loads no weights.
+
+    Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
+    """
+    models = look_into(names, revision, wanted, devices)
+    needed = needs(models)
+    try:
+        return Plan(models, needed, wanted, devices, place(needed, wanted, devices))
+    except ConfigError as error:
+        return Plan(models, needed, wanted, devices, (), str(error))
+
+
+def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:
+    """These models, as the workers that are wanted would serve them.
+
+    Raises ConfigError for what cannot be served, and for a dtype or a component of `--dtype` that no model has.
+    """
+    spec = wanted.compute.dtype
+    on_gpu = {role for role in ROLES if set(devices_of(role, wanted, devices)) != {CPU}}
+    folders = {name: resolve_source(name, revision or None, ()) for name in names}
+    cards = {name: find(folder).card(name, folder) for name, folder in folders.items()}
+    choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     found = []
-    for name, entry in index.items():
-        if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None:
-            found.append(_component(folder / name, str(entry[1])))
+    for name, folder in folders.items():
+        dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), ModelFolder(folder)
+        text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
+        components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
+        found.append(Model(find(folder).card(name, folder, text), folder, text, components))
+    return tuple(found)
+
+
+def _component(files: ModelFolder, name: str, dtype: str) -> Component:
+    elements = sum(files.parameters(name).values())
+    kind = str(files.index()[name][1])
+    return Component(name, kind, elements, Size(files.size(name)), dtype, Size(elements * DTYPES[dtype]))
+
+
+def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
+    """The dtype of each component by `--dtype`, where "auto" is bfloat16 for what runs on GPUs, but for a VAE.
+
+    It must not depend on who works it out: gateway and workers have to agree on pools.
+    """
+    rest, named = parse_dtypes(spec)
+    fast = {
+        component
+        for stage in card.pipeline.stages if any(stage.kind in ROLES[role] for role in on_gpu)
+        for component in stage.components
+    }  # fmt: skip
+    half, full = (choose_dtypes(rest if rest != "auto" else dtype, card.dtypes) for dtype in ("bfloat16", "float32"))
+    return {name: named.get(name) or (half if name in fast else full)[name] for name in card.dtypes}
+
+
+def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
+    """By role, what a worker of it holds: every pool of its kinds once, whichever models share it."""
+    pools: dict[str, dict[str, tuple[StageSpec, Model]]] = {}
+    for model in models:
+        for stage in model.card.pipeline.stages:
+            pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
+    found: dict[str, tuple[Part, ...]] = dict.fromkeys(ROLES, ())
+    for users in pools.values():
+        stage, model = next(iter(users.values()))
+        held = (model.components[name] for name in stage.components)
+        parts = tuple(Part(one.name, one.dtype, one.memory, tuple(users)) for one in held if one.memory)
+        for role, kinds in ROLES.items():
+            found[role] += parts if stage.kind in kinds else ()
     return found
-
-
-def _component(folder: Path, kind: str) -> Component:
-    if not folder.is_dir():
-        raise ConfigError(f"the model lacks the folder {folder}, which its model_index.json names")
-    dtypes: Counter[str] = Counter()
-    total = parameters = 0
-    for file in sorted(folder.glob(WEIGHT_FILES)):
-        for tensor in header(file).values():
-            count = 1
-            for side in tensor["shape"]:
-                count *= side
-            first, last = tensor["data_offsets"]
-            dtypes[tensor["dtype"]] += 1
-            parameters += count
-            total += last - first
-    return Component(folder.name, kind, total, parameters, dict(dtypes))
-
-
-def header(file: Path) -> dict[str, Any]:
-    """Tensors of a safetensors file by name: dtype, shape, data_offsets. Raises ConfigError for any other file."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        raw = stream.read(length) if 0 < length <= MAX_HEADER else b""
-    try:
-        tensors = json.loads(raw)
-    except ValueError as error:
-        raise ConfigError(f"{file} is not a safetensors file: fetch it again") from error
-    tensors.pop("__metadata__", None)
-    return dict(tensors)
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(file.read_text()))
-    except OSError as error:
-        raise ConfigError(f"{file.parent} is not a model in diffusers' format: it has no {file.name}") from error
-    except ValueError as error:
-        raise ConfigError(f"{file} is not JSON: {error}") from error

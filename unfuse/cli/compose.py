@@ -18,11 +18,13 @@ import structlog
 import uvicorn
 
 from unfuse import queues
+from unfuse.cli import components
+from unfuse.cli.components import Plan
+from unfuse.cli.machine import devices
 from unfuse.client import Client, connect
-from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.launch.local import LocalWorkers
-from unfuse.models import find, resolve_source
+from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.scheduler import Scheduler
@@ -42,26 +44,30 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
-    """What `serve` composes. `keys` maps API keys to tenants; `workers` counts the workers to start by role; `arena` is
-    bytes; `threads` is CPU threads per compute process (0: the cores, shared out).
-    """
+    """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order."""
 
     models: tuple[str, ...] = (BUILT_IN,)
+    revision: str = ""
+    names: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Mapping[str, str] = {}
     queue: str = "memory"
     results: str = ""
     listen: str = "tcp://127.0.0.1:8001"
-    workers: Mapping[str, int] = msgspec.field(default_factory=lambda: {"encoder": 1, "denoiser": 1, "decoder": 1})
-    device: str = "auto"
-    dtype: str = "auto"
-    threads: int = 0
-    arena: int = 2 << 30
+    workers: Wanted = Wanted()
     limits: Limits = Limits()
     lease_ttl: float = 15.0
     retention: float = 86400.0
     drain_timeout: float = 20.0
+
+
+def plan(options: ServeOptions) -> Plan:
+    """What these options compose. Raises ConfigError for what cannot be served, and for what does not fit."""
+    planned = components.plan(options.models, options.revision, options.workers, devices())
+    if planned.refusal:
+        raise ConfigError(planned.refusal)
+    return planned
 
 
 class _Gateway(uvicorn.Server):
@@ -74,10 +80,10 @@ class _Gateway(uvicorn.Server):
 
 
 class Service:
-    """Gateway, scheduler and, unless `workers` is empty, workers: one `serve`."""
+    """Gateway, scheduler and the workers of a plan: one `serve`."""
 
-    def __init__(self, options: ServeOptions) -> None:
-        self._options = options
+    def __init__(self, options: ServeOptions, plan: Plan) -> None:
+        self._options, self._plan = options, plan
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -92,13 +98,13 @@ class Service:
         options = self._options
         if not is_loopback(options.host) and not options.keys:
             raise ConfigError(f"--host {options.host} can be reached by others: set --api-key, or use 127.0.0.1")
-        cards = [_card(name, options.dtype) for name in options.models]
+        names = public_names(options)
         listener = _listen(options.host, options.port)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
-            scheduler, router = await stack.enter_async_context(self._scheduler(cards))
+            scheduler, router = await stack.enter_async_context(self._scheduler())
             results = open_results(options.results)
-            app = create_app(scheduler, results, keys=options.keys)
+            app = create_app(scheduler, results, keys=options.keys, names=names)
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
@@ -115,11 +121,13 @@ class Service:
                 await serving
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self, cards: list[ModelCard]) -> AsyncIterator[tuple[Scheduler, Router]]:
-        options = self._options
+    async def _scheduler(self) -> AsyncIterator[tuple[Scheduler, Router]]:
+        options, models = self._options, self._plan.models
+        cards = [model.card for model in models]
         queue = queues.open(options.queue)
         scheduler = Scheduler(queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards)
-        desk = Desk(scheduler, [(card.name, card.source) for card in cards], options.results)
+        offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
+        desk = Desk(scheduler, offered, options.results, options.workers.compute.outcome)
         router = Router(options.listen, desk.answer, desk.undelivered)
         await scheduler.start()
         try:
@@ -130,15 +138,18 @@ class Service:
             await queue.close()
 
     def _commands(self, scheduler: str) -> list[list[str]]:
-        options = self._options
-        roles = [role for role, count in options.workers.items() for _ in range(count)]
-        threads = options.threads or max(1, _cores() // max(1, len(roles)))
-        common = {
-            "scheduler": scheduler, "device": options.device, "dtype": options.dtype,
-            "threads": threads, "arena": options.arena,
-        }  # fmt: skip
-        shared = [text for name, value in common.items() for text in (f"--{name}", str(value))]
-        return [["--role", role, *shared] for role in roles]
+        """Arguments of each worker. Which dtypes, it hears from the scheduler: each model has its own."""
+        wanted, workers = self._options.workers, self._plan.workers
+        threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
+        common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
+        commands = []
+        for worker in workers:
+            own = common | {"role": worker.role, "scheduler": scheduler, "device": worker.device}
+            if worker.device == CPU:
+                own["offload"] = "none"
+            pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in own.items()]
+            commands.append([text for pair in pairs for text in pair])
+        return commands
 
     async def _drain(self, scheduler: Scheduler) -> None:
         """Wait for accepted requests; the gateway refuses new ones meanwhile."""
@@ -177,10 +188,11 @@ async def work(options: WorkerOptions, lifeline: int | None) -> None:
 @contextlib.contextmanager
 def local(options: ServeOptions) -> Iterator[Client]:
     """A private service of this process, on a free port behind a random key; ends with the block."""
+    planned = plan(options)
     key = secrets.token_urlsafe(24)
     options = msgspec.structs.replace(options, port=0, listen="tcp://127.0.0.1:0", keys={key: "default"})
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, ready)), name="unfuse")
+    thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, planned, ready)), name="unfuse")
     thread.start()
     try:
         loop, service, url = ready.result()
@@ -194,9 +206,9 @@ def local(options: ServeOptions) -> Iterator[Client]:
 
 
 async def _serve_in_thread(
-    options: ServeOptions, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]
+    options: ServeOptions, planned: Plan, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]
 ) -> None:
-    service = Service(options)
+    service = Service(options, planned)
     try:
         await service.run(lambda url: ready.set_result((asyncio.get_running_loop(), service, url)))
     except ConfigError as error:
@@ -214,9 +226,14 @@ async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> N
         await asyncio.to_thread(results.forget, before)
 
 
-def _card(name: str, dtype: str) -> ModelCard:
-    folder = resolve_source(name)
-    return find(folder).card(name, folder, dtype)
+def public_names(options: ServeOptions) -> dict[str, str]:
+    """The models by the names that clients use. Raises ConfigError when it is not clear which is whose."""
+    models, names = options.models, options.names
+    if len(models) == 1:
+        return dict.fromkeys(names, models[0])
+    if names and len(names) != len(models):
+        raise ConfigError(f"--served-model-name is given {len(names)} times for {len(models)} models: once for each")
+    return dict(zip(names, models, strict=False))
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -2,56 +2,116 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.components import components
-from unfuse.cli.machine import Machine, look
-from unfuse.cli.options import Config, Json
+from unfuse.cli.options import COMPUTE, Config, Json, takes
+from unfuse.cli.serve import PLACING, tell, wanted
 from unfuse.cli.settings import load
 
+if TYPE_CHECKING:
+    from unfuse.cli.components import Model, Plan
+    from unfuse.cli.machine import Machine
 
+
+@takes("serve.revision", *PLACING, *COMPUTE)
 def doctor(
+    flags: dict[str, Any],
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
     clean: Annotated[bool, typer.Option("--clean", help="Remove what dead processes left behind.")] = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
-    """Say what this machine has and what models need.
+    """Say what this machine has, what models need, where `serve` would put them, and whether to split them at all.
 
     Reads files and headers only; no weights are loaded.
     """
-    settings = load(config=config).settings
-    port = int(settings.serve.listen.rpartition(":")[2])
-    machine = look((settings.serve.port, port))
-    weights = {name: _components(name) for name in models or []}
+    from unfuse.cli.components import plan
+    from unfuse.cli.machine import devices, look
+
+    loaded = load(flags, config)
+    serve = loaded.settings.serve
+    machine = look((serve.port, int(serve.listen.rpartition(":")[2])))
+    found = plan(models, serve.revision, wanted(loaded), devices()) if models else None
     if json:
-        show.as_json({"machine": msgspec.to_builtins(machine, str_keys=True), "models": weights})
+        show.as_json({"machine": msgspec.to_builtins(machine, str_keys=True), **(_report(found) if found else {})})
         return
     if clean:
         typer.echo("nothing to clean: tensors live in memory that ends with its last process")
     _print_machine(machine)
-    for name, rows in weights.items():
-        _print_model(name, rows, machine)
+    if found:
+        _print_plan(found)
 
 
-def _components(name: str) -> list[dict[str, Any]]:
-    from unfuse.models import resolve_source
+def gains(plan: Plan) -> Iterator[tuple[str, int]]:
+    """What serving these models in stages gains on this machine, and the bytes that it saves where it is memory."""
+    used = dict.fromkeys(worker.device for worker in plan.workers)
+    if len(used) > 1:
+        yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
+    parts = [part for held in plan.needs.values() for part in held]
+    whole, largest = sum(part.bytes for part in parts), max(part.bytes for part in parts)
+    best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
+    if whole > best.free:
+        room = f"more than the {show.size(best.free)} free on {best.name}"
+        yield f"undivided, the components take {show.size(whole)}, {room}; the largest takes {show.size(largest)}", 0
+    for part in parts:
+        if saved := part.bytes * (len(part.models) - 1):
+            yield f"one {part.component} serves {len(part.models)} models: {show.size(saved)} less memory", saved
+    if (copies := _denoisers(plan)) > 1:
+        saved = (copies - 1) * (whole - sum(part.bytes for part in plan.needs["denoiser"]))
+        less = f"{show.size(saved)} less memory than as many undivided pipelines"
+        yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
-    return [msgspec.structs.asdict(component) for component in components(Path(resolve_source(name)))]
+
+def verdict(plan: Plan) -> str:
+    """Whether to split, in a sentence. Memory that is saved must be more than the processes themselves take."""
+    from unfuse.launch.placement import CONTEXT, CPU, PROCESS
+
+    if plan.refusal:
+        return "nothing to split: serve would refuse this"
+    if len(plan.workers) < 2:
+        return "not split: one worker at most runs here, the stages in turn"
+    more = len(plan.workers) - max(1, _denoisers(plan))
+    saved = [size for _, size in gains(plan)]
+    if 0 in saved or sum(saved) > more * PROCESS:
+        return "split: it gains what is said above"
+    contexts = f" and {show.size(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
+    return (
+        "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
+        f"measured on two cores in docs/performance.md), and {more} more processes than undivided take "
+        f"{show.size(more * PROCESS)} of host memory{contexts}"
+    )
+
+
+def _denoisers(plan: Plan) -> int:
+    return sum(worker.role == "denoiser" for worker in plan.workers)
+
+
+def _report(plan: Plan) -> dict[str, Any]:
+    return {
+        "models": {model.card.name: _components(model) for model in plan.models},
+        "placement": plan.rows(),
+        "memory": plan.memory(),
+        "refusal": plan.refusal or None,
+        "gains": [gain for gain, _ in gains(plan)],
+        "verdict": verdict(plan),
+    }
+
+
+def _components(model: Model) -> list[dict[str, Any]]:
+    return [msgspec.structs.asdict(component) for component in model.components.values()]
 
 
 def _print_machine(machine: Machine) -> None:
-    limit = "" if machine.limit is None else f", limited to {show.size(machine.limit)} by the control group"
-    gpus = ", ".join(f"{gpu.name} ({show.size(gpu.memory)})" for gpu in machine.gpus)
+    gpus = ", ".join(f"{gpu.name} ({show.size(gpu.free)} of {show.size(gpu.memory)} free)" for gpu in machine.gpus)
     facts = {
         "system": f"{machine.system}, Python {machine.python}",
         "processors": f"{machine.cpus:g}",
-        "memory": f"{show.size(machine.memory)}, {show.size(machine.available)} available{limit}",
+        "memory": f"{show.size(machine.memory)}, {show.size(machine.available)} available",
         "GPUs": gpus or "none: computing on the CPU",
         "libraries": ", ".join(f"{name} {version or 'MISSING'}" for name, version in machine.libraries.items()),
         "ports": ", ".join(f"{port} {'free' if free else 'IN USE'}" for port, free in machine.ports.items()),
@@ -60,10 +120,16 @@ def _print_machine(machine: Machine) -> None:
         typer.echo(f"{name:12} {fact}")
 
 
-def _print_model(name: str, rows: list[dict[str, Any]], machine: Machine) -> None:
-    typer.echo(f"\n{name}")
-    table = [{**row, "weights": show.size(row["bytes"]), "dtypes": list(row["dtypes"])} for row in rows]
-    show.as_table(table, ["name", "kind", "weights", "parameters", "dtypes"], "no components")
-    total = sum(row["bytes"] for row in rows)
-    verdict = "fit" if total <= machine.available else "DO NOT FIT"
-    typer.echo(f"weights {show.size(total)} in all: they {verdict} in the {show.size(machine.available)} available")
+def _print_plan(plan: Plan) -> None:
+    for model in plan.models:
+        typer.echo(f"\n{model.card.name}")
+        show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")
+    typer.echo()
+    if plan.refusal:
+        typer.echo(f"serve would refuse: {plan.refusal}")
+    else:
+        tell(plan, err=False)
+    typer.echo()
+    for gain, _ in gains(plan):
+        typer.echo(f"gain: {gain}")
+    typer.echo(verdict(plan))

@@ -13,9 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from unfuse.arena.limits import available_memory
+from unfuse.launch.placement import CPU, Device
+
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
-ASK_GPUS = ("nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 GPU_ANSWER_S = 10.0
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+"""Where users say which GPUs a process sees, and in which order, by index or by the beginning of the UUID."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -27,36 +32,36 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Processors this process may use, memory in bytes (`limit` is the control group's, None for none), software."""
+    """Processors and memory in bytes that this process may use, GPUs in the order it numbers them, software."""
 
     system: str
     python: str
     cpus: float
     memory: int
     available: int
-    limit: int | None
     gpus: tuple[Gpu, ...]
     libraries: dict[str, str | None]
     ports: dict[int, bool]
 
 
-def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> Machine:
+def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machine:
     """This machine, and which of these loopback ports are free."""
-    lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
-    memory = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    available = memory["MemAvailable"]
     return Machine(
         system=platform.platform(),
         python=platform.python_version(),
         cpus=cpus(group),
-        memory=memory["MemTotal"],
-        available=available if limit is None else min(available, max(0, limit - (used or 0))),
-        limit=limit,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        available=available_memory(),
         gpus=gpus(),
         libraries={name: _version(name) for name in LIBRARIES},
         ports={port: is_free(port) for port in ports},
     )
+
+
+def devices() -> tuple[Device, ...]:
+    """Where workers may run on this machine: on no GPU where torch is built without them."""
+    usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
+    return (Device(CPU, available_memory()), *(Device(f"cuda:{n}", gpu.free) for n, gpu in enumerate(usable)))
 
 
 def cpus(group: Path) -> float:
@@ -74,8 +79,10 @@ def gpus() -> tuple[Gpu, ...]:
     answer = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)
     if answer.returncode:
         return ()
-    rows = csv.reader(answer.stdout.splitlines(), skipinitialspace=True)
-    return tuple(Gpu(name, int(total) << 20, int(free) << 20) for name, total, free in rows)
+    rows = list(csv.reader(answer.stdout.splitlines(), skipinitialspace=True))
+    visible = os.environ.get(VISIBLE, ",".join(index for index, *_ in rows)).split(",")
+    seen = (row for name in visible for row in rows if name and (row[0] == name or row[1].startswith(name)))
+    return tuple(Gpu(name, int(total) << 20, int(free) << 20) for _, _, name, total, free in seen)
 
 
 def is_free(port: int) -> bool:
@@ -87,11 +94,6 @@ def is_free(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _number(file: Path) -> int | None:
-    text = file.read_text().strip() if file.is_file() else "max"
-    return None if text == "max" else int(text)
 
 
 def _version(library: str) -> str | None:

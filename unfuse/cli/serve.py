@@ -4,58 +4,56 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unfuse.cli import logs
-from unfuse.cli.options import Config, setting
+from unfuse.cli import logs, show
+from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import DEFAULT, Loaded, Size, load
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from unfuse.cli.components import Plan
     from unfuse.cli.compose import ServeOptions
+    from unfuse.launch.placement import Wanted
 
 
 SHARED_ARENA = Size.parse("512MiB")
 """Memory of each worker that shares its machine with the others of one `serve`, unless it is set."""
 
+PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders", "arena.bytes")
+"""Which workers run where, beside how they compute."""
 
+
+@takes(
+    "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
+    "serve.results", "serve.workers", "serve.listen", *PLACING, *COMPUTE, "serve.max_active", "serve.max_queue",
+    "serve.drain_timeout",
+)  # fmt: skip
 def serve(
+    flags: dict[str, Any],
     models: Annotated[
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
-    host: Annotated[str | None, setting("serve.host")] = None,
-    port: Annotated[int | None, setting("serve.port")] = None,
-    api_key: Annotated[list[str] | None, setting("serve.api_key", metavar="KEY|FILE")] = None,
-    queue: Annotated[str | None, setting("serve.queue")] = None,
-    results: Annotated[str | None, setting("serve.results")] = None,
-    workers: Annotated[bool | None, setting("serve.workers", "--workers/--no-workers")] = None,
-    listen: Annotated[str | None, setting("serve.listen")] = None,
-    device: Annotated[str | None, setting("compute.device")] = None,
-    dtype: Annotated[str | None, setting("compute.dtype")] = None,
-    threads: Annotated[int | None, setting("compute.threads")] = None,
-    arena: Annotated[str | None, setting("arena.bytes", "--arena")] = None,
-    encoders: Annotated[int | None, setting("serve.encoders")] = None,
-    denoisers: Annotated[int | None, setting("serve.denoisers")] = None,
-    decoders: Annotated[int | None, setting("serve.decoders")] = None,
-    max_active: Annotated[int | None, setting("serve.max_active")] = None,
-    max_queue: Annotated[int | None, setting("serve.max_queue")] = None,
-    drain_timeout: Annotated[float | None, setting("serve.drain_timeout")] = None,
     config: Config = None,
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
 
     SIGTERM and Ctrl-C stop accepting and finish what runs; a second one stops at once.
     """
-    flags = {
-        "serve.models": models or None, "serve.host": host, "serve.port": port, "serve.api_key": api_key or None,
-        "serve.queue": queue, "serve.results": results, "serve.workers": workers, "serve.listen": listen,
-        "serve.encoders": encoders, "serve.denoisers": denoisers, "serve.decoders": decoders,
-        "serve.max_active": max_active, "serve.max_queue": max_queue, "serve.drain_timeout": drain_timeout,
-        "compute.device": device, "compute.dtype": dtype, "compute.threads": threads, "arena.bytes": arena,
-    }  # fmt: skip
-    run(options(load(flags, config)))
+    run(options(load({**flags, "serve.models": models or None}, config)))
+
+
+def wanted(loaded: Loaded) -> Wanted:
+    """The workers that these settings ask for."""
+    from unfuse.launch.placement import Wanted, parse_place
+
+    settings, serve = loaded.settings, loaded.settings.serve
+    counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
+    arena = SHARED_ARENA if loaded.origins["arena.bytes"] == DEFAULT else settings.arena.bytes
+    place = parse_place(serve.place)
+    return Wanted(counts, place, settings.compute, arena) if serve.workers else Wanted({}, {}, settings.compute)
 
 
 def options(loaded: Loaded) -> ServeOptions:
@@ -63,26 +61,22 @@ def options(loaded: Loaded) -> ServeOptions:
     from unfuse.cli.compose import ServeOptions
     from unfuse.queues.base import Limits
 
-    settings = loaded.settings
-    wanted = settings.serve
-    counts = {"encoder": wanted.encoders, "denoiser": wanted.denoisers, "decoder": wanted.decoders}
+    settings, serve = loaded.settings, loaded.settings.serve
     return ServeOptions(
-        models=wanted.models,
-        host=wanted.host,
-        port=wanted.port,
-        keys=keys((*wanted.api_key, *filter(None, [settings.api_key]))),
-        queue=wanted.queue,
-        results=wanted.results.replace("DATA_DIR", settings.data_dir),
-        listen=wanted.listen,
-        workers=counts if wanted.workers else {},
-        device=settings.compute.device,
-        dtype=settings.compute.dtype,
-        threads=settings.compute.threads,
-        arena=SHARED_ARENA if loaded.origins["arena.bytes"] == DEFAULT else settings.arena.bytes,
-        limits=Limits(wanted.max_active, wanted.max_queue),
+        models=serve.models,
+        revision=serve.revision,
+        names=serve.served_model_name,
+        host=serve.host,
+        port=serve.port,
+        keys=keys((*serve.api_key, *filter(None, [settings.api_key]))),
+        queue=serve.queue,
+        results=serve.results.replace("DATA_DIR", settings.data_dir),
+        listen=serve.listen,
+        workers=wanted(loaded),
+        limits=Limits(serve.max_active, serve.max_queue),
         lease_ttl=settings.lease.ttl_s,
-        retention=wanted.retention_s,
-        drain_timeout=wanted.drain_timeout,
+        retention=serve.retention_s,
+        drain_timeout=serve.drain_timeout,
     )
 
 
@@ -100,16 +94,25 @@ def keys(given: tuple[str, ...]) -> dict[str, str]:
     return tenants
 
 
+def tell(plan: Plan, err: bool) -> None:
+    """Say which worker goes where and what each of its components takes."""
+    columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
+    show.as_table(plan.rows(), columns, "no worker is started here", err)
+    for sums in plan.memory():
+        takes = f"{show.size(sums['takes'])} of {show.size(sums['free'])} free, processes and arenas counted"
+        typer.echo(f"{sums['device']}: {takes}; activations come on top", err=err)
+
+
 def run(options: ServeOptions) -> None:
     """Serve until stopped by a signal."""
     import asyncio
 
     import uvloop
 
-    from unfuse.cli.compose import Service
+    from unfuse.cli.compose import Service, plan
 
     async def serving() -> None:
-        service = Service(options)
+        service = Service(options, found)
 
         def stop(number: int) -> None:
             stopped_by.append(number)
@@ -121,6 +124,8 @@ def run(options: ServeOptions) -> None:
 
     logs.to_stderr()
     stopped_by: list[int] = []
+    found = plan(options)
+    tell(found, err=True)
     uvloop.run(serving())
     if signal.SIGINT in stopped_by:
         raise KeyboardInterrupt

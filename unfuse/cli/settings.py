@@ -11,11 +11,12 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 
 PREFIX = "UNFUSE_"
@@ -51,6 +52,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, says("Address to listen on; anything but loopback needs an API key.")] = "127.0.0.1"
     port: Annotated[int, says("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535)] = 8000
     models: Annotated[tuple[str, ...], says("Models to serve: names, folders or hub ids.")] = ("unfuse/shapes",)
+    revision: Annotated[str, says("Branch, tag or commit of the models that come from the hub.")] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
+    ] = ()
     api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
     queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
@@ -59,6 +64,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
     denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
     decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
+    place: Annotated[
+        str, says("Devices by role: encoder=cuda:0,denoiser=cuda:0+cuda:1,decoder=cpu; a worker for each device named.")
+    ] = ""
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
@@ -73,14 +81,6 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[int, says("Tasks it holds at a time: one runs while the next one's inputs arrive.", ge=1)] = 2
     node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
-
-
-class Compute(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The processes that calculate."""
-
-    device: Annotated[str, says("Device to compute on; auto takes the best there is.")] = "auto"
-    dtype: Annotated[str, says("Type of the weights; auto is float32.")] = "auto"
-    threads: Annotated[int, says("CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
 
 
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -103,7 +103,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
     serve: Serve = Serve()
     worker: Worker = Worker()
-    compute: Compute = Compute()
+    compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
     lease: Leases = Leases()
 
@@ -215,7 +215,9 @@ def _convert(field: Field, value: Any, origin: str) -> Any:
         return msgspec.convert(value, field.type, strict=not isinstance(value, str), dec_hook=_decode)
     except msgspec.ValidationError as error:
         shown = "" if field.secret else f" {value!r}"
-        raise ConfigError(f"{field.name}{shown} (from {origin}): {error}") from error
+        kind = get_args(field.type)[0]
+        reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
+        raise ConfigError(f"{field.name}{shown} (from {origin}): {reason}") from error
 
 
 def _decode(kind: type, value: Any) -> Any:

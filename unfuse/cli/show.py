@@ -17,16 +17,16 @@ def as_json(data: object) -> None:
     typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
-def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str) -> None:
-    """Print these columns of the rows, or the sentence `empty` when there is none."""
+def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, err: bool = False) -> None:
+    """Print these columns of the rows, or the sentence `empty` when there is none; on standard error if `err`."""
     if not rows:
-        typer.echo(empty)
+        typer.echo(empty, err=err)
         return
     lines = [[column.replace("_", " ").upper() for column in columns]]
     lines += [[cell(row.get(column)) for column in columns] for row in rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     for line in lines:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+        typer.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip(), err=err)
 
 
 def cell(value: Any) -> str:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated
+from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from unfuse.cli import logs
-from unfuse.cli.options import Config, setting
+from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import load
 
 
+@takes(
+    "worker.role", "worker.scheduler", "worker.model", *COMPUTE, "worker.slots", "worker.node", "arena.bytes",
+    "serve.drain_timeout",
+)  # fmt: skip
 def worker(
-    role: Annotated[str | None, setting("worker.role")] = None,
-    scheduler: Annotated[str | None, setting("worker.scheduler")] = None,
-    model: Annotated[list[str] | None, setting("worker.model")] = None,
-    device: Annotated[str | None, setting("compute.device")] = None,
-    dtype: Annotated[str | None, setting("compute.dtype")] = None,
-    slots: Annotated[int | None, setting("worker.slots")] = None,
-    node: Annotated[str | None, setting("worker.node")] = None,
-    arena: Annotated[str | None, setting("arena.bytes", "--arena")] = None,
-    threads: Annotated[int | None, setting("compute.threads")] = None,
+    flags: dict[str, Any],
     lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
@@ -29,30 +26,24 @@ def worker(
 
     SIGTERM and Ctrl-C finish what runs and end; a second one ends at once.
     """
-    flags = {
-        "worker.role": role, "worker.scheduler": scheduler, "worker.model": model or None, "worker.slots": slots,
-        "worker.node": node, "compute.device": device, "compute.dtype": dtype, "compute.threads": threads,
-        "arena.bytes": arena,
-    }  # fmt: skip
-    settings = load(flags, config).settings
-
+    import structlog
     import uvloop
 
     from unfuse.cli.compose import work
     from unfuse.worker.worker import WorkerOptions
 
+    settings = load(flags, config).settings
+    wanted, compute = settings.worker, settings.compute
     logs.to_stderr()
-    wanted = settings.worker
+    structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
     options = WorkerOptions(
         role=wanted.role,
         scheduler=wanted.scheduler,
         node=wanted.node or socket.gethostname(),
         models=wanted.model,
-        device=settings.compute.device,
-        dtype=settings.compute.dtype,
+        compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots,
         arena=settings.arena.bytes,
-        threads=settings.compute.threads or 1,
         drain_timeout=settings.serve.drain_timeout,
     )
     uvloop.run(work(options, lifeline))

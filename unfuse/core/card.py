@@ -26,7 +26,8 @@ class Limits(msgspec.Struct, frozen=True):
 class ModelCard(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
-    `source` is the folder or hub name its workers load; `weights` and `dtypes` are by component name.
+    `source` is the folder or hub name its workers load; `weights` and `dtypes` are by component name. A model that
+    `takes_image` needs one with each request.
     """
 
     name: str
@@ -38,6 +39,12 @@ class ModelCard(msgspec.Struct, frozen=True):
     weights: dict[str, str]
     dtypes: dict[str, str]
     created: int = 0
+    takes_image: bool = False
+
+    @property
+    def makes_video(self) -> bool:
+        """Whether it can be asked for more than one frame."""
+        return self.limits.max_frames > 1
 
     def pools(self, kinds: frozenset[str] | None = None) -> dict[str, str]:
         """Pool of each stage by stage name, of the given kinds only (None: all)."""

@@ -36,28 +36,40 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds."""
+    """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds.
+
+    With `above`, only work of a higher priority: what runs steps aside for it.
+    """
 
     slots: int
     room: int | None
     wait: float
+    above: int | None = None
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take."""
+    """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take.
+
+    The answer may wait up to `wait` seconds for a request to be interrupted: a cancellation is heard of at once.
+    """
 
     claims: tuple[Claim, ...] = ()
     holding: tuple[str, ...] = ()
     used: int = 0
+    wait: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first`…`step` of `steps` are done. The answer says whether to go on: a lost lease is a cancellation."""
+    """Steps `first`…`step` of `steps` are done, and of these steps there are `previews`.
+
+    The answer says whether to go on: a lost lease is a cancellation.
+    """
 
     claim: Claim
     step: int
     steps: int
     first: int
+    previews: tuple[int, ...] = ()
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -84,12 +96,16 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Hello: models to serve as (name, source), where results go, how often to beat (seconds)."""
+    """The answer to Hello: models to serve as (name, source, dtype), where results go, how often to beat (seconds).
 
-    models: tuple[tuple[str, str], ...]
+    `outcome` is what a worker's ComputeOptions must agree with, if it says anything.
+    """
+
+    models: tuple[tuple[str, str, str], ...]
     results: str
     lease_ttl: float
     beat: float
+    outcome: dict[str, str] = {}
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

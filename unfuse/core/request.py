@@ -27,12 +27,17 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs."""
+    """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs.
+
+    It computed in that many `steps`, with `batch` tasks in a forward on average.
+    """
 
     queued_s: float = 0.0
     get_s: float = 0.0
     run_s: float = 0.0
     put_s: float = 0.0
+    steps: int = 0
+    batch: float = 0.0
 
 
 class ResultFile(msgspec.Struct, frozen=True):

@@ -60,6 +60,7 @@ class LocalWorkers:
             process = self._processes[number] = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
                 pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
+                env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ},  # GPUs in the order they were placed by
             )  # fmt: skip
             code = await process.wait()
             if self._stopping:

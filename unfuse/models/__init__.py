@@ -13,14 +13,23 @@ from unfuse.models.source import resolve_source
 
 __all__ = ["Family", "find", "pipeline_class", "resolve_source", "served_classes"]
 
-FAMILIES = {"WanPipeline": "unfuse.models.wan:FAMILY"}
+FAMILIES = {
+    "FluxPipeline": "unfuse.models.flux:FAMILY",
+    "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
+    "WanPipeline": "unfuse.models.wan:FAMILY",
+}
 """Families by the pipeline class that model_index.json names."""
 
 PLANS = {
     "unfuse/shapes": "WanPipeline",
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "WanPipeline",
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": "WanImageToVideoPipeline",
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "WanImageToVideoPipeline",
+    "black-forest-labs/FLUX.1-dev": "FluxPipeline",
+    "black-forest-labs/FLUX.1-schnell": "FluxPipeline",
     "Wan-AI/Wan2.1-T2V-*": "WanPipeline",
+    "Wan-AI/Wan2.1-I2V-*": "WanImageToVideoPipeline",
 }
 """Pipeline classes of models known by name, before anything of them is downloaded; a name may be a pattern."""
 

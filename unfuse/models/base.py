@@ -4,23 +4,48 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from unfuse.core.card import ModelCard
+import msgspec
+import xxhash
+
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import Pipeline, StageSpec
-from unfuse.models.folder import ModelFolder
+from unfuse.core.object_ref import DTYPES as WIDTHS
+from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.models.defaults import Serving, call_defaults
+from unfuse.models.folder import INDEX, ModelFolder
+from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
 
+if TYPE_CHECKING:
+    import torch
+
+    from unfuse.stages.denoise import Denoiser
+    from unfuse.stages.text_encode import TextEncoder
+    from unfuse.stages.vae_decode import VaeDecoder
+
 Report = Callable[[str, float, int], None]
-"""Hears of each component that is loaded: its name, the seconds it took, the bytes of its files."""
+"""Hears of each component that is loaded: its name, the seconds it took, the bytes it takes in memory."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
+T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
+"""What a T5 tokenizer may be saved as."""
+
 _DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
+
+
+class Runtime(msgspec.Struct, frozen=True):
+    """How a stage's components are to run: on which device, in which dtype by component, and what was set."""
+
+    device: str
+    dtypes: Mapping[str, str]
+    options: ComputeOptions = ComputeOptions()
 
 
 class Family(ABC):
@@ -35,74 +60,213 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def load(
-        self, spec: StageSpec, folder: Path, device: str, dtypes: Mapping[str, str], report: Report | None = None
-    ) -> Stage:
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         """A stage of that model with its weights on the device; no other component's weights are read.
 
-        `dtypes` are the card's, by component. Raises ConfigError, naming the component, when one cannot be loaded.
+        The runtime's dtypes are the card's. Raises ConfigError, naming the component, when one cannot be loaded.
         """
 
 
-def weights_ids(folder: ModelFolder, pipeline: Pipeline) -> dict[str, str]:
+class DiffusersFamily(Family):
+    """Models that are diffusers pipelines; left to say is what bounds them, their stages, and how these load."""
+
+    name: str
+    """Also its recipe: models of one name do the same with equal text encoders and VAEs, and share their pools."""
+    source: tuple[str, str]
+    """The pipeline's file, relative to the diffusers package, and class: its call has the defaults."""
+    classes: Mapping[str, tuple[str, tuple[str, ...]]]
+    """Library and known classes of each component."""
+    text_encoders: Mapping[str, Callable[[Loader], TextEncoder]]
+    """By stage kind."""
+    denoiser: Callable[[Loader], Denoiser]
+    vae: Callable[[Loader], VaeDecoder]
+    takes_image = False
+
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        """See Family."""
+        model, serving = ModelFolder(folder), Serving.read(folder)
+        self.components(model)
+        standard = {**call_defaults(*self.source), **self.standard(model)}
+        limits = serving.bounds(self.limits(model, serving.over(standard)))
+        dtypes = choose_dtypes(dtype, self.classes)
+        pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
+        return ModelCard(
+            name=name,
+            source=source_of(folder),
+            family=self.name,
+            pipeline=pipeline,
+            limits=limits,
+            defaults=serving.within(limits, standard),
+            weights=weights_ids(model, pipeline, self.name),
+            dtypes=dtypes,
+            created=model.created,
+            takes_image=self.takes_image,
+        )
+
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        """See Family."""
+        model = ModelFolder(folder)
+        return self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
+
+    def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
+        """Library and class of each component, by model_index.json. Raises ConfigError for what is not served."""
+        index = folder.index()
+        for component, (library, names) in self.classes.items():
+            entry = index.get(component)
+            if not isinstance(entry, list) or len(entry) != 2 or entry[0] != library or entry[1] not in names:
+                raise ConfigError(
+                    f"model {folder.path}: {INDEX} gives component {component} as {entry}; "
+                    f"served is {library} {' or '.join(names)}"
+                )
+        return {component: tuple(index[component]) for component in self.classes}
+
+    @abstractmethod
+    def standard(self, folder: ModelFolder) -> Params:
+        """Defaults that the pipeline's call does not have, or has otherwise."""
+
+    @abstractmethod
+    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+        """What can be asked for, as far as the configurations say. Raises ConfigError for some that do not fit."""
+
+    @abstractmethod
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        """The stages, and the most room that their outputs take; `widths` are the bytes of a number, by component."""
+
+    def stage(self, kind: str, loader: Loader) -> Stage:
+        """The stage of that kind; a denoiser loads the VAE when its first preview is due. Raises ConfigError."""
+        from unfuse.stages.denoise import Denoise
+        from unfuse.stages.preview import Preview
+        from unfuse.stages.text_encode import TextEncode
+        from unfuse.stages.vae_decode import VaeDecode
+
+        if kind in self.text_encoders:
+            return TextEncode(self.text_encoders[kind](loader), kind)
+        if kind == "denoise":
+            return Denoise(self.denoiser(loader), loader.runtime.options, Preview(lambda: self.vae(loader)))
+        if kind == "vae_decode":
+            return VaeDecode(self.vae(loader))
+        raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
+
+
+def weights_ids(folder: ModelFolder, pipeline: Pipeline, recipe: str) -> dict[str, str]:
     """The identity of each component of a pipeline.
 
     That of a stage's first component, which names the stage's pool, covers the others of the stage too: workers whose
-    transformers are equal and whose noise schedulers are not must not share a pool.
+    transformers are equal and whose noise schedulers are not must not share a pool. `recipe` names what a family does
+    with its components: of equal ones, families that do the same share pools, and others do not.
     """
     alone = {component: (component,) for stage in pipeline.stages for component in stage.components}
     groups = {**alone, **{stage.components[0]: stage.components for stage in pipeline.stages}}
-    return {component: folder.identity(*group) for component, group in groups.items()}
+    return {
+        component: xxhash.xxh3_128_hexdigest(f"{recipe}\0{folder.identity(*group)}".encode())
+        for component, group in groups.items()
+    }
 
 
-def choose_dtype(wanted: str) -> str:
-    """The dtype that `--dtype` means; "auto" is float32, which is what diffusers loads when it is told nothing.
+def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
+    """What `--dtype` says: the dtype of whatever it does not name ("auto" if it does not say), and those by component.
 
-    Raises ConfigError for an unknown one.
+    Written `bfloat16`, `transformer=bfloat16,vae=float32`, or both. Raises ConfigError for an unknown dtype.
     """
-    if wanted == "auto":
-        return DTYPES[0]
-    if wanted not in DTYPES:
-        raise ConfigError(f"unknown dtype {wanted!r}: one of auto, {', '.join(DTYPES)}")
-    return wanted
+    rest, named = "auto", dict[str, str]()
+    for entry in spec.split(","):
+        component, equals, dtype = (part.strip() for part in entry.rpartition("="))
+        if dtype not in DTYPES and (equals or dtype != "auto"):
+            raise ConfigError(f"--dtype {spec}: unknown dtype {dtype!r}: one of auto, {', '.join(DTYPES)}")
+        if equals:
+            named[component] = dtype
+        else:
+            rest = dtype
+    return rest, named
+
+
+def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
+    """The dtype of each component by `--dtype`; "auto" is float32, which is what diffusers loads when told nothing.
+
+    A VAE is float32 unless it is named, as its makers advise: half precision shows in the picture.
+    Raises ConfigError for an unknown dtype or component.
+    """
+    rest, named = parse_dtypes(spec)
+    if unknown := sorted(set(named) - set(components)):
+        raise ConfigError(f"--dtype {spec}: no component is called {unknown[0]!r}; known are {', '.join(components)}")
+    usual = {name: DTYPES[0] if rest == "auto" or name.startswith("vae") else rest for name in components}
+    return usual | named
 
 
 class Loader:
     """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
-    def __init__(self, folder: ModelFolder, device: str, dtypes: Mapping[str, str], report: Report | None) -> None:
-        self.folder = folder
-        self._device, self._dtypes, self._report = device, dtypes, report
+    def __init__(
+        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None
+    ) -> None:
+        self.folder, self.runtime, self._classes, self._report = folder, runtime, classes, report
 
-    def model(self, component: str, library: str, name: str) -> Any:
+    @property
+    def device(self) -> torch.device:
+        """Where its components compute; one that is offloaded may lie elsewhere meanwhile."""
+        import torch
+
+        return torch.device(self.runtime.device)
+
+    def model(self, component: str) -> Any:
         """A component with weights, all of which must be in its safetensors files."""
         import torch
 
         began = time.monotonic()
+        library, name = self._classes[component]
         self.folder.weights(component)
-        dtype = getattr(torch, self._dtypes[component])
+        dtype = getattr(torch, self.runtime.dtypes[component])
         options = {_DTYPE_ARGUMENT[library]: dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._read(component, library, name, options)
+        model, info = self._read(component, options)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        model = model.to(self._device).eval()
-        self._tell(component, began)
+        model = self._settle(model.eval())
+        tensors = (*model.parameters(), *model.buffers())
+        self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model
 
-    def plain(self, component: str, library: str, name: str) -> Any:
+    def vae(self) -> Any:
+        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one."""
+        vae, how = self.model("vae"), self.runtime.options.vae
+        if how != "whole":
+            vae.enable_slicing()
+        if how == "tiled":
+            vae.enable_tiling()
+        return vae
+
+    def noise_scheduler(self) -> Any:
+        """The noise scheduler. Raises ConfigError for one that would draw noise between steps."""
+        scheduler = self.plain("scheduler")
+        if scheduler.config.get("stochastic_sampling"):
+            raise ConfigError(f"model {self.folder.path}: a scheduler with stochastic_sampling has no seed of its own")
+        return scheduler
+
+    def plain(self, component: str) -> Any:
         """A component without weights, such as a tokenizer or a noise scheduler."""
         began = time.monotonic()
         self.folder.config(component)
-        found = self._read(component, library, name, {})
-        self._tell(component, began)
+        found = self._read(component, {})
+        self._tell(component, began, self.folder.size(component))
         return found
 
-    def _read(self, component: str, library: str, name: str, options: dict[str, Any]) -> Any:
+    def _settle(self, model: Any) -> Any:
+        """The model on the device, or resting until it runs there."""
+        offload = self.runtime.options.offload
+        if offload == "none":
+            return model.to(self.device)
+        if self.device.type == "cpu":
+            raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
+        from unfuse.models.offload import rest
+
+        return rest(model, self.device, offload)
+
+    def _read(self, component: str, options: dict[str, Any]) -> Any:
         from safetensors import SafetensorError
 
+        library, name = self._classes[component]
         import_module(f"{library}.utils.logging").disable_progress_bar()
         kind = getattr(import_module(library), name)
         path = self.folder.path / component
@@ -112,6 +276,6 @@ class Loader:
             reason = " ".join(str(error).split())
             raise ConfigError(f"component {component} in {path} cannot be loaded as {name}: {reason}") from error
 
-    def _tell(self, component: str, began: float) -> None:
+    def _tell(self, component: str, began: float, size: int) -> None:
         if self._report is not None:
-            self._report(component, time.monotonic() - began, self.folder.size(component))
+            self._report(component, time.monotonic() - began, size)

@@ -1,10 +1,18 @@
-"""A model on disk in diffusers' layout: its parts as JSON and bytes, never read as code, without torch."""
+"""A model in diffusers' layout: its parts as JSON and bytes, never read as code, without torch.
+
+In the hub library's cache, files that were not downloaded are known too: by the listing of their commit.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import msgspec
 import xxhash
@@ -13,10 +21,33 @@ from unfuse.core.errors import ConfigError
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
-CONFIGS = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
+CONFIGS = {
+    "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
+    "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
+}  # fmt: skip
 """Configuration files of components that have no weights; a second one of a kind is called tokenizer_2, and so on."""
 
-SUFFIXES = frozenset({".json", ".safetensors", ".txt", ".model"})
+PLAIN = frozenset({".json", ".txt", ".model"})
+"""Suffixes of what is read beside weights: nothing that could be code or a pickle."""
+
+WEIGHTS = (
+    "diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors",
+    "model.safetensors", "model.safetensors.index.json",
+)  # fmt: skip
+"""Where diffusers and transformers look for weights, in their order; an index names shards."""
+
+ADAPTER = "adapter_config.json"
+_ADAPTER = "an adapter (LoRA), which is not served: merge it into its base model and give that"
+_PICKLE = "weights that are not safetensors: save the model anew with its library"
+UNSERVED = {
+    ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,
+    "*.gguf": "quantised weights (GGUF), which are not served: give the model in its original precision",
+    "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
+    "*.safetensors": "a checkpoint outside diffusers' layout: convert it by from_single_file and save_pretrained",
+    "*.bin": _PICKLE, "*.ckpt": _PICKLE, "*.pt": _PICKLE, "*.pth": _PICKLE,
+}  # fmt: skip
+"""Files that are found in place of a model or its weights, and what is to be done."""
+
 REPAIR = "download or save the model again"
 
 WHOLE_BYTES = 64 * 1024 * 1024
@@ -27,12 +58,47 @@ SAMPLE_BYTES = 64 * 1024
 HEADER_LENGTH = 8
 """A safetensors file begins with the length of its JSON header, as 8 bytes, least first."""
 
+MAX_HEADER = 100 * 1024 * 1024
+"""Longest header of a safetensors file, in bytes, as its own library has it."""
+
+
+class _File(msgspec.Struct, frozen=True):
+    """Bytes of a file, and the hub's names of its content: none in a plain folder."""
+
+    size: int
+    blob_id: str = ""
+    lfs_sha256: str | None = None
+
+
+class _Tree(msgspec.Struct, frozen=True):
+    """The listing of a commit, as the hub library caches it."""
+
+    format_version: Literal[1]
+    files: dict[str, _File]
+
+
+class _Tensor(TypedDict):
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
 
 class ModelFolder:
-    """Reads a model's folder. Every method raises ConfigError, naming the file, when what it needs is not there."""
+    """Reads a model's folder. Every method raises ConfigError, naming the file, when what it needs is not there.
+
+    `hub` is the name and the commit of a model in the hub library's cache, None of a plain folder.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        kind, _, name = path.parent.parent.name.partition("--")
+        snapshot = name and (kind, path.parent.name) == ("models", "snapshots")
+        self.hub = (name.replace("--", "/"), path.name) if snapshot else None
+
+    @property
+    def created(self) -> int:
+        """When it was saved, in Unix seconds; 0 for what comes from a hub, where every machine has its own."""
+        return 0 if self.hub else int((self.path / INDEX).stat().st_mtime)
 
     def index(self) -> dict[str, Any]:
         """What model_index.json says: the pipeline's class, and library and class of each component."""
@@ -40,59 +106,176 @@ class ModelFolder:
 
     def config(self, component: str) -> dict[str, Any]:
         """The configuration of a component, whatever its file is called."""
-        return self._json(f"{component}/{_config_name(component)}", f"component {component} is incomplete")
+        name = f"{component}/{_config_name(component)}"
+        return self._json(name, f"component {component} is incomplete")
 
     def weights(self, component: str) -> list[Path]:
-        """The safetensors files of a component, every shard that its index names among them."""
-        folder = self.path / component
-        files = sorted(folder.glob("*.safetensors"))
-        named = {CONFIG} if files else {CONFIG, "*.safetensors"}
-        for shards in folder.glob("*.safetensors.index.json"):
-            index = self._json(f"{component}/{shards.name}", f"component {component} is incomplete")
-            named.update(index.get("weight_map", {}).values())
-        present = {file.name for file in files} | {CONFIG}
-        if missing := sorted(named - present):
-            raise ConfigError(f"model {self.path}: component {component} lacks {component}/{missing[0]}; {REPAIR}")
+        """The safetensors files that a component is loaded from, every one on this disk and whole."""
+        files = [self.path / component / name for name in self.weight_names(component)]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise self._lacks(component, missing[0])
         return files
+
+    def weight_names(self, component: str) -> list[str]:
+        """The names of those files; variants do not count, and those on this disk are whole. None of a tokenizer.
+
+        Raises ConfigError for weights that are not served.
+        """
+        config, files = self.config(component), self._inside(component)
+        if _config_name(component) != CONFIG:
+            return []
+        if config.get("quantization_config"):
+            reason = "is quantised (quantization_config), which is not served: give it in its original precision"
+            raise ConfigError(f"model {self.path}: component {component} {reason}")
+        found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "")
+        if not found and (instead := unserved(files)):
+            raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
+        names = [found] if found.endswith(".safetensors") else ["*.safetensors"]
+        if found.endswith(".json"):
+            shards = self._json(f"{component}/{found}", f"component {component} is incomplete").get("weight_map")
+            if shards and isinstance(shards, dict):
+                names = sorted({str(name) for name in shards.values()})
+        for name in names:
+            if name not in files:
+                raise self._lacks(component, name)
+            if (self.path / component / name).exists():
+                self._elements(component, name)
+        return names
 
     def size(self, component: str) -> int:
         """Bytes of a component's files."""
-        return sum(file.stat().st_size for file in self._files(component))
+        return sum(file.size for file in self._files(component).values())
+
+    def parameters(self, component: str) -> dict[str, int]:
+        """Elements of a component's tensors by dtype (F32, BF16, ...), as the headers of its files have them."""
+        return dict(sum((self._elements(component, name) for name in self.weight_names(component)), Counter[str]()))
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.
 
-        xxh3-128 over name, size and content of each file. Of a file above WHOLE_BYTES the content is sampled: its
-        safetensors header (names, shapes and offsets of all tensors) and SAMPLES pieces spread over the rest; a change
-        that leaves all of these alone goes unseen.
+        xxh3-128 over name, size and content of each file; the content of a file from the hub is the hub's name for it.
+        In a plain folder, of a file above WHOLE_BYTES the content is sampled: its safetensors header (names, shapes
+        and offsets of all tensors) and SAMPLES pieces spread over the rest; a change that leaves all of these alone
+        goes unseen.
         """
         digest = xxhash.xxh3_128()
-        for file in (file for component in components for file in self._files(component)):
-            size = file.stat().st_size
-            digest.update(f"{file.name}\0{size}\0".encode())
-            for piece in _content(file, size):
-                digest.update(piece)
+        for component in components:
+            for name, file in self._files(component).items():
+                digest.update(f"{name}\0{file.size}\0".encode())
+                named = file.lfs_sha256 or file.blob_id
+                for piece in [named.encode()] if named else _content(self.path / component / name, file.size):
+                    digest.update(piece)
         return digest.hexdigest()
 
-    def _files(self, component: str) -> list[Path]:
-        self.config(component)
-        if _config_name(component) == CONFIG:
-            self.weights(component)
-        files = (self.path / component).iterdir()
-        return sorted(file for file in files if file.suffix in SUFFIXES and file.is_file())
+    def _files(self, component: str) -> dict[str, _File]:
+        weights = self.weight_names(component)
+        files = sorted(self._inside(component).items())
+        plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
+        return {name: file for name, file in files if name in weights or name in plain}
+
+    def _elements(self, component: str, name: str) -> Counter[str]:
+        """Elements by dtype in a weight file, from its header: here, or at the hub."""
+        file, elements = self.path / component / name, Counter[str]()
+        if file.exists() or self.hub is None:
+            for tensor in header(file).values():
+                elements[tensor["dtype"]] += prod(tensor["shape"])
+        else:
+            from huggingface_hub import parse_safetensors_file_metadata as ask
+
+            try:
+                elements.update(ask(self.hub[0], f"{component}/{name}", revision=self.hub[1]).parameter_count)
+            except hub_errors() as error:
+                raise self._lacks(component, name) from error
+        if any(dtype.startswith("F8") for dtype in elements):
+            reason = "has 8-bit floats, which are not served: give the model in its original precision"
+            raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
+        return elements
+
+    def _inside(self, folder: str) -> dict[str, _File]:
+        """The files directly in a folder of the model by name, also those that were not downloaded."""
+        if self._tree is not None:
+            split = ((*path.rpartition("/"), file) for path, file in self._tree.items())
+            return {name: file for parent, _, name, file in split if parent == folder}
+        present = [file for file in (self.path / folder).glob("*") if file.is_file()]
+        named = [Path(os.readlink(file)).name if self.hub and file.is_symlink() else "" for file in present]
+        return {file.name: _File(file.stat().st_size, name) for file, name in zip(present, named, strict=True)}
+
+    @cached_property
+    def _tree(self) -> dict[str, _File] | None:
+        """All files of the commit; None of a plain folder, and where only those that were downloaded are known."""
+        if self.hub is None:
+            return None
+        name, commit = self.hub
+        try:
+            listing = (self.path.parent.parent / "trees" / f"{commit}.json").read_bytes()
+            return msgspec.json.decode(listing, type=_Tree).files
+        except (OSError, msgspec.MsgspecError):
+            from huggingface_hub.hf_api import RepoFile, list_repo_tree
+        try:
+            listed = [f for f in list_repo_tree(name, recursive=True, revision=commit) if isinstance(f, RepoFile)]
+        except hub_errors():
+            return None
+        return {f.path: _File(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in listed}
+
+    def _lacks(self, component: str, name: str) -> ConfigError:
+        remedy = REPAIR
+        if self.hub is not None:
+            download = f"hf download {self.hub[0]} --revision {self.hub[1]} --include '{component}/*'"
+            remedy = f"bring it while the hub can be reached: {download}"
+        return ConfigError(f"model {self.path}: component {component} lacks {component}/{name}; {remedy}")
 
     def _json(self, name: str, consequence: str) -> dict[str, Any]:
         try:
             return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
         except OSError as error:
-            reason = f"{name} cannot be read ({error.strerror}), so {consequence}"
-            raise ConfigError(f"model {self.path}: {reason}; {REPAIR}") from error
+            reason = f"{name} cannot be read ({error.strerror}), so {consequence}; {REPAIR}"
+            if instead := unserved(self._inside(name.rpartition("/")[0])):
+                reason = f"{name} is not there, but {instead}"
+            raise ConfigError(f"model {self.path}: {reason}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
 
 
+def header(file: Path) -> dict[str, Any]:
+    """Tensors of a safetensors file by name: dtype, shape, data_offsets.
+
+    Raises ConfigError, naming the file, for any other file and for one that is not whole.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(HEADER_LENGTH), "little")
+            raw = stream.read(length) if length <= MAX_HEADER else b""
+            size = os.fstat(stream.fileno()).st_size
+        described = msgspec.json.decode(raw, type=dict[str, Any])
+        described.pop("__metadata__", None)
+        tensors = msgspec.convert(described, dict[str, _Tensor])
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read ({error.strerror}); {REPAIR}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file, or cut short: fetch it again") from error
+    data = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+    if size != (whole := HEADER_LENGTH + length + data):
+        raise ConfigError(f"{file} is not whole: it has {size} bytes, and {whole} by its header: fetch it again")
+    return dict(tensors)
+
+
+def unserved(names: Iterable[str]) -> str | None:
+    """A sentence on the first of some files that is not served, and what to do; None when there is none."""
+    found = sorted(set(names).difference(WEIGHTS))
+    fits = ((name, reason) for pattern, reason in UNSERVED.items() for name in found if fnmatchcase(name, pattern))
+    return next((f"{name}, {reason}" for name, reason in fits), None)
+
+
+def hub_errors() -> tuple[type[Exception], ...]:
+    """What the hub library raises when it cannot bring something, or not what was expected."""
+    import httpx2
+    from huggingface_hub.errors import SafetensorsParsingError
+
+    return OSError, ValueError, httpx2.HTTPError, SafetensorsParsingError
+
+
 def _config_name(component: str) -> str:
-    return CONFIGS.get(component.partition("_")[0], CONFIG)
+    return CONFIGS.get(component.rstrip("0123456789").rstrip("_"), CONFIG)
 
 
 def _content(file: Path, size: int) -> Iterator[bytes]:

@@ -2,46 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import INDEX
+from unfuse.models.folder import PLAIN, ModelFolder, hub_errors, unserved
 
 PACKAGED = {"unfuse/shapes": "shapes"}
 """Models that come with unfuse, and their folders beside this file."""
 
-FILES = ["*.safetensors", "*.json", "*.txt", "*.model"]
-"""What is downloaded: nothing that could be code or a pickle."""
 
-
-def resolve_source(name: str, revision: str | None = None) -> Path:
+def resolve_source(name: str, revision: str | None = None, components: Collection[str] | None = None) -> Path:
     """The folder of a model: a packaged one by name, an existing folder, else a hub name.
 
-    A hub name is looked up, and downloaded, as the hub library does it: in its cache, with its token, offline when
-    HF_HUB_OFFLINE is set. `revision` is a branch, tag or commit of it. Raises ConfigError when there is no such model.
+    Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all). It
+    is looked up, and downloaded, as the hub library does it: in its cache, with its token, offline when HF_HUB_OFFLINE
+    is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files are of one commit.
+    Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
     """
     if name in PACKAGED:
         return Path(__file__).parent / PACKAGED[name]
     path = Path(name).expanduser()
     if name and path.is_dir():
         return path.resolve()
+    if path.is_file():
+        reason = unserved([path.name]) or "not the folder of a model"
+        raise ConfigError(f"model {name!r} is a single file: {reason}")
+    name, _, pinned = name.partition("@")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         known = ", ".join(PACKAGED)
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
-    return _from_hub(name, revision)
+    return _from_hub(name, revision or pinned or None, components)
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
-    """The index is fetched before the rest, so that what is not a model costs no long download."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+def source_of(folder: Path) -> str:
+    """What `resolve_source` finds a folder by: on any machine if it is packaged or a hub's, else on this one."""
+    for name, packaged in PACKAGED.items():
+        if folder == Path(__file__).parent / packaged:
+            return name
+    hub = ModelFolder(folder).hub
+    return "@".join(hub) if hub else str(folder)
 
+
+def _from_hub(name: str, revision: str | None, components: Collection[str] | None) -> Path:
+    """Configurations come first: they say what is no model, or not served, and which files have the weights."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    disable_progress_bars()
     try:
-        hf_hub_download(name, INDEX, revision=revision)
-        return Path(snapshot_download(name, revision=revision, allow_patterns=FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
+        plain = [f"*{suffix}" for suffix in PLAIN]
+        folder = ModelFolder(Path(snapshot_download(name, revision=revision, allow_patterns=plain)))
+        index = folder.index()
+        every = [component for component, entry in index.items() if isinstance(entry, list) and any(entry)]
+        wanted = every if components is None else components
+        weights = [f"{component}/{file}" for component in wanted for file in folder.weight_names(component)]
+        with suppress(LocalEntryNotFoundError):  # said below, by component
+            if weights:
+                snapshot_download(name, revision=folder.path.name, allow_patterns=weights)
+    except hub_errors() as error:
+        reason = " ".join(str(error).split())
         raise ConfigError(
             f"model {name!r} is no folder here, is not packaged ({', '.join(PACKAGED)} is), "
             f"and the hub library could not bring it: {reason}"
         ) from error
+    for component in wanted:
+        folder.weights(component)
+    return folder.path

@@ -6,39 +6,25 @@ one frame. Checked against diffusers 0.42.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import Family, Loader, Report, choose_dtype, weights_ids
-from unfuse.models.defaults import Serving, call_defaults
-from unfuse.models.folder import INDEX, ModelFolder
-from unfuse.stages.base import Stage, need
+from unfuse.models.base import T5_TOKENIZERS, DiffusersFamily, Loader
+from unfuse.models.folder import ModelFolder
+from unfuse.stages.base import need
+from unfuse.stages.guidance import guidance_scale
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
-
-SOURCE = ("pipelines/wan/pipeline_wan.py", "WanPipeline")
-
-TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
-CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tokenizer": ("transformers", TOKENIZERS),
-    "text_encoder": ("transformers", ("UMT5EncoderModel",)),
-    "transformer": ("diffusers", ("WanTransformer3DModel",)),
-    "scheduler": ("diffusers", SCHEDULERS),
-    "vae": ("diffusers", ("AutoencoderKLWan",)),
-}
-"""Library and known classes of each component."""
 
 PIXEL_MULTIPLE = 16
 """WanPipeline refuses other sizes, whatever the VAE."""
@@ -55,6 +41,8 @@ class Shape:
 
     channels: int
     text_dim: int
+    image_dim: int | None
+    """Width of the image embeddings; None of a model that takes no picture."""
     spatial: int
     temporal: int
     patch: tuple[int, int, int]
@@ -63,21 +51,33 @@ class Shape:
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
-        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        """Read the configurations of transformer and VAE; the published ones do not give the VAE's scale factors.
+
+        Raises ConfigError when they do not fit each other.
+        """
         transformer, vae = folder.config("transformer"), folder.config("vae")
         try:
             frames, rows, columns = transformer["patch_size"]
+            halvings = [bool(also_time) for also_time in vae["temperal_downsample"]]
             shape = cls(
-                int(transformer["in_channels"]), int(transformer["text_dim"]),
-                int(vae["scale_factor_spatial"]), int(vae["scale_factor_temporal"]),
+                int(vae["z_dim"]), int(transformer["text_dim"]), transformer.get("image_dim"),
+                int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
+                int(vae.get("scale_factor_temporal") or 2 ** sum(halvings)),
                 (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
             )  # fmt: skip
-            channels = int(vae["z_dim"])
+            channels = int(transformer["in_channels"])
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"model {folder.path}: transformer or vae configuration: {error!r}") from error
-        if channels != shape.channels:
-            raise ConfigError(f"model {folder.path}: the VAE has {channels} channels, the transformer {shape.channels}")
+        fit = shape.channels + (shape.condition if shape.image_dim is not None else 0)
+        if channels != fit:
+            reason = f"by its VAE the transformer has {fit} channels, by its configuration {channels}"
+            raise ConfigError(f"model {folder.path}: {reason}")
         return shape
+
+    @property
+    def condition(self) -> int:
+        """Channels that stand for a given picture: a mask of the frames it fills, and latents."""
+        return self.temporal + self.channels
 
     def latents(self, params: Params) -> tuple[int, ...]:
         """(1, channels, frames, height, width) of a request's latents, its sizes rounded as WanPipeline rounds them."""
@@ -117,162 +117,89 @@ class Shape:
         return (self.longest * self.patch[0] - 1) * self.temporal + 1
 
 
-class Wan(Family):
-    """Text encoding, denoising and VAE decoding of a WanPipeline folder."""
-
-    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        """See Family. The VAE computes in float32 whatever the dtype, as its makers advise: half precision shows."""
-        model = ModelFolder(folder)
-        _classes(model)
-        shape, serving = Shape.of(model), Serving.read(folder)
-        standard = {"fps": FPS, "negative_prompt": "", **call_defaults(*SOURCE)}
-        limits = serving.bounds(shape.limits(serving.over(standard)))
-        shape.need_room(limits)
-        dtypes = {**dict.fromkeys(CLASSES, choose_dtype(dtype)), "vae": "float32"}
-        pipeline = _pipeline(shape, limits, DTYPES[dtypes["text_encoder"]])
-        return ModelCard(
-            name=name,
-            source=str(folder),
-            family="wan",
-            pipeline=pipeline,
-            limits=limits,
-            defaults=serving.within(limits, standard),
-            weights=weights_ids(model, pipeline),
-            dtypes=dtypes,
-            created=int((folder / INDEX).stat().st_mtime),
-        )
-
-    def load(
-        self, spec: StageSpec, folder: Path, device: str, dtypes: Mapping[str, str], report: Report | None = None
-    ) -> Stage:
-        """See Family. The denoiser reads the VAE's configuration too, for its scale factors, but not its weights."""
-        model = ModelFolder(folder)
-        classes = _classes(model)
-        loader = Loader(model, device, dtypes, report)
-        if spec.kind == "text_encode":
-            return _text_encode(loader, classes)
-        if spec.kind == "denoise":
-            return _denoise(loader, classes)
-        if spec.kind == "vae_decode":
-            return _vae_decode(loader, classes)
-        raise ConfigError(f"model {folder} has no stage of kind {spec.kind}")
-
-
-FAMILY = Wan()
-
-
-def _classes(folder: ModelFolder) -> dict[str, str]:
-    """The class of each component. Raises ConfigError for what this family cannot run yet."""
-    index = folder.index()
-    if any(index.get("transformer_2") or ()) or index.get("boundary_ratio") is not None:
-        raise ConfigError(f"model {folder.path} denoises with two transformers (Wan 2.2), which is not served yet")
-    if index.get("expand_timesteps"):
-        raise ConfigError(f"model {folder.path} has a timestep for each token (Wan 2.2 5B), which is not served yet")
-    found: dict[str, str] = {}
-    for component, (library, known) in CLASSES.items():
-        entry = index.get(component)
-        if not isinstance(entry, list) or len(entry) != 2 or entry[0] != library or entry[1] not in known:
-            raise ConfigError(
-                f"model {folder.path}: {INDEX} gives component {component} as {entry}; "
-                f"served is {library} {' or '.join(known)}"
-            )
-        found[component] = entry[1]
-    return found
-
-
-def _pipeline(shape: Shape, limits: Limits, text_bytes: int) -> Pipeline:
-    embeds = limits.max_sequence_length * shape.text_dim * text_bytes
-    per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
-    return Pipeline((
-        StageSpec(
-            "text_encode", "text_encode", ("text_encoder", "tokenizer"),
-            outputs=("prompt_embeds", "negative_prompt_embeds"),
-            room=Room(fixed=2 * (embeds + ALIGNMENT)),
-        ),
-        StageSpec(
-            "denoise", "denoise", ("transformer", "scheduler"),
-            inputs=("prompt_embeds", "negative_prompt_embeds"), outputs=("latents",), per_sample=True,
-            room=Room(ALIGNMENT, per_pixel, shape.temporal),
-        ),
-        StageSpec("vae_decode", "vae_decode", ("vae",), inputs=("latents",), per_sample=True),
-    ))  # fmt: skip
-
-
-def _text_encode(loader: Loader, classes: Mapping[str, str]) -> Stage:
-    from unfuse.stages.text_encode import TextEncode
-
-    tokenizer = loader.plain("tokenizer", "transformers", classes["tokenizer"])
-    encoder = loader.model("text_encoder", "transformers", classes["text_encoder"])
-    return TextEncode(WanText(tokenizer, encoder))
-
-
-def _denoise(loader: Loader, classes: Mapping[str, str]) -> Stage:
-    from unfuse.stages.denoise import Denoise
-
-    scheduler = loader.plain("scheduler", "diffusers", classes["scheduler"])
-    if scheduler.config.get("stochastic_sampling"):
-        raise ConfigError(f"model {loader.folder.path}: a scheduler with stochastic_sampling has no seed of its own")
-    transformer = loader.model("transformer", "diffusers", classes["transformer"])
-    return Denoise(WanDenoiser(transformer, scheduler, Shape.of(loader.folder)))
-
-
-def _vae_decode(loader: Loader, classes: Mapping[str, str]) -> Stage:
-    from unfuse.stages.vae_decode import VaeDecode
-
-    return VaeDecode(WanVae(loader.model("vae", "diffusers", classes["vae"])))
-
-
 class WanText:
     """Tokenizer and text encoder; `encode` is a TextEncoder's."""
 
-    def __init__(self, tokenizer: Any, encoder: Any) -> None:
-        self._tokenizer, self._encoder = tokenizer, encoder
+    def __init__(self, loader: Loader) -> None:
+        self._tokenizer, self._encoder = loader.plain("tokenizer"), loader.model("text_encoder")
+        self._device = loader.device
 
-    def encode(self, text: str, length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (1, length, text dim); behind the text's own tokens they are zero."""
+    def guidance(self, params: Params) -> float:
+        """See TextEncoder."""
+        return guidance_scale(params)
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """`prompt_embeds` (texts, length, text dim); behind a text's own tokens they are zero."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         tokens = self._tokenizer(
-            [prompt_clean(text)],
+            [prompt_clean(text) for text in texts],
             padding="max_length",
             max_length=length,
             truncation=True,
             return_attention_mask=True,
             return_tensors="pt",
         )
-        device = self._encoder.device
-        mask = tokens.attention_mask.to(device)
-        hidden = self._encoder(tokens.input_ids.to(device), mask).last_hidden_state
+        mask = tokens.attention_mask.to(self._device)
+        hidden = self._encoder(tokens.input_ids.to(self._device), mask).last_hidden_state
         embeds = hidden.new_zeros(hidden.shape, dtype=self._encoder.dtype)
-        used = int(mask.sum())
-        embeds[:, :used] = hidden[:, :used]
+        for row, used in enumerate(mask.sum(1).tolist()):
+            embeds[row, :used] = hidden[row, :used]
         return {"prompt_embeds": embeds}
 
 
 class WanDenoiser:
-    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+    """Transformer and the configuration of its noise scheduler; a Denoiser. A picture, where one is taken, conditions.
 
-    def __init__(self, transformer: Any, scheduler: Any, shape: Shape) -> None:
-        self._transformer, self._scheduler, self._shape = transformer, scheduler, shape
-        self.device: torch.device = transformer.device
-        self.dtype: torch.dtype = transformer.dtype
+    `image_embeds` (1, tokens, image dim) and `condition` (1, mask and latent channels, frames, height, width).
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._shape = shape = Shape.of(loader.folder)
+        self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")
+        self.device, self.dtype = loader.device, self._transformer.dtype
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
+        self.conditions: dict[str, tuple[int | None, ...]] = {}
+        if shape.image_dim is not None:
+            given = {"image_embeds": (1, None, shape.image_dim), "condition": (1, shape.condition, None, None, None)}
+            self.conditions.update(given)
 
-    def latent_shape(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, frames, height, width)."""
-        return self._shape.latents(params)
+    def verify(self, params: Params) -> None:
+        """See Denoiser."""
+        self._shape.latents(params)
 
-    def noise_scheduler(self) -> NoiseScheduler:
+    def guidance(self, params: Params) -> float:
+        """See Denoiser."""
+        return guidance_scale(params)
+
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        """Float32 (1, channels, frames, height, width)."""
+        import torch
+
+        return torch.randn(self._shape.latents(params), generator=generator, device=generator.device)
+
+    def constants(self, params: Params) -> dict[str, Tensor]:
+        """Nothing."""
+        return {}
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """A new one of the same configuration."""
-        fresh: NoiseScheduler = type(self._scheduler).from_config(self._scheduler.config)
-        return fresh
+        fresh = type(self._scheduler).from_config(self._scheduler.config)
+        fresh.set_timesteps(need(params, "num_inference_steps", int), device=latents.device)
+        fresh.set_begin_index(0)
+        found: NoiseScheduler = fresh
+        return found
 
-    def predict(self, latents: Tensor, timestep: Tensor, embeds: Mapping[str, Tensor]) -> Tensor:
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """The velocity, shaped as the latents."""
+        import torch
+
+        condition = inputs.get("condition")
         velocity: Tensor = self._transformer(
-            hidden_states=latents,
-            timestep=timestep.expand(latents.shape[0]),
-            encoder_hidden_states=embeds["prompt_embeds"],
+            hidden_states=latents if condition is None else torch.cat([latents, condition], 1),
+            timestep=timestep,
+            encoder_hidden_states=inputs["prompt_embeds"],
+            encoder_hidden_states_image=inputs.get("image_embeds"),
             return_dict=False,
         )[0]
         return velocity
@@ -281,18 +208,88 @@ class WanDenoiser:
 class WanVae:
     """The VAE; a VaeDecoder."""
 
-    def __init__(self, vae: Any) -> None:
-        self._vae = vae
-        self.latents = (1, int(vae.config.z_dim), None, None, None)
+    def __init__(self, loader: Loader) -> None:
+        self.vae, self.device = loader.vae(), loader.device
+        self.latents = (1, int(self.vae.config.z_dim), None, None, None)
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels of latents that were normalised per channel. It divides by 1/std: times std rounds differently."""
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        """Latents are a grid already."""
+        return latents.to(self.device, self.vae.dtype)
+
+    def decode(self, grid: Tensor) -> Tensor:
+        """Pixels of latents that were normalised per channel."""
+        mean, scale = self.norm(grid)
+        pixels: Tensor = self.vae.decode(grid / scale + mean, return_dict=False)[0]
+        return pixels
+
+    def norm(self, grid: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean of each channel and 1/std, like the grid: dividing by 1/std rounds other than multiplying by std."""
         import torch
 
-        latents = latents.to(self._vae.device, self._vae.dtype)
         mean, deviation = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
-            for values in (self._vae.config.latents_mean, self._vae.config.latents_std)
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(grid)
+            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
         )
-        pixels: Tensor = self._vae.decode(latents / (1.0 / deviation) + mean, return_dict=False)[0]
-        return pixels
+        return mean, 1.0 / deviation
+
+
+class Wan(DiffusersFamily):
+    """Text encoding, denoising and VAE decoding of a WanPipeline folder."""
+
+    name = "wan"
+    source = ("pipelines/wan/pipeline_wan.py", "WanPipeline")
+    classes = {
+        "tokenizer": ("transformers", T5_TOKENIZERS),
+        "text_encoder": ("transformers", ("UMT5EncoderModel",)),
+        "transformer": ("diffusers", ("WanTransformer3DModel",)),
+        "scheduler": ("diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")),
+        "vae": ("diffusers", ("AutoencoderKLWan",)),
+    }
+    text_encoders = {"text_encode": WanText}
+    denoiser = WanDenoiser
+    vae = WanVae
+
+    def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
+        """See DiffusersFamily; Wan 2.2 is refused."""
+        index = folder.index()
+        if any(index.get("transformer_2") or ()) or index.get("boundary_ratio") is not None:
+            raise ConfigError(f"model {folder.path} denoises with two transformers (Wan 2.2), which is not served yet")
+        if index.get("expand_timesteps"):
+            reason = "has a timestep for each token (Wan 2.2 5B), which is not served yet"
+            raise ConfigError(f"model {folder.path} {reason}")
+        return super().components(folder)
+
+    def standard(self, folder: ModelFolder) -> Params:
+        """See DiffusersFamily."""
+        return {"fps": FPS, "negative_prompt": ""}
+
+    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+        """See DiffusersFamily."""
+        shape = Shape.of(folder)
+        if (shape.image_dim is not None) != self.takes_image:
+            wants = "no picture, and its class is" if self.takes_image else "a picture, and its class is not"
+            raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
+        return shape.limits(defaults)
+
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        """See DiffusersFamily. Raises ConfigError when serving.json goes further than the transformer."""
+        shape = Shape.of(folder)
+        shape.need_room(limits)
+        embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
+        per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
+        return Pipeline((
+            StageSpec(
+                "text_encode", "text_encode", ("text_encoder", "tokenizer"),
+                outputs=("prompt_embeds", "negative_prompt_embeds"),
+                room=Room(fixed=2 * (embeds + ALIGNMENT)),
+            ),
+            StageSpec(
+                "denoise", "denoise", ("transformer", "scheduler"),
+                inputs=("prompt_embeds", "negative_prompt_embeds"), outputs=("latents",), per_sample=True,
+                room=Room(ALIGNMENT, per_pixel, shape.temporal),
+            ),
+            StageSpec("vae_decode", "vae_decode", ("vae",), inputs=("latents",), per_sample=True),
+        ))  # fmt: skip
+
+
+FAMILY = Wan()

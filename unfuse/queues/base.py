@@ -84,9 +84,20 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def lease(
-        self, worker: str, pools: Collection[str], slots: int, ttl: float, *, wait: float = 0.0, room: int | None = None
+        self,
+        worker: str,
+        pools: Collection[str],
+        slots: int,
+        ttl: float,
+        *,
+        wait: float = 0.0,
+        room: int | None = None,
+        above: int | None = None,
     ) -> list[Lease]:
         """Claim up to `slots` tasks of these pools, in order of (−priority, order, arrival) over all the pools.
+
+        With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
+        Who waits without it is woken first.
 
         Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task whose room, with
         that of the tasks claimed before it, exceeds `room` bytes (None: unlimited), so that a large task is not starved

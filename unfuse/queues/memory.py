@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 import secrets
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
@@ -56,12 +57,18 @@ class _Held:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
+    """What a caller of `lease` would take: tasks of these pools that stand before `before` in order of −priority."""
+
     pools: frozenset[str]
     room: int | None
-    woken: asyncio.Future[None]
+    before: float
+    woken: asyncio.Future[None] | None = None
+
+    def takes(self, rank: Rank, used: int = 0) -> bool:
+        return rank[0] < self.before and (self.room is None or used + rank[3].room <= self.room)
 
     def wake(self) -> None:
-        if not self.woken.done():
+        if self.woken is not None and not self.woken.done():
             self.woken.set_result(None)
 
 
@@ -80,7 +87,6 @@ class MemoryQueue(TaskQueue):
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._alarms = clock if isinstance(clock, AlarmClock) else None
         self._requests: dict[str, _Entry] = {}
         self._by_idempotency_key: dict[tuple[str, str], _Entry] = {}
         self._active = 0
@@ -120,16 +126,24 @@ class MemoryQueue(TaskQueue):
         return self._record(entry)
 
     async def lease(
-        self, worker: str, pools: Collection[str], slots: int, ttl: float, *, wait: float = 0.0, room: int | None = None
+        self,
+        worker: str,
+        pools: Collection[str],
+        slots: int,
+        ttl: float,
+        *,
+        wait: float = 0.0,
+        room: int | None = None,
+        above: int | None = None,
     ) -> list[Lease]:
         """Claim tasks, waiting for a first one."""
-        wanted = frozenset(pools)
         until = self._clock.now() + wait
+        wanted = _Waiter(frozenset(pools), room, math.inf if above is None else -above)
         while True:
-            leases = self._claim(worker, wanted, slots, ttl, room)
+            leases = self._claim(worker, wanted, slots, ttl)
             if leases or slots < 1 or self._closed or self._clock.now() >= until:
                 return leases
-            await self._wait(wanted, room, until)
+            await self._wait(wanted, until)
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
         """Extend what is held."""
@@ -335,16 +349,12 @@ class MemoryQueue(TaskQueue):
         lines = (self._pools[name].ready for name in pools if name in self._pools)
         return min((line[0] for line in lines if line), default=None)
 
-    def _claim(
-        self, worker: str, pools: frozenset[str], slots: int, ttl: float, room: int | None
-    ) -> builtins.list[Lease]:
+    def _claim(self, worker: str, wanted: _Waiter, slots: int, ttl: float) -> builtins.list[Lease]:
         leases: list[Lease] = []
         used = 0
-        while len(leases) < slots and (rank := self._first(pools)) is not None:
+        while len(leases) < slots and (rank := self._first(wanted.pools)) is not None and wanted.takes(rank, used):
             task = rank[3]
             used += task.room
-            if room is not None and used > room:
-                break
             del self._pools[task.pool].ready[0]
             del self._queued[task.key]
             lease = Lease(task, worker, secrets.token_bytes(16), self._clock.now() + ttl)
@@ -362,22 +372,20 @@ class MemoryQueue(TaskQueue):
 
         Called after every change of a pool. One waiter is enough: what it claims is a change again.
         """
-        for waiter in self._waiters:
-            if pool not in waiter.pools or waiter.woken.done():
-                continue
-            first = self._first(waiter.pools)
-            if first is not None and (waiter.room is None or first[3].room <= waiter.room):
+        for waiter in sorted(self._waiters, key=lambda waiter: -waiter.before):
+            waits = pool in waiter.pools and waiter.woken is not None and not waiter.woken.done()
+            if waits and (first := self._first(waiter.pools)) is not None and waiter.takes(first):
                 waiter.wake()
                 return
 
-    async def _wait(self, pools: frozenset[str], room: int | None, until: float) -> None:
-        waiter = _Waiter(pools, room, asyncio.get_running_loop().create_future())
+    async def _wait(self, waiter: _Waiter, until: float) -> None:
+        waiter.woken = asyncio.get_running_loop().create_future()
         self._waiters[waiter] = None
         withdraw_alarm = self._call_at(until, waiter.wake)
         try:
             await waiter.woken
         except asyncio.CancelledError:
-            for pool in pools:
+            for pool in waiter.pools:
                 self._wake(pool)
             raise
         finally:
@@ -386,7 +394,7 @@ class MemoryQueue(TaskQueue):
 
     def _call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Set an alarm; returns what takes it back."""
-        if self._alarms is not None:
-            return self._alarms.call_at(when, callback)
+        if isinstance(self._clock, AlarmClock):
+            return self._clock.call_at(when, callback)
         loop = asyncio.get_running_loop()
         return loop.call_later(max(0.0, when - self._clock.now()), callback).cancel

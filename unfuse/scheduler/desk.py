@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import structlog
 
 from unfuse.core.errors import LeaseLost, NotFound
-from unfuse.core.event import Event
+from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
     Accepted,
     Ask,
@@ -37,20 +37,31 @@ MAX_WAIT_S = 30.0
 MAX_STEPS = 512
 """Steps that one message may list, the newest; no history keeps more."""
 
+PROGRESS: tuple[EventType, ...] = ("progress", "preview")
+"""What a step may publish, in order."""
+
 log = structlog.get_logger(__name__)
 
 
 class Desk:
     """Answers workers for one scheduler.
 
-    `models` are (name, source) pairs offered to workers that come without; `results` says where they write results.
+    `models` are (name, source, dtype) offered to workers that come without; `results` says where they write results,
+    `outcome` what their settings have to agree with.
     It remembers which worker each connection is; everything else is in the queue.
     """
 
-    def __init__(self, scheduler: Scheduler, models: Sequence[tuple[str, str]], results: str) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        models: Sequence[tuple[str, str, str]],
+        results: str,
+        outcome: Mapping[str, str] | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self._queue = scheduler.queue
-        self._welcome = Welcome(tuple(models), results, scheduler.lease_ttl, beat=min(1.0, scheduler.lease_ttl / 4))
+        ttl = scheduler.lease_ttl
+        self._welcome = Welcome(tuple(models), results, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}))
         self._peers: dict[bytes, Hello] = {}
         self._asks: dict[bytes, asyncio.Task[list[Lease]]] = {}
 
@@ -102,6 +113,7 @@ class Desk:
                 self.scheduler.lease_ttl,
                 wait=min(ask.wait, MAX_WAIT_S),
                 room=ask.room,
+                above=ask.above,
             )
         )
         await asyncio.wait({waiting})
@@ -116,8 +128,12 @@ class Desk:
 
     async def _beat(self, hello: Hello, beat: Beat) -> Pulse:
         await self._queue.hello(msgspec.structs.replace(hello.worker, used=beat.used), hello.cards)
+        interruption = self.scheduler.interruption
         renewal = await self._queue.renew(beat.claims, self.scheduler.lease_ttl)
-        return Pulse(renewal.ended, tuple(await self.scheduler.over(beat.holding)))
+        over = await self.scheduler.over(beat.holding)
+        if not renewal.ended and not over:
+            await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
+        return Pulse(renewal.ended, tuple(over))
 
     async def _report(self, worker: WorkerInfo, message: Progress | Done | Failed) -> Accepted | Refused:
         try:
@@ -135,11 +151,11 @@ class Desk:
 
     async def _progress(self, worker: WorkerInfo, message: Progress) -> None:
         claim, last = message.claim, min(message.step, message.steps)
+        stage, attempt, steps = claim.stage, claim.attempt, message.steps
         events = [
-            Event(
-                "progress", stage=claim.stage, attempt=claim.attempt, worker=worker.id, step=step, steps=message.steps
-            )
+            Event(kind, stage=stage, attempt=attempt, worker=worker.id, step=step, steps=steps)
             for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
+            for kind in PROGRESS[: 1 + (step in message.previews)]
         ]
         if not await self._queue.progress(claim, events):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker.id} any more")

@@ -45,6 +45,8 @@ class Scheduler:
         self.lease_ttl = lease_ttl
         self.draining = False
         """Whether new requests are refused because this scheduler is about to end."""
+        self.interruption: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done, and replaced by the next one, when a request ends while workers may still run it."""
         self._limits = limits or Limits()
         self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
@@ -80,12 +82,12 @@ class Scheduler:
         priority: int = 0,
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
-        video: bool = False,
+        id: str = "",
     ) -> Record:
         """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
 
-        `timeout` is seconds from now. Raises Overloaded. A repeat (same tenant and idempotency key) gets the first
-        record.
+        `timeout` is seconds from now; `id` is the request's, drawn here if none is given. A repeat (same tenant and
+        idempotency key) gets the first record. Raises Overloaded.
         """
         if self.draining:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
@@ -95,7 +97,7 @@ class Scheduler:
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(n)]
         plan = compile_plan(card.pipeline, card.pools(), params, samples)
         context = RequestContext(
-            id=new_request_id(video),
+            id=id or new_request_id(),
             model=card.name,
             params=params,
             plan=plan,
@@ -180,9 +182,16 @@ class Scheduler:
                 return record
             with suppress(Conflict):
                 record = await self.queue.commit(change)
-                if record.context.over and (handle := self._deadlines.pop(request, None)):
-                    handle.cancel()
+                if record.context.over:
+                    self._ended(record.context)
                 return record
+
+    def _ended(self, context: RequestContext) -> None:
+        if handle := self._deadlines.pop(context.id, None):
+            handle.cancel()
+        if context.status != "completed":
+            self.interruption.set_result(None)
+            self.interruption = asyncio.get_running_loop().create_future()
 
     async def _arm(self, context: RequestContext) -> None:
         if context.deadline is not None:

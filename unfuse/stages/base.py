@@ -19,10 +19,14 @@ Tensors = Mapping[str, "Tensor | None"]
 
 
 class StageInput(msgspec.Struct, frozen=True):
-    """One task as a stage sees it: its parameters, and the tensors of its inputs by name (read-only: never written)."""
+    """One task as a stage sees it.
+
+    Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name.
+    """
 
     params: Params
     tensors: Tensors
+    uploads: Mapping[str, bytes] = {}
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -46,11 +50,13 @@ class Stage(ABC):
     """One stage kind of one model, with its weights in memory.
 
     `verify` raises PermanentError when inputs are missing or of the wrong shape; it must not touch their values.
-    Tasks with equal `batch_key` may share a call of `run`; what `run` returns for a task must not depend on its mates.
+    Tasks with equal `batch_key` may share a call of `run`. A task that is run alone gets what the undivided pipeline
+    makes of it, bit for bit; mates change it by no more than rounding. `uploads` names the attachments a task brings.
     No entry keeps a gradient: a stage computes as under `torch.no_grad()`, whatever the caller's grad mode.
     """
 
     kind: str
+    uploads: tuple[str, ...] = ()
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
@@ -76,10 +82,10 @@ class SteppedStage(Stage, Generic[State]):
         """The state before the first step."""
 
     @abstractmethod
-    def step(self, batch: Sequence[State]) -> list[State]:
-        """Every state advanced by one step. The given states are used up.
+    def step(self, batch: Sequence[State]) -> list[State | Exception]:
+        """Every state advanced by one step, or why that one cannot be. The given states are used up.
 
-        When one cannot be advanced it raises before it changed any, so that its mates may be stepped without it.
+        When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
 
     @abstractmethod
@@ -90,6 +96,10 @@ class SteppedStage(Stage, Generic[State]):
     def finish(self, state: State) -> StageOutput:
         """The output of a state whose steps are all done."""
 
+    def preview(self, state: State) -> Media | None:
+        """A small picture of what a state is becoming; None from a stage that has none to show."""
+        return None
+
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Every task from start to finish, one after the other."""
         outputs = []
@@ -97,7 +107,10 @@ class SteppedStage(Stage, Generic[State]):
             state = self.start(task)
             done, steps = self.progress(state)
             for _ in range(done, steps):
-                (state,) = self.step([state])
+                (stepped,) = self.step([state])
+                if isinstance(stepped, Exception):
+                    raise stepped
+                state = stepped
             outputs.append(self.finish(state))
         return outputs
 
@@ -116,7 +129,7 @@ class OneStep(SteppedStage[Once]):
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
-        self.kind = stage.kind
+        self.kind, self.uploads = stage.kind, stage.uploads
 
     def verify(self, task: StageInput) -> None:
         """As the plain stage does."""
@@ -130,7 +143,7 @@ class OneStep(SteppedStage[Once]):
         """The task, not yet run."""
         return Once(task)
 
-    def step(self, batch: Sequence[Once]) -> list[Once]:
+    def step(self, batch: Sequence[Once]) -> list[Once | Exception]:
         """Run the plain stage on these tasks."""
         outputs = self._stage.run([state.task for state in batch])
         return [Once(state.task, output, True) for state, output in zip(batch, outputs, strict=True)]

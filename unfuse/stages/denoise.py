@@ -9,24 +9,21 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need, need_tensor
-from unfuse.stages.guidance import NEGATIVE, guided
+from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.preview import Preview
+
+Inputs = Mapping[str, Tensor]
 
 
 class NoiseScheduler(Protocol):
     """A diffusers scheduler, as far as it is used: it keeps state, so each request has its own."""
 
     timesteps: Tensor
-
-    def set_timesteps(self, num_inference_steps: int, device: torch.device) -> None:
-        """Prepare for that many steps."""
-        ...
-
-    def set_begin_index(self, begin_index: int) -> None:
-        """Start there."""
-        ...
+    sigmas: Tensor
 
     def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
         """The sample after one step, first in a tuple when `return_dict` is false."""
@@ -38,7 +35,7 @@ class Denoiser(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer is."""
+        """Where the transformer computes."""
         ...
 
     @property
@@ -48,19 +45,36 @@ class Denoiser(Protocol):
 
     @property
     def embeds(self) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of the embeddings `predict` needs, by name; None is any length."""
+        """Shapes of the inputs made from the prompt, and under guidance from its negative too; None is any length."""
         ...
 
-    def latent_shape(self, params: Params) -> tuple[int, ...]:
-        """Shape of a request's latents, with a batch axis of 1. Raises PermanentError for missing sizes."""
+    @property
+    def conditions(self) -> Mapping[str, tuple[int | None, ...]]:
+        """Shapes of further inputs, which both halves of guidance share."""
         ...
 
-    def noise_scheduler(self) -> NoiseScheduler:
-        """A new one, for one request."""
+    def verify(self, params: Params) -> None:
+        """Raise PermanentError unless the parameters hold what the other methods read."""
         ...
 
-    def predict(self, latents: Tensor, timestep: Tensor, embeds: Mapping[str, Tensor]) -> Tensor:
-        """The transformer's output for latents at a timestep (a scalar tensor)."""
+    def guidance(self, params: Params) -> float:
+        """The request's guidance scale."""
+        ...
+
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        """Noise as the request's first latents, with a batch axis of 1, on the generator's device."""
+        ...
+
+    def constants(self, params: Params) -> Inputs:
+        """What `predict` needs of a request beside the inputs, with a batch axis of 1."""
+        ...
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """A new one for one request, at its first step."""
+        ...
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
+        """The transformer's output for latents (rows, …) at timesteps (rows); `params` are any row's: sizes agree."""
         ...
 
 
@@ -68,96 +82,134 @@ class Denoiser(Protocol):
 class DenoiseState:
     """A request between two steps. `negative` is None without guidance; `scheduler` changes with every step."""
 
+    params: Params
     latents: Tensor
-    timesteps: Tensor
     scheduler: NoiseScheduler
     guidance: float
-    embeds: Mapping[str, Tensor]
-    negative: Mapping[str, Tensor] | None
+    inputs: Inputs
+    negative: Inputs | None
     step: int = 0
+    estimate: Tensor | None = None
+    """Where the latents were heading at the last step, for previews."""
 
 
 class Denoise(SteppedStage[DenoiseState]):
-    """Embeddings in, `latents` out. Exact: each request has forwards of its own, so its mates change no bit of it."""
+    """Embeddings in, `latents` out. A request that is stepped alone has forwards of its own: exact."""
 
     kind = "denoise"
 
-    def __init__(self, denoiser: Denoiser) -> None:
-        self._denoiser = denoiser
+    def __init__(self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None) -> None:
+        self._denoiser, self._preview, self._fused = denoiser, preview, options.fused
+        self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
-        """Raise PermanentError unless seed, steps and sizes are there, and the embeddings that guidance asks for."""
+        """Raise PermanentError unless seed, steps and sizes are there, and the inputs that guidance asks for."""
         need(task.params, "seed", int)
         if need(task.params, "num_inference_steps", int) < 1:
             raise PermanentError("num_inference_steps must be at least 1")
-        self._denoiser.latent_shape(task.params)
-        prefixes = ("", NEGATIVE) if guided(task.params) else ("",)
-        for name, shape in self._denoiser.embeds.items():
-            for prefix in prefixes:
+        self._denoiser.verify(task.params)
+        prefixes = ("", NEGATIVE) if applies(self._denoiser.guidance(task.params)) else ("",)
+        for prefix in prefixes:
+            for name, shape in self._denoiser.embeds.items():
                 need_tensor(task, prefix + name, shape)
+        for name, shape in self._denoiser.conditions.items():
+            need_tensor(task, name, shape)
 
     def batch_key(self, params: Params) -> Hashable:
-        """Requests of one size, all with or all without guidance."""
-        return super().batch_key(params), guided(params)
+        """Requests of one size and text length, all with or all without guidance."""
+        guided = applies(self._denoiser.guidance(params))
+        return super().batch_key(params), params.get("max_sequence_length"), guided
 
     @torch.no_grad()
     def start(self, task: StageInput) -> DenoiseState:
-        """Draw the noise: on the CPU in float32 whatever the device, so that a seed means one picture everywhere."""
+        """Draw the noise, on the CPU whatever the device unless set otherwise: a seed means one picture everywhere."""
         params, denoiser = task.params, self._denoiser
-        generator = torch.Generator("cpu").manual_seed(need(params, "seed", int))
-        noise = torch.randn(denoiser.latent_shape(params), generator=generator, dtype=torch.float32)
-        scheduler = denoiser.noise_scheduler()
-        scheduler.set_timesteps(need(params, "num_inference_steps", int), device=denoiser.device)
-        scheduler.set_begin_index(0)
+        generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
+        latents = denoiser.draw(params, generator).to(denoiser.device)
+        scale = denoiser.guidance(params)
         return DenoiseState(
-            noise.to(denoiser.device),
-            scheduler.timesteps,
-            scheduler,
-            need(params, "guidance_scale", float),
-            self._embeds(task, ""),
-            self._embeds(task, NEGATIVE) if guided(params) else None,
+            params,
+            latents,
+            denoiser.noise_scheduler(params, latents),
+            scale,
+            self._inputs(task, ""),
+            self._inputs(task, NEGATIVE) if applies(scale) else None,
         )
 
     @torch.no_grad()
-    def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState]:
-        """One step each. Raises PermanentError, before any scheduler moved, when a prediction is not finite."""
-        predictions = [self._predict(state) for state in batch]
-        return [self._advance(state, noise) for state, noise in zip(batch, predictions, strict=True)]
+    def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState | Exception]:
+        """One step each; a request whose prediction is not finite gets a PermanentError, and its mates go on."""
+        predictions = self._predict(batch)
+        finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
+        return [
+            self._advance(state, predictions[row : row + 1]) if finite[row] else _not_finite(state)
+            for row, state in enumerate(batch)
+        ]
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
         """(steps done, steps in all); some noise schedulers take more than they were asked for."""
-        return state.step, len(state.timesteps)
+        return state.step, len(state.scheduler.timesteps)
+
+    @torch.no_grad()
+    def preview(self, state: DenoiseState) -> Media | None:
+        """What the latents were heading for at the last step, small."""
+        if self._preview is None or state.estimate is None:
+            return None
+        return self._preview.picture(state.estimate, state.params)
 
     def finish(self, state: DenoiseState) -> StageOutput:
         """The latents. Raises PermanentError when they are not finite."""
-        _need_finite(state.latents, state)
+        if not bool(torch.isfinite(state.latents).all()):
+            raise _not_finite(state)
         return StageOutput({"latents": state.latents})
 
-    def _embeds(self, task: StageInput, prefix: str) -> Mapping[str, Tensor]:
-        found = {name: task.tensors[prefix + name] for name in self._denoiser.embeds}
-        return {name: t.to(self._denoiser.device, self._denoiser.dtype) for name, t in found.items() if t is not None}
+    def _inputs(self, task: StageInput, prefix: str) -> Inputs:
+        names = {name: prefix + name for name in self._denoiser.embeds} | {
+            name: name for name in self._denoiser.conditions
+        }
+        found = {name: task.tensors[given] for name, given in names.items()}
+        given = {name: t.to(self._denoiser.device, self._denoiser.dtype) for name, t in found.items() if t is not None}
+        return {**given, **self._denoiser.constants(task.params)}
 
-    def _predict(self, state: DenoiseState) -> Tensor:
+    def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:
         """The operations of an undivided pipeline in its order: another order rounds differently."""
-        timestep = state.timesteps[state.step]
-        latents = state.latents.to(self._denoiser.dtype)
-        prediction = self._denoiser.predict(latents, timestep, state.embeds)
-        if state.negative is not None:
-            without = self._denoiser.predict(latents, timestep, state.negative)
-            prediction = without + state.guidance * (prediction - without)
-        _need_finite(prediction, state)
-        return prediction
+        latents = _join([state.latents for state in batch]).to(self._denoiser.dtype)
+        timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
+        params, inputs = batch[0].params, _joined([state.inputs for state in batch])
+        negatives = [state.negative for state in batch if state.negative is not None]
+        if not negatives:
+            return self._denoiser.predict(latents, timestep, inputs, params)
+        if self._fused:
+            both = _joined([inputs, _joined(negatives)])
+            halves = self._denoiser.predict(_join([latents] * 2), _join([timestep] * 2), both, params)
+            towards, away = halves.chunk(2)
+        else:
+            towards = self._denoiser.predict(latents, timestep, inputs, params)
+            away = self._denoiser.predict(latents, timestep, _joined(negatives), params)
+        rows = [slice(row, row + 1) for row in range(len(batch))]
+        return _join([away[r] + s.guidance * (towards[r] - away[r]) for r, s in zip(rows, batch, strict=True)])
 
     def _advance(self, state: DenoiseState, prediction: Tensor) -> DenoiseState:
-        timestep = state.timesteps[state.step]
-        latents = state.scheduler.step(prediction, timestep, state.latents, return_dict=False)[0]
-        return replace(state, latents=latents, step=state.step + 1)
+        step, before = state.step, state.latents
+        latents = state.scheduler.step(prediction, state.scheduler.timesteps[step], before, return_dict=False)[0]
+        estimate = None
+        if state.params.get("preview_every"):
+            sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
+            estimate = latents - next_sigma * (latents - before) / (next_sigma - sigma)
+        return replace(state, latents=latents, step=step + 1, estimate=estimate)
 
 
-def _need_finite(tensor: Tensor, state: DenoiseState) -> None:
-    if not bool(torch.isfinite(tensor).all()):
-        steps = len(state.timesteps)
-        raise PermanentError(
-            f"denoising made values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
-            "try a smaller guidance_scale, or serve the model in float32"
-        )
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _joined(rows: Sequence[Inputs]) -> Inputs:
+    return {name: _join([row[name] for row in rows]) for name in rows[0]}
+
+
+def _not_finite(state: DenoiseState) -> PermanentError:
+    steps = len(state.scheduler.timesteps)
+    return PermanentError(
+        f"denoising made values that are not finite at step {min(state.step + 1, steps)} of {steps}: "
+        "try a smaller guidance_scale, or serve the model in float32"
+    )

@@ -9,6 +9,11 @@ NEGATIVE = "negative_"
 """Prefix of what was made from the negative prompt; such a value is None when guidance does not apply."""
 
 
-def guided(params: Params) -> bool:
-    """Whether guidance applies: its scale is above 1, as diffusers has it. Raises PermanentError without a scale."""
-    return need(params, "guidance_scale", float) > 1.0
+def guidance_scale(params: Params) -> float:
+    """How much further than the negative prompt's a prediction goes. Raises PermanentError without a scale."""
+    return need(params, "guidance_scale", float)
+
+
+def applies(scale: float) -> bool:
+    """Whether there is a second half at that scale: above 1, as diffusers has it."""
+    return scale > 1.0

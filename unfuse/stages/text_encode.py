@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -10,29 +10,35 @@ import torch
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
-from unfuse.stages.guidance import NEGATIVE, guided
+from unfuse.stages.guidance import NEGATIVE, applies
 
 
 class TextEncoder(Protocol):
     """What a family says about text: tokenizer and encoder in memory."""
 
-    def encode(self, text: str, length: int) -> Tensors:
-        """Embeddings by name, each with a batch axis of 1, for a text cut or padded to `length` tokens."""
+    def guidance(self, params: Params) -> float:
+        """The request's guidance scale: the negative prompt is encoded where that applies."""
+        ...
+
+    def encode(self, texts: Sequence[str], length: int) -> Tensors:
+        """Embeddings by name, with a batch axis of one row a text, each text cut or padded to `length` tokens."""
         ...
 
 
 class TextEncode(Stage):
-    """Prompt in, embeddings out: each by its name, and the negative ones after NEGATIVE (None without guidance)."""
+    """Prompt in, embeddings out: each by its name, and the negative ones after NEGATIVE (None without guidance).
 
-    kind = "text_encode"
+    `kind` tells a model's second text encoder from its first.
+    """
 
-    def __init__(self, encoder: TextEncoder) -> None:
+    def __init__(self, encoder: TextEncoder, kind: str = "text_encode") -> None:
         self._encoder = encoder
+        self.kind = kind
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless there is a prompt, a guidance scale and a length."""
         need(task.params, "prompt", str)
-        guided(task.params)
+        self._encoder.guidance(task.params)
         length = need(task.params, "max_sequence_length", int)
         if length < 1:
             raise PermanentError(f"max_sequence_length must be at least 1, not {length}")
@@ -43,14 +49,22 @@ class TextEncode(Stage):
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Encode each task's texts alone, as an undivided pipeline does."""
-        return [self._encode(task.params) for task in batch]
+        """One forward for the prompts, another for the negative prompts: an undivided pipeline's two, for one task."""
+        tasks = [task.params for task in batch]
+        length = need(tasks[0], "max_sequence_length", int)
+        guided = [params for params in tasks if applies(self._encoder.guidance(params))]
+        prompts = self._encode([need(params, "prompt", str) for params in tasks], length)
+        negatives = self._encode([str(params.get("negative_prompt") or "") for params in guided], length)
+        outputs = []
+        for params, positive in zip(tasks, prompts, strict=True):
+            negative = next(negatives) if params in guided else dict.fromkeys(positive)
+            outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
+        return outputs
 
-    def _encode(self, params: Params) -> StageOutput:
-        length = need(params, "max_sequence_length", int)
-        positive = self._encoder.encode(need(params, "prompt", str), length)
-        negative: Tensors = dict.fromkeys(positive)
-        if guided(params):
-            text = params.get("negative_prompt")
-            negative = self._encoder.encode(text if isinstance(text, str) else "", length)
-        return StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}})
+    def _encode(self, texts: Sequence[str], length: int) -> Iterator[Tensors]:
+        """The embeddings of each text."""
+        if not texts:
+            return
+        together = self._encoder.encode(texts, length)
+        for row in range(len(texts)):
+            yield {name: None if value is None else value[row : row + 1] for name, value in together.items()}

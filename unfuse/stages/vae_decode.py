@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, need, need_tensor
 from unfuse.stages.media import encode, need_format
 
@@ -20,11 +21,15 @@ class VaeDecoder(Protocol):
 
     @property
     def latents(self) -> tuple[int | None, ...]:
-        """Shape of the latents it reads, with a batch axis of 1; None is any length."""
+        """Shape of the latents a request brings, with a batch axis of 1; None is any length."""
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Pixels (1, 3, frames, height, width), −1 to 1, for the latents of one request."""
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        """A request's latents as a grid (1, channels, frames, height, width), on the VAE's device and in its dtype."""
+        ...
+
+    def decode(self, grid: Tensor) -> Tensor:
+        """Pixels (requests, 3, frames, height, width), −1 to 1, for a grid of one or more requests."""
         ...
 
 
@@ -43,24 +48,28 @@ class VaeDecode(Stage):
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Decode and encode each task alone."""
-        return [self._decode(task) for task in batch]
+        """Decode all at once, and encode each."""
+        grids = [self._decoder.unpack(_latents(task), task.params) for task in batch]
+        pixels = self._decoder.decode(torch.cat(grids))
+        return [
+            StageOutput(media=encode(to_pixels(video), task.params)) for video, task in zip(pixels, batch, strict=True)
+        ]
 
-    def _decode(self, task: StageInput) -> StageOutput:
-        latents = task.tensors["latents"]
-        if latents is None:
-            raise PermanentError("input latents is missing")
-        frames = to_pixels(self._decoder.decode(latents))
-        return StageOutput(media=encode(frames, task.params))
+
+def _latents(task: StageInput) -> Tensor:
+    latents = task.tensors["latents"]
+    if latents is None:
+        raise PermanentError("input latents is missing")
+    return latents
 
 
 def to_pixels(video: Tensor) -> NDArray[np.uint8]:
-    """Frames (frames, height, width, 3) as uint8 of pixels (1, 3, frames, height, width), −1 to 1.
+    """Frames (frames, height, width, 3) as uint8 of pixels (3, frames, height, width), −1 to 1.
 
     The arithmetic is diffusers' `VideoProcessor.postprocess_video` and `numpy_to_pil`: halves round to even.
     Raises PermanentError for values that are not finite.
     """
-    unit = (video[0].permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
+    unit = (video.permute(1, 0, 2, 3) * 0.5 + 0.5).clamp(0, 1)
     frames: NDArray[np.float32] = unit.cpu().permute(0, 2, 3, 1).float().numpy()
     if not np.isfinite(frames).all():
         raise PermanentError("the decoder made pixels that are not finite: serve the model's decoder in float32")

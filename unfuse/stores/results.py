@@ -14,6 +14,8 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.core.request import ResultFile
 
+ATTACHED = "attached-"
+ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
 
 
@@ -33,8 +35,23 @@ class ResultStore(ABC):
         """The bytes of a result. Raises NotFound."""
 
     @abstractmethod
+    def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
+        """Keep bytes beside a request's results until it is over: an upload, a preview, which need not be durable.
+
+        Raises TransientError when there is no room.
+        """
+
+    @abstractmethod
+    def attached(self, request: str, name: str) -> bytes:
+        """What was attached under that name. Raises NotFound."""
+
+    @abstractmethod
+    def detach(self, request: str) -> None:
+        """Forget what was attached to a request, but not its results. Idempotent."""
+
+    @abstractmethod
     def delete(self, request: str) -> None:
-        """Forget a request's results. Idempotent."""
+        """Forget a request's results and attachments. Idempotent."""
 
     @abstractmethod
     def forget(self, before: float) -> list[str]:
@@ -57,20 +74,7 @@ class DiskResults(ResultStore):
 
     def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
         """See ResultStore."""
-        folder = self._of(request)
-        partial = folder / f".{index}.{secrets.token_hex(8)}"
-        try:
-            _make_folder(folder)
-            _write_durably(partial, data)
-            partial.replace(folder / str(index))
-            _sync_folder(folder)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise TransientError(
-                f"result {index} of {request} ({len(data)} bytes) cannot be written: {error.strerror}; "
-                f"make room under {self._folder}"
-            ) from error
+        self._write(request, str(index), data)
         return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
 
     def path(self, request: str, index: int) -> Path:
@@ -87,6 +91,21 @@ class DiskResults(ResultStore):
             return path.read_bytes()
         raise NotFound(f"result {index} of request {request} is kept no longer")
 
+    def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
+        """See ResultStore."""
+        self._write(request, _attachment(name), data, durable)
+
+    def attached(self, request: str, name: str) -> bytes:
+        """See ResultStore."""
+        with suppress(FileNotFoundError):
+            return (self._of(request) / _attachment(name)).read_bytes()
+        raise NotFound(f"request {request} has no {name}, or it is kept no longer")
+
+    def detach(self, request: str) -> None:
+        """See ResultStore."""
+        for file in self._of(request).glob(f"{ATTACHED}*"):
+            file.unlink(missing_ok=True)
+
     def delete(self, request: str) -> None:
         """See ResultStore."""
         shutil.rmtree(self._of(request), ignore_errors=True)
@@ -102,6 +121,23 @@ class DiskResults(ResultStore):
             self.delete(request)
         return old
 
+    def _write(self, request: str, name: str, data: bytes, durable: bool = True) -> None:
+        folder = self._of(request)
+        partial = folder / f".{name}.{secrets.token_hex(8)}"
+        try:
+            _make_folder(folder)
+            _write_new(partial, data, durable)
+            partial.replace(folder / name)
+            if durable:
+                _sync_folder(folder)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise TransientError(
+                f"file {name} of {request} ({len(data)} bytes) cannot be written: {error.strerror}; "
+                f"make room under {self._folder}"
+            ) from error
+
     def _of(self, request: str) -> Path:
         if not REQUEST_ID.fullmatch(request):
             raise NotFound(f"{request[:100]!r} is not a request's id")
@@ -116,6 +152,12 @@ def open_results(url: str) -> ResultStore:
     return DiskResults(Path(path).expanduser().absolute())
 
 
+def _attachment(name: str) -> str:
+    if not ATTACHMENT.fullmatch(name):
+        raise NotFound(f"{name[:100]!r} is not the name of an attachment")
+    return ATTACHED + name
+
+
 def _make_folder(folder: Path) -> None:
     if folder.is_dir():
         return
@@ -124,11 +166,12 @@ def _make_folder(folder: Path) -> None:
     _sync_folder(folder.parent)
 
 
-def _write_durably(path: Path, data: bytes) -> None:
+def _write_new(path: Path, data: bytes, durable: bool) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _sync_folder(folder: Path) -> None:

@@ -199,6 +199,24 @@ async def time_and_hand_backs_wake_too(queue: TaskQueue, clock: ManualClock) -> 
     assert [lease.task.request for lease in await waiting] == ["b"]
 
 
+async def what_is_more_urgent_can_be_asked_for(queue: TaskQueue, clock: ManualClock) -> None:
+    """With `above`, only tasks of a higher priority are leased; who waits without it is served first."""
+    for name, priority in zip("abc", (0, 3, 7), strict=True):
+        await submitted(queue, name, priority=priority)
+    assert await queue.lease("w", ["p"], 9, TTL, above=7) == []
+    assert [lease.task.request for lease in await queue.lease("w", ["p"], 9, TTL, above=0)] == ["c", "b"]
+    assert await drained(queue) == ["a"]
+    busy = await started(queue.lease("busy", ["p"], 1, TTL, wait=60.0, above=0))
+    await submitted(queue, "d")
+    assert not (await started(asyncio.wait({busy}))).done()
+    assert await drained(queue) == ["d"]
+    idle = await started(queue.lease("idle", ["p"], 1, TTL, wait=60.0))
+    await submitted(queue, "e", priority=5)
+    assert [lease.task.request for lease in await idle] == ["e"]
+    await submitted(queue, "f", priority=1)
+    assert [lease.task.request for lease in await busy] == ["f"]
+
+
 async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
     """With nothing, once `wait` seconds have passed."""
     waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=3.0))
@@ -254,6 +272,7 @@ LEASE_RULES = (
     a_task_waits_for_its_time,
     a_push_wakes_who_waits,
     each_push_finds_its_waiter,
+    what_is_more_urgent_can_be_asked_for,
     time_and_hand_backs_wake_too,
     waiting_ends_in_time,
     a_cancelled_waiter_has_claimed_nothing,

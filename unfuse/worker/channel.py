@@ -9,6 +9,7 @@ import threading
 import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.task import Claim, Lease
@@ -17,17 +18,14 @@ LENGTH = 4
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the stages of these kinds (None: all) of these (name, source) models, then say Ready.
+    """Load the stages of these kinds (None: all) of these (name, source, dtype) models, then say Ready.
 
-    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `results` is the result store; `threads`
-    is how many CPU threads one forward may use.
+    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `results` is the result store.
     """
 
-    models: tuple[tuple[str, str], ...]
+    models: tuple[tuple[str, str, str], ...]
     kinds: frozenset[str] | None
-    device: str
-    dtype: str
-    threads: int
+    compute: ComputeOptions
     owner: str
     node: str
     arena: str
@@ -69,12 +67,13 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first`…`step` of `steps` are done; step 0 says that the task began."""
+    """Steps `first`…`step` of `steps` are done, with `previews` of some; step 0 says that the task began."""
 
     claim: Claim
     step: int
     steps: int
     first: int
+    previews: tuple[int, ...] = ()
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

@@ -16,6 +16,7 @@ from typing import Any
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import pool_name
 from unfuse.models import find, resolve_source
+from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -41,7 +42,7 @@ def main() -> None:
         "shared_memory", owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token
     )
     channel.send(Ready(device))
-    StepLoop(stages, store, open_results(load.results), inbox, channel.send).run()
+    StepLoop(stages, store, open_results(load.results), inbox, channel.send, load.compute.batch).run()
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:
@@ -59,20 +60,21 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> 
 def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]]]:
     import torch
 
-    torch.set_num_threads(load.threads)
-    device = load.device
+    torch.set_num_threads(load.compute.threads)
+    device = load.compute.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     stages: dict[str, SteppedStage[Any]] = {}
-    for name, source in load.models:
+    for name, source, dtype in load.models:
         folder = resolve_source(source)
         family = find(folder)
-        card = family.card(name, folder, load.dtype)
+        card = family.card(name, folder, dtype)
+        runtime = Runtime(device, card.dtypes, load.compute)
         for spec in card.pipeline.stages:
             pool = pool_name(spec, card.weights, card.dtypes)
             if pool in stages or (load.kinds is not None and spec.kind not in load.kinds):
                 continue
-            stage = family.load(spec, folder, device, card.dtypes, lambda *found: channel.send(Loaded(*found)))
+            stage = family.load(spec, folder, runtime, lambda *found: channel.send(Loaded(*found)))
             stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
     return device, stages
 

@@ -150,6 +150,6 @@ class Executor:
 
     def _environment(self) -> dict[str, str]:
         """The parent's, with libraries told to keep to our threads and to stay quiet."""
-        threads = str(self._load.threads)
+        threads = str(self._load.compute.threads)
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | quiet

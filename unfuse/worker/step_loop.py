@@ -5,11 +5,13 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from unfuse.core.errors import ObjectLost, PermanentError, UnfuseError
+import structlog
+
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
 from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
@@ -17,6 +19,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.worker.batcher import BatchSizes, out_of_memory
 from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped
 
 REPORT_S = 0.05
@@ -24,19 +27,29 @@ REPORT_S = 0.05
 
 EVIDENCE_CHARS = 4000
 
+ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
-@dataclass
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
 class Job:
-    """A task between admission and retirement. Seconds are monotonic."""
+    """A task between admission and retirement. Tasks of equal `key` may share a forward. Seconds are monotonic."""
 
     lease: Lease
     stage: SteppedStage[Any]
+    key: Hashable
     inputs: list[Held]
     state: Any
     get_s: float
     run_s: float
+    alone: bool = False
+    steps: int = 0
+    mates: int = 0
+    """Tasks in its forwards, itself included, summed over its steps."""
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
+    previews: list[int] = field(default_factory=list)
 
     @property
     def claim(self) -> Claim:
@@ -47,8 +60,8 @@ class Job:
 class StepLoop:
     """Runs tasks on the stages of one compute process.
 
-    `stages` is by pool. Tasks of the highest priority go first, then in order of arrival; one that stops being wanted
-    is dropped between two steps.
+    `stages` is by pool; up to `batch` tasks share a forward. Tasks of the highest priority go first, in order of
+    arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
     """
 
     def __init__(
@@ -58,9 +71,11 @@ class StepLoop:
         results: ResultStore,
         inbox: queue.SimpleQueue[Run | Cancel],
         send: Callable[[FromCompute], None],
+        batch: int = 1,
     ) -> None:
         self._stages, self._store, self._results = stages, store, results
         self._inbox, self._send = inbox, send
+        self._sizes = BatchSizes(batch)
         self._jobs: dict[Claim, Job] = {}
 
     def run(self) -> None:
@@ -69,10 +84,10 @@ class StepLoop:
             self.turn()
 
     def turn(self) -> None:
-        """Take what came in, waiting for it when there is nothing else to do; then one step of the most urgent task."""
+        """Take what came in, waiting for it when there is nothing else to do; then one step of the most urgent."""
         self._admit()
         if self._jobs:
-            self._advance(max(self._jobs.values(), key=lambda job: job.lease.task.priority))
+            self._advance(self._pick())
 
     def _admit(self) -> None:
         """Take every message that is there; wait for one only when there is nothing to do."""
@@ -88,44 +103,96 @@ class StepLoop:
             self._drop(message.claim)
 
     def _start(self, run: Run) -> None:
-        lease = run.lease
-        self._send(Stepped(lease.claim, 0, 0, 0))
+        task, claim = run.lease.task, run.lease.claim
+        self._send(Stepped(claim, 0, 0, 0))
         inputs: list[Held] = []
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
-            for ref in lease.task.inputs:
+            for ref in task.inputs:
                 inputs.append(self._store.get(ref, as_torch=True))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
-            task = StageInput(lease.task.params, tensors)
-            stage = self._stages[lease.task.pool]
+            stage = self._stages[task.pool]
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
+            given = StageInput(task.params, tensors, uploads)
             got = time.monotonic()
-            stage.verify(task)
-            state = stage.start(task)
-            self._jobs[lease.claim] = Job(lease, stage, inputs, state, got - began, time.monotonic() - got)
+            stage.verify(given)
+            state = stage.start(given)
+            key = task.pool, stage.batch_key(task.params)
+            self._jobs[claim] = Job(run.lease, stage, key, inputs, state, got - began, time.monotonic() - got)
         except Exception as error:  # the process must survive what one task brings
             _close(inputs)
-            self._send(_failure(lease.claim, error))
+            self._send(_failure(claim, error))
 
-    def _advance(self, job: Job) -> None:
+    def _pick(self) -> list[Job]:
+        """The task that goes first, and those of its priority that may share its forward, in order of arrival."""
+        first = max(self._jobs.values(), key=lambda job: job.lease.task.priority)
+        if first.alone:
+            return [first]
+        of_its_kind = first.key, first.lease.task.priority, False
+        mates = [job for job in self._jobs.values() if (job.key, job.lease.task.priority, job.alone) == of_its_kind]
+        return mates[: self._sizes.size(first.key)]
+
+    def _advance(self, batch: list[Job]) -> None:
+        """One step of these tasks; what cannot be done together is tried in smaller company."""
+        began = time.monotonic()
         try:
-            began = time.monotonic()
-            (job.state,) = job.stage.step([job.state])
-            job.run_s += time.monotonic() - began
-            step, steps = job.stage.progress(job.state)
+            stepped = batch[0].stage.step([job.state for job in batch])
+        except Exception as error:  # the process must survive what one task brings
+            self._fall_apart(batch, error)
+            return
+        seconds = time.monotonic() - began
+        self._sizes.measured(batch[0].key, len(batch), seconds)
+        for job, state in zip(batch, stepped, strict=True):
+            job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + len(batch)
+            self._settle(job, state)
+
+    def _fall_apart(self, batch: list[Job], error: Exception) -> None:
+        if len(batch) == 1:
+            self._fail(batch[0], error)
+        elif out_of_memory(error):
+            self._sizes.too_large(batch[0].key, len(batch))
+        else:
+            for job in batch:
+                job.alone = True
+
+    def _settle(self, job: Job, state: Any) -> None:
+        """Tell of a step that was made, and retire what is done."""
+        try:
+            if isinstance(state, Exception):
+                raise state
+            job.state = state
+            step, steps = job.stage.progress(state)
+            if step < steps:
+                self._preview(job, step)
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)
         except Exception as error:  # the process must survive what one task brings
-            self._jobs.pop(job.claim, None)
-            _close(job.inputs)
-            self._send(_failure(job.claim, error))
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        self._jobs.pop(job.claim, None)
+        _close(job.inputs)
+        self._send(_failure(job.claim, error))
+
+    def _preview(self, job: Job, step: int) -> None:
+        """Attach a small picture of every so many steps, for a request that asked; one that fails costs no result."""
+        every, task = job.lease.task.params.get("preview_every"), job.lease.task
+        if not isinstance(every, int) or every < 1 or step % every:
+            return
+        try:
+            if media := job.stage.preview(job.state):
+                self._results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
+                job.previews.append(step)
+        except Exception as error:  # a picture of the way is not worth the end of it
+            log.warning("no preview", request=task.request, stage=task.stage, step=step, reason=str(error))
 
     def _report(self, job: Job, step: int, steps: int) -> None:
         now = time.monotonic()
         if step == steps or now - job.reported_at >= REPORT_S:
-            self._send(Stepped(job.claim, step, steps, job.reported + 1))
-            job.reported, job.reported_at = step, now
+            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews)))
+            job.reported, job.reported_at, job.previews = step, now, []
 
     def _retire(self, job: Job) -> None:
         """Store what the task made, then say so: a completion that was announced is always there to be read."""
@@ -136,7 +203,10 @@ class StepLoop:
         results = self._write(job, output)
         _close(job.inputs)
         del self._jobs[job.claim]
-        timings = Timings(get_s=job.get_s, run_s=job.run_s + finished - began, put_s=time.monotonic() - finished)
+        timings = Timings(
+            get_s=job.get_s, run_s=job.run_s + finished - began, put_s=time.monotonic() - finished,
+            steps=job.steps, batch=job.mates / job.steps,
+        )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
     def _put(self, job: Job, output: StageOutput) -> ObjectRef | None:
@@ -171,9 +241,11 @@ def _failure(claim: Claim, error: Exception) -> Failed:
     object_id = ""
     if isinstance(error, ObjectLost):
         kind, object_id = "object_lost", error.object_id
-    elif isinstance(error, PermanentError):
+    elif isinstance(error, PermanentError | NotFound) or out_of_memory(error):
         kind = "permanent"
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
+    if out_of_memory(error):
+        message = f"the device has not the memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
 

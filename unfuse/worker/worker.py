@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Ask,
@@ -49,6 +50,9 @@ ANSWER_S = 10.0
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
 
+BEAT_PAUSE_S = 0.02
+"""Least time between two heartbeats, however much news there is."""
+
 LEAVE_S = 1.0
 """How long a leaving worker waits for each of its last answers."""
 
@@ -68,11 +72,9 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     scheduler: str
     node: str
     models: tuple[str, ...] = ()
-    device: str = "auto"
-    dtype: str = "auto"
+    compute: ComputeOptions = ComputeOptions(threads=1)
     slots: int = 2
     arena: int = 2 << 30
-    threads: int = 1
     drain_timeout: float = 20.0
 
 
@@ -83,6 +85,7 @@ class Worker:
         self._options = options
         self._id = f"{options.role}-{secrets.token_hex(6)}"
         self._kinds = kinds_of(options.role)
+        self._slots = max(options.slots, options.compute.batch + 1)
         self._store = TensorStore.create("shared_memory", owner=self._id, node=options.node, capacity=options.arena)
         self._dealer = Dealer(options.scheduler)
         self._hello = Hello(self._info(()))
@@ -130,7 +133,7 @@ class Worker:
     def _info(self, pools: Sequence[str]) -> WorkerInfo:
         options, usage = self._options, self._store.usage()
         return WorkerInfo(
-            self._id, options.node, options.role, tuple(pools), options.slots, self._store.address, usage.capacity,
+            self._id, options.node, options.role, tuple(pools), self._slots, self._store.address, usage.capacity,
             os.getpid(),
         )  # fmt: skip
 
@@ -156,28 +159,44 @@ class Worker:
         welcome = await self._call(self._hello)
         if not isinstance(welcome, Welcome):
             raise ConfigError(f"the scheduler at {self._options.scheduler} did not welcome this worker: {welcome}")
-        models = tuple((name, name) for name in self._options.models) or welcome.models
+        compute = self._options.compute
+        if welcome.outcome not in ({}, compute.outcome):
+            wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
+            raise ConfigError(f"the scheduler's workers have to agree on what they make: start this one with {wanted}")
+        dtypes, own = {name: dtype for name, _, dtype in welcome.models}, compute.dtype
+        chosen = [(name, name, dtypes.get(name, own) if own == "auto" else own) for name in self._options.models]
+        models = tuple(chosen) or welcome.models
         if not models:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
-        cards = await asyncio.to_thread(self._cards, models)
+        cards, folders = await asyncio.to_thread(self._bring, models)
         self._beat_s = welcome.beat
-        executor = self._executor = Executor(self._load(models, welcome.results), self._hear)
+        executor = self._executor = Executor(self._load(folders, welcome.results), self._hear)
         await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
         self._hello = Hello(self._info(tuple(pools)), tuple(cards))
         await self._call(self._hello)
-        log.info("ready", role=self._options.role, worker=self._id, models=[name for name, _ in models])
+        log.info("ready", role=self._options.role, worker=self._id, models=[card.name for card in cards])
         self._changed.set()
         return executor
 
-    def _cards(self, models: Sequence[tuple[str, str]]) -> list[ModelCard]:
-        folders = [(name, resolve_source(source)) for name, source in models]
-        return [find(folder).card(name, folder, self._options.dtype) for name, folder in folders]
+    def _bring(
+        self, models: Sequence[tuple[str, str, str]]
+    ) -> tuple[list[ModelCard], tuple[tuple[str, str, str], ...]]:
+        """The models' cards, and the models with their folders on this machine, where our components are then."""
+        cards, folders = [], []
+        for name, source, dtype in models:
+            folder = resolve_source(source, components=())
+            card = find(folder).card(name, folder, dtype)
+            stages = [stage for stage in card.pipeline.stages if self._kinds is None or stage.kind in self._kinds]
+            resolve_source(card.source, components={component for stage in stages for component in stage.components})
+            cards.append(card)
+            folders.append((name, str(folder), dtype))
+        return cards, tuple(folders)
 
-    def _load(self, models: tuple[tuple[str, str], ...], results: str) -> Load:
+    def _load(self, models: tuple[tuple[str, str, str], ...], results: str) -> Load:
         options = self._options
         return Load(
-            models, self._kinds, options.device, options.dtype, options.threads, self._id, options.node,
+            models, self._kinds, options.compute, self._id, options.node,
             self._store.address, self._store.write_token, results,
         )  # fmt: skip
 
@@ -195,25 +214,32 @@ class Worker:
             await self._dealer.call(self._hello, ANSWER_S)
 
     async def _pull(self, executor: Executor) -> None:
-        """Ask whenever there are slots and something changed: a task ended, room came back, an Ask came home."""
+        """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
         while not self._draining.is_set():
             await self._changed.wait()
             self._changed.clear()
-            slots = self._options.slots - len(self._active) if executor.ready else 0
-            if slots > 0 or not executor.ready:
-                self._newest_ask = next(self._asks)
-                self._spawn(self._ask(executor, self._newest_ask, slots))
+            self._newest_ask = next(self._asks)
+            self._spawn(self._ask(executor, self._newest_ask, self._wanted(executor)))
 
-    async def _ask(self, executor: Executor, number: int, slots: int) -> None:
+    def _wanted(self, executor: Executor) -> Ask:
+        """What there are slots for; when all are taken, one task more urgent than any that takes them."""
+        slots = self._slots - len(self._active)
+        if not executor.ready:
+            return WITHDRAW
+        if slots > 0:
+            return Ask(slots, self._room(), WAIT_S)
+        return Ask(1, self._room(), WAIT_S, max(lease.task.priority for lease in self._active.values()))
+
+    async def _ask(self, executor: Executor, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
-        granted = await self._call(Ask(slots, self._room(), WAIT_S))
+        granted = await self._call(ask)
         if isinstance(granted, Granted):
             for lease in granted.leases:
                 await self._take(executor, lease, granted)
         elif isinstance(granted, Refused):
             log.warning("work was refused", reason=granted.message)
             await asyncio.sleep(1.0)
-        if number == self._newest_ask and slots:
+        if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
 
     async def _take(self, executor: Executor, lease: Lease, granted: Granted) -> None:
@@ -242,7 +268,7 @@ class Worker:
             self._spawn(self._end(message))
 
     async def _progress(self, stepped: Stepped) -> None:
-        answer = await self._call(Progress(stepped.claim, stepped.step, stepped.steps, stepped.first))
+        answer = await self._call(Progress(stepped.claim, stepped.step, stepped.steps, stepped.first, stepped.previews))
         if isinstance(answer, Refused) and answer.lease_lost:
             await self._cancel(stepped.claim)
 
@@ -265,12 +291,16 @@ class Worker:
             self._idle.set()
 
     async def _beat(self) -> None:
+        """Say that we live, over and over; the answer comes when there is news, or when it is time to say so again."""
+        ended: set[Claim] = set()
         while True:
-            await asyncio.sleep(self._beat_s)
-            beat = Beat(tuple(self._active), tuple(self._store.holding()), self._store.usage().used)
-            pulse = await self._call(beat)
+            await asyncio.sleep(BEAT_PAUSE_S)
+            held = tuple(self._active.keys() - ended)
+            pulse = await self._call(Beat(held, tuple(self._store.holding()), self._store.usage().used, self._beat_s))
             if not isinstance(pulse, Pulse):
+                await asyncio.sleep(self._beat_s)
                 continue
+            ended = (ended | set(pulse.ended)) & self._active.keys()
             for claim in pulse.ended:
                 await self._cancel(claim)
             for request in pulse.over:

@@ -1,0 +1,114 @@
+"""Where workers run, and what models share: real servers, one line of `--place` each."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image, ImageChops
+
+from tests.integration.harness import Server, environment, free_port, serving, unfuse, until
+
+SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
+PROMPT = "a red circle on white"
+
+
+@pytest.fixture(scope="module")
+def sibling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built-in model with another noise scheduler, so that its denoiser is another one."""
+    folder = shutil.copytree(SHAPES, tmp_path_factory.mktemp("models") / "sibling")
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"shift": 6.0}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, sibling: Path) -> Iterator[Server]:
+    """One server of two models that share their encoder and their VAE."""
+    arguments = [
+        "unfuse/shapes", str(sibling), "--arena", "64MiB", "--place", "encoder=cpu,denoiser=cpu+cpu,decoder=cpu",
+        "--served-model-name", "plain", "--served-model-name", "shifted",
+    ]  # fmt: skip
+    with serving(tmp_path_factory.mktemp("both"), *arguments) as server:
+        server.ready()
+        until(lambda: len(server.get("/v1/workers")["data"]) == 4, "both denoisers", server.process)
+        yield server
+
+
+def picture(server: Server, model: str) -> Image.Image:
+    request = server.submit(PROMPT, model=model, seed=11)
+    assert server.finished(request)["status"] == "completed"
+    return Image.open(io.BytesIO(server.result(request))).convert("RGB")
+
+
+def test_two_models_share_one_encoder_and_one_decoder_and_each_makes_its_own_pictures(both: Server) -> None:
+    pools: dict[str, list[tuple[list[str], int]]] = {"text_encode": [], "denoise": [], "vae_decode": []}
+    for pool in both.get("/v1/pools")["data"]:
+        pools[pool["id"].split(":")[0]].append((sorted(pool["models"]), len(pool["workers"])))
+    assert pools["text_encode"] == [(["plain", "shifted"], 1)]
+    assert pools["vae_decode"] == [(["plain", "shifted"], 1)]
+    assert sorted(pools["denoise"]) == [(["plain"], 2), (["shifted"], 2)]
+
+    plain, shifted = picture(both, "plain"), picture(both, "shifted")
+    assert plain.size == shifted.size == (64, 64)
+    assert ImageChops.difference(plain, shifted).getbbox() is not None
+
+
+def test_a_device_named_twice_is_two_workers(both: Server) -> None:
+    roles = sorted(worker["role"] for worker in both.get("/v1/workers")["data"])
+    assert roles == ["decoder", "denoiser", "denoiser", "encoder"]
+
+
+def test_serve_says_where_everything_goes_before_it_loads_and_each_worker_what_it_loaded(both: Server) -> None:
+    text = both.log()
+    table, _, rest = text.partition("activations come on top")
+    assert table.count("transformer") == 4  # two denoisers of two models
+    assert table.count("text_encoder") == 1
+    assert "loaded" not in table
+    logged = [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
+    loads: list[dict[str, Any]] = [line for line in logged if line["event"] == "loaded"]
+    weights = {(line["role"], line["device"], line["component"]): line["bytes"] for line in loads}
+    assert 1564320 * 4 <= weights["denoiser", "cpu", "transformer"] < 1564320 * 4.1  # its buffers come on top
+    assert {role for role, _, component in weights if component == "text_encoder"} == {"encoder"}
+
+
+def test_models_are_listed_by_the_names_they_were_given(both: Server) -> None:
+    assert [model["id"] for model in both.get("/v1/models")["data"]] == ["plain", "shifted"]
+
+
+def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_hand(tmp_path: Path) -> None:
+    with serving(tmp_path, "--arena", "64MiB", "--decoders", "0", "--dtype", "transformer=bfloat16") as server:
+        server.worker("decoder", "--dtype", "float16")
+        server.ready()
+        assert {pool["id"].split(":")[0]: pool["id"].split(":")[2] for pool in server.get("/v1/pools")["data"]} == {
+            "text_encode": "float32", "denoise": "bfloat16", "vae_decode": "float32",
+        }  # fmt: skip
+        assert picture(server, "unfuse/shapes").size == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--place", "denoiser=cuda:63"], "there is no device cuda:63 for the denoiser; there are cpu"),
+        (["--arena", "100TiB"], "cpu would hold 300.0 TiB (encoder 100.0 TiB + denoiser 100.0 TiB"),
+        (["--dtype", "unet=float16"], "no component is called 'unet'"),
+        (["--device", "cpu", "--offload", "sequential"], "--offload sequential needs a GPU"),
+        (["--served-model-name", "a", "unfuse/shapes", str(SHAPES)], "--served-model-name is given 1 times"),
+    ],
+)
+def test_what_cannot_be_placed_is_one_line_and_nothing_is_started(
+    tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    ports = ["--port", str(free_port()), "--listen", f"tcp://127.0.0.1:{free_port()}"]
+    command = unfuse("serve", *arguments, *ports)
+    failed = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
+    assert failed.returncode == 1
+    assert says in failed.stderr.splitlines()[-1]
+    assert "loaded" not in failed.stderr
+    assert "Traceback" not in failed.stderr

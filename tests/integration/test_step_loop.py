@@ -1,0 +1,96 @@
+"""Cancelling and stepping aside, as a client sees it: real processes, steps slow enough to come in between."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.harness import Server, until
+
+SLOW = {"size": "128x128", "num_inference_steps": 50, "guidance_scale": 4.0}
+"""About a tenth of a second a step: more than the 50 ms between two progress messages."""
+
+
+def steps(events: Iterator[dict[str, Any]]) -> Iterator[int]:
+    for event in events:
+        if event["type"] == "progress" and event["stage"].startswith("denoise"):
+            yield event["step"]
+
+
+def used(server: Server) -> int:
+    return sum(worker["used"] for worker in server.get("/v1/workers")["data"])
+
+
+def test_a_cancelled_request_stops_within_a_step_and_gives_its_memory_back(server: Server) -> None:
+    request = server.submit("a red circle on white", **SLOW, n=2)
+    events = server.events(request)
+    assert any(step >= 3 for step in steps(events))
+
+    cancelled = server.post(f"/v1/requests/{request}/cancel", {})
+
+    assert cancelled["status"] == "cancelled"
+    assert len(list(steps(events))) <= 1
+    until(lambda: all(worker["leased"] == 0 for worker in server.get("/v1/workers")["data"]), "the leases to end")
+    until(lambda: used(server) == 0, "the memory to be free")
+
+
+def test_an_urgent_request_goes_first_and_the_one_that_stepped_aside_ends_with_the_same_bytes(server: Server) -> None:
+    alone = server.finished(server.submit("a blue star on black", **SLOW, seed=7))
+    patient = [server.submit("a blue star on black", **SLOW, seed=7), server.submit("a blue ring on gray", **SLOW)]
+    assert any(step >= 3 for step in steps(server.events(patient[0])))
+
+    urgent = server.submit("a green cross on white", size="64x64", num_inference_steps=20, priority=10)
+
+    ended = server.finished(urgent)
+    assert server.get(f"/v1/requests/{patient[0]}")["status"] == "in_progress"
+    after = server.finished(patient[0])
+    assert (ended["status"], after["status"], after["attempts"]) == ("completed", "completed", 1)
+    assert _bytes(server, after) == _bytes(server, alone)
+
+    # between the urgent one's arrival at the denoiser and its first step there is at most one step of the other
+    began, first = _times(server, urgent)
+    between = [at for at, _ in _progress(server, patient[0]) if began < at < first]
+    assert len(between) <= 1
+    assert server.finished(patient[1])["status"] == "completed"
+
+
+@pytest.mark.parametrize("steps_asked", [50])
+def test_the_event_stream_lists_every_step_also_over_a_reconnect(server: Server, steps_asked: int) -> None:
+    request = server.submit("a red circle on white", num_inference_steps=steps_asked)
+    seen: list[int] = []
+    last = 0
+    for event in server.events(request):
+        last = event["seq"]
+        if event["type"] == "progress" and event["stage"].startswith("denoise"):
+            seen.append(event["step"])
+        if len(seen) >= 5:
+            break
+    for event in server.events(request, after=last):
+        if event["type"] == "progress" and event["stage"].startswith("denoise"):
+            seen.append(event["step"])
+    assert seen == list(range(1, steps_asked + 1))
+
+
+def _bytes(server: Server, request: dict[str, Any]) -> str:
+    return hashlib.sha256(server.result(request["id"])).hexdigest()
+
+
+def _progress(server: Server, request: str) -> list[tuple[float, dict[str, Any]]]:
+    return [
+        (event["at"], event)
+        for event in server.events(request)
+        if event["type"] == "progress" and event["stage"].startswith("denoise")
+    ]
+
+
+def _times(server: Server, request: str) -> tuple[float, float]:
+    """When the denoiser took a request, and when it reported its first steps."""
+    (began,) = [
+        event["at"]
+        for event in server.events(request)
+        if event["type"] == "stage_started" and event["stage"].startswith("denoise")
+    ]
+    return began, _progress(server, request)[0][0]

@@ -1,0 +1,264 @@
+"""Divided, each family's pipeline makes the bits it makes undivided; batched, nearly so."""
+
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.models import conftest as c
+from tests.models.tiny import KINDS, SERVING
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.object_ref import lay_out
+from unfuse.core.plan import Params
+from unfuse.models import find
+from unfuse.models.base import Runtime
+from unfuse.stages.base import Stage, StageInput, SteppedStage
+
+JOBS = {job.name: job for job in c.JOBS}
+BATCHED = ComputeOptions(batching="batched")
+
+
+@pytest.fixture(autouse=True)
+def no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No stage may fall back on a diffusers pipeline: none can be made, and none called."""
+    import diffusers
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a diffusers pipeline was used")
+
+    served = [diffusers.WanPipeline, diffusers.WanImageToVideoPipeline, diffusers.FluxPipeline]
+    for kind in (diffusers.DiffusionPipeline, *served):
+        monkeypatch.setattr(kind, "__init__", refuse)
+        monkeypatch.setattr(kind, "__call__", refuse, raising=False)
+        monkeypatch.setattr(kind, "from_pretrained", refuse)
+
+
+def test_latents_and_pixels_are_those_of_the_undivided_pipeline(
+    job: c.Job, undivided: c.Undivided, stages: c.Load
+) -> None:
+    expected = undivided.result(job.name)
+    loaded = stages(undivided.folder(job.model), job.dtype)
+
+    [(latents, pixels)] = c.divided(loaded, job.params, undivided.uploads(job.params), [job.params["seed"]])
+
+    assert np.array_equal(latents.float().numpy(), expected["latents"])
+    assert np.array_equal(pixels, expected["pixels"])
+    assert str(latents.dtype) == expected["dtype"]
+    assert not latents.requires_grad
+
+
+@pytest.mark.parametrize(("name", "others"), [
+    ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
+    ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
+    ("flux-image", ["flux-seed", "flux-prompt", "flux-guidance", "flux-empty-negative"]),
+])  # fmt: skip
+def test_the_references_can_tell_requests_apart(name: str, others: list[str], undivided: c.Undivided) -> None:
+    """Were they all alike, equality above would mean little."""
+    image = undivided.result(name)["pixels"]
+    for other in others:
+        assert (undivided.result(other)["pixels"] != image).mean() > 0.1, other
+
+
+@pytest.mark.parametrize("same", ["flux-no-negative", "flux-negative-unread"])
+def test_guidance_by_a_negative_prompt_takes_both_prompt_and_scale(same: str, undivided: c.Undivided) -> None:
+    assert np.array_equal(undivided.result(same)["pixels"], undivided.result("flux-image")["pixels"])
+
+
+def test_a_model_not_distilled_for_guidance_ignores_its_scale(undivided: c.Undivided) -> None:
+    image, guided = (undivided.result(name)["pixels"] for name in ("schnell-image", "schnell-guidance"))
+    assert np.array_equal(image, guided)
+
+
+@pytest.mark.parametrize("encoder", ["text_encode", "text_encode_2"])
+def test_both_text_encoders_change_the_picture(encoder: str, undivided: c.Undivided, stages: c.Load) -> None:
+    loaded = stages(undivided.folder("flux"))
+    params = JOBS["flux-image"].params
+    mixed = c.encode(loaded, params, {}) | c.run(loaded[encoder], {**params, "prompt": "b"}).tensors
+
+    latents = c.run(loaded["denoise"], params, mixed).tensors["latents"]
+
+    assert np.abs(latents.numpy() - undivided.result("flux-image")["latents"]).mean() > 0.01
+
+
+@pytest.mark.parametrize("output", ["image_embeds", "condition"])
+def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.Undivided, stages: c.Load) -> None:
+    loaded = stages(undivided.folder("wan-image"))
+    params = JOBS["picture-video"].params
+    encoded = c.encode(loaded, params, undivided.uploads(params))
+    other = c.run(loaded["image_encode"], params, None, undivided.uploads(JOBS["picture-other"].params)).tensors
+
+    latents = c.run(loaded["denoise"], params, encoded | {output: other[output]}).tensors["latents"]
+
+    assert np.abs(latents.numpy() - undivided.result("picture-video")["latents"]).mean() > 0.01
+
+
+@pytest.mark.parametrize("names", [
+    ["euler-image", "euler-next-seed"], ["shapes-image", "shapes-next"], ["flux-image", "flux-next-seed"],
+    ["picture-video", "picture-seed"],
+])  # fmt: skip
+def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
+    first = JOBS[names[0]]
+    loaded = stages(undivided.folder(first.model))
+    seeds = [first.params["seed"], first.params["seed"] + 1]
+
+    samples = list(c.divided(loaded, first.params, undivided.uploads(first.params), seeds))
+
+    for name, (latents, pixels) in zip(names, samples, strict=True):
+        assert np.array_equal(latents.numpy(), undivided.result(name)["latents"])
+        assert np.array_equal(pixels, undivided.result(name)["pixels"])
+
+
+MATES = {
+    "wan": ["unipc-image", "unipc-negative", "unipc-seed"],
+    "wan-euler": ["euler-image", "euler-next-seed"],
+    "wan-image": ["picture-video", "picture-negative", "picture-other"],
+    "flux": ["flux-image", "flux-guidance", "flux-next-seed"],
+    "flux-schnell": ["schnell-image", "schnell-guidance"],
+}
+"""Requests with one batch key, and different seeds, prompts, pictures, step counts, and guidance scales."""
+GUIDED = {"flux": ["flux-negative", "flux-empty-negative"]}
+
+
+@pytest.mark.parametrize(("kind", "names"), [*MATES.items(), *GUIDED.items()])
+def test_batched_is_within_the_tolerance_of_alone(
+    kind: str, names: list[str], undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Every stage takes all at once; to denoising they come, and leave it, one step after the other."""
+    loaded = stages(undivided.folder(kind), "float32", BATCHED)
+    params = [JOBS[name].params for name in names]
+    denoise = loaded["denoise"]
+    assert isinstance(denoise, SteppedStage)
+    assert len({denoise.batch_key(given) for given in params}) == 1
+
+    encoded: list[dict[str, Any]] = [{} for _ in names]
+    for stage in [stage for name, stage in loaded.items() if "encode" in name]:
+        for found, output in zip(encoded, _together(stage, params, encoded, undivided), strict=True):
+            found.update(output.tensors)
+    latents = _staggered(denoise, [StageInput(*task) for task in zip(params, encoded, strict=True)])
+    media = _together(loaded["vae_decode"], params, [{"latents": one} for one in latents], undivided)
+
+    for name, found, output in zip(names, latents, media, strict=True):
+        expected = undivided.result(name)
+        np.testing.assert_allclose(found.numpy(), expected["latents"], rtol=0, atol=1e-4)
+        levels = np.abs(c.frames(output.media).astype(int) - expected["pixels"])
+        assert levels.max() <= 1
+        assert (levels > 0).mean() < 0.01
+
+
+def _together(stage: Stage, params: list[Params], tensors: list[Any], undivided: c.Undivided) -> list[Any]:
+    tasks = [
+        StageInput({**given, "output_format": "png"}, found, undivided.uploads(given))
+        for given, found in zip(params, tensors, strict=True)
+    ]
+    for task in tasks:
+        stage.verify(task)
+    return stage.run(tasks)
+
+
+def _staggered(denoise: SteppedStage[Any], tasks: list[StageInput]) -> list[Any]:
+    waiting, states, done = dict(enumerate(tasks)), dict[int, Any](), dict[int, Any]()
+    while len(done) < len(tasks):
+        if waiting:
+            place = min(waiting)
+            states[place] = denoise.start(waiting.pop(place))
+        states = dict(zip(states, denoise.step(list(states.values())), strict=True))
+        for place in [place for place, state in states.items() if len(set(denoise.progress(state))) == 1]:
+            done[place] = denoise.finish(states.pop(place)).tensors["latents"]
+    return [done[place] for place in range(len(tasks))]
+
+
+@pytest.mark.parametrize("kind", MATES)
+def test_requests_that_share_a_step_loop_do_not_touch_each_other(
+    kind: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """One step of one, then of the next: each request has a noise scheduler of its own."""
+    names = MATES[kind]
+    loaded = stages(undivided.folder(kind))
+    denoise = loaded["denoise"]
+    assert isinstance(denoise, SteppedStage)
+    params = [JOBS[name].params for name in names]
+    states = [denoise.start(StageInput(given, c.encode(loaded, given, undivided.uploads(given)))) for given in params]
+
+    unfinished = dict(enumerate(states))
+    while unfinished:
+        for place, state in list(unfinished.items()):
+            (states[place],) = denoise.step([state])
+            unfinished[place] = states[place]
+            if len(set(denoise.progress(states[place]))) == 1:
+                del unfinished[place]
+
+    for name, state in zip(names, states, strict=True):
+        assert np.array_equal(denoise.finish(state).tensors["latents"].numpy(), undivided.result(name)["latents"])
+
+
+@pytest.mark.parametrize("name", ["unipc-video", "picture-wide", "flux-wide", "flux-half"])
+def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+    job = JOBS[name]
+    loaded = stages(undivided.folder(job.model), job.dtype)
+    denoise = loaded["denoise"]
+    assert isinstance(denoise, SteppedStage)
+    params = {**job.params, "preview_every": 1}
+    state = denoise.start(StageInput(params, c.encode(loaded, params, undivided.uploads(params))))
+
+    (state,) = denoise.step([state])
+    media = denoise.preview(state)
+
+    assert media is not None
+    assert media.content_type == "image/jpeg"
+    assert Image.open(io.BytesIO(media.data)).size == (params["width"], params["height"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_room_holds_every_output_and_little_more(
+    kind: str, dtype: str, undivided: c.Undivided, stages: c.Load, copied: Callable[[str], Path]
+) -> None:
+    folder = copied(kind)
+    (folder / "serving.json").write_text(json.dumps({"defaults": SERVING}))
+    card = find(folder).card("m", folder, dtype)
+    job = next(job for job in c.JOBS if job.model == kind)
+    params = {**job.params, "negative_prompt": "no", "true_cfg_scale": 2.0, "num_inference_steps": 2, "width": 48}
+    loaded = stages(undivided.folder(kind), dtype)
+
+    made: dict[str, Any] = {}
+    for spec in card.pipeline.stages:
+        given = {name: made[name] for name in spec.inputs}
+        output = c.run(loaded[spec.name], params, given, undivided.uploads(params))
+        made |= output.tensors
+        assert set(output.tensors) == set(spec.outputs)
+        kept = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in output.tensors.items()]
+        taken = lay_out(kept)[1] if kept else 0
+        room = spec.room.bytes(params)
+        assert taken <= room
+        if dtype == "float32":
+            assert room <= taken + 64 * len(kept)
+
+
+NEEDED = {"denoise": ["vae/config.json"], "image_encode": ["transformer/config.json"]}
+"""What a stage reads beside its components."""
+
+
+@pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])
+def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
+    folder = undivided.folder(kind)
+    card = find(folder).card("model", folder)
+    for spec in card.pipeline.stages:
+        bare = tmp_path / spec.name
+        for component in spec.components:
+            shutil.copytree(folder / component, bare / component)
+        for name in ["model_index.json", *NEEDED.get(spec.kind, [])]:
+            (bare / name).parent.mkdir(exist_ok=True)
+            shutil.copy(folder / name, bare / name)
+        reports: list[tuple[str, float, int]] = []
+
+        loaded = find(bare).load(spec, bare, Runtime("cpu", card.dtypes), lambda *found: reports.append(found))  # noqa: B023
+
+        assert loaded.kind == spec.kind
+        assert sorted(name for name, _, _ in reports) == sorted(spec.components)
+        assert all(seconds > 0 and size > 0 for _, seconds, size in reports)

@@ -1,0 +1,123 @@
+"""FLUX: what its card says, how its parameters are read, what is refused."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.params import check
+from unfuse.models import find
+from unfuse.models.base import weights_ids
+from unfuse.models.flux import true_cfg_scale
+from unfuse.models.folder import ModelFolder
+from unfuse.stages.base import StageInput
+
+
+@pytest.fixture
+def copy(copied: Callable[[str], Path]) -> Path:
+    return copied("flux")
+
+
+def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+    """The defaults of the pipeline's call, and its default size for a VAE of factor 4."""
+    card = find(copy).card("mine", copy)
+
+    card.pipeline.validate()
+    assert (card.name, card.family, card.takes_image, card.makes_video) == ("mine", "flux", False, False)
+    assert card.defaults == {
+        "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 3.5,
+        "true_cfg_scale": 1.0, "max_sequence_length": 512, "negative_prompt": None,
+    }  # fmt: skip
+    assert (card.limits.size_multiple, card.limits.min_size, card.limits.max_size) == (8, 8, 2048)
+
+
+def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
+    clip, t5, denoise, decode = find(copy).card("mine", copy).pipeline.stages
+
+    assert [(stage.kind, stage.inputs, stage.per_sample) for stage in (clip, t5)] == [
+        ("text_encode", (), False), ("text_encode_2", (), False),
+    ]  # fmt: skip
+    assert set(denoise.inputs) == {*clip.outputs, *t5.outputs}
+    assert denoise.per_sample and decode.per_sample
+
+
+def test_a_request_without_a_negative_prompt_has_none(copy: Path) -> None:
+    """As in FluxPipeline, where an empty negative prompt is one."""
+    c.serve(copy)
+    card = find(copy).card("mine", copy)
+
+    plain, _ = check(card, {"prompt": "p"})
+    empty, _ = check(card, {"prompt": "p", "negative_prompt": ""})
+
+    assert (plain["negative_prompt"], empty["negative_prompt"]) == (None, "")
+    assert true_cfg_scale({**plain, "true_cfg_scale": 4.0}) == 1.0
+    assert true_cfg_scale({**empty, "true_cfg_scale": 4.0}) == 4.0
+
+
+def test_a_serving_json_may_ask_for_guidance_by_a_negative_prompt(copy: Path) -> None:
+    c.serve(copy, {"true_cfg_scale": 3.0, "negative_prompt": "blurred", "num_inference_steps": 4})
+
+    defaults = find(copy).card("mine", copy).defaults
+
+    assert true_cfg_scale(defaults) == 3.0
+
+
+def test_both_kinds_share_every_pool_but_the_denoisers(undivided: c.Undivided) -> None:
+    dev, schnell = (
+        find(folder).card("mine", folder).pools()
+        for folder in (undivided.folder("flux"), undivided.folder("flux-schnell"))
+    )
+
+    assert {name for name in dev if dev[name] != schnell[name]} == {"denoise"}
+
+
+def test_equal_components_of_another_recipe_have_another_identity(copy: Path) -> None:
+    pipeline, folder = find(copy).card("mine", copy).pipeline, ModelFolder(copy)
+
+    ours, other = weights_ids(folder, pipeline, "flux"), weights_ids(folder, pipeline, "other")
+
+    assert ours == weights_ids(folder, pipeline, "flux")
+    assert not set(ours.values()) & set(other.values())
+
+
+@pytest.mark.parametrize(("file", "changes", "sentence"), [
+    ("model_index.json", {"text_encoder_2": [None, None]}, "component text_encoder_2 as [None, None]; served is"),
+    ("model_index.json", {"tokenizer": ["transformers", "T5Tokenizer"]}, "served is transformers CLIPTokenizer or"),
+    ("model_index.json", {"scheduler": ["diffusers", "UniPCMultistepScheduler"]}, "served is diffusers FlowMatchEuler"),
+    ("transformer/config.json", {"in_channels": 64}, "by its VAE the transformer has 16 channels, by its config"),
+    ("transformer/config.json", {"joint_attention_dim": None}, "transformer or vae configuration: TypeError"),
+    ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    file: str, changes: dict[str, Any], sentence: str, copy: Path
+) -> None:
+    c.edit(copy / file, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        find(copy).card("mine", copy)
+
+
+TEXT = {"pooled_prompt_embeds": (1, 24), "prompt_embeds": (1, 24, 32)}
+
+
+@pytest.mark.parametrize(("params", "tensors", "sentence"), [
+    ({}, {"prompt_embeds": (1, 24, 32)}, "input pooled_prompt_embeds is missing"),
+    ({}, {**TEXT, "pooled_prompt_embeds": (1, 32)}, "input pooled_prompt_embeds must be floating point of 1×24"),
+    ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT, "input negative_pooled_prompt_embeds is missing"),
+    ({"guidance_scale": None}, TEXT, "parameter guidance_scale must be of type float, not None"),
+    ({"negative_prompt": "", "true_cfg_scale": None}, TEXT, "parameter true_cfg_scale must be of type float"),
+    ({"height": None}, TEXT, "parameter height must be of type int"),
+])  # fmt: skip
+def test_what_denoising_lacks_is_named(
+    params: dict[str, Any], tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    made = {name: torch.zeros(shape) for name, shape in tensors.items()}
+    task = StageInput({**c.flux_params(), **params}, made)
+
+    with pytest.raises(PermanentError, match=re.escape(sentence)):
+        stages(undivided.folder("flux"))["denoise"].verify(task)

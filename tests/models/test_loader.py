@@ -1,0 +1,169 @@
+"""Components from disk: whole, of their class, mapped rather than copied, and the VAE as it was told to work."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.models import find
+from unfuse.models.base import Loader, Runtime
+from unfuse.models.folder import ModelFolder
+from unfuse.stages.base import Stage, StageInput
+
+
+def load(folder: Path, stage: str, options: ComputeOptions = c.EXACT, **changes: Any) -> Stage:
+    c.serve(folder)
+    card = find(folder).card("mine", folder)
+    (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
+    return find(folder).load(msgspec.structs.replace(spec, **changes), folder, Runtime("cpu", card.dtypes, options))
+
+
+FILES = {
+    "wan": [
+        "model_index.json", "vae/config.json", "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json",
+        "transformer/config.json", "text_encoder/config.json",
+    ],
+    "wan-image": ["image_encoder/config.json", "image_processor/preprocessor_config.json"],
+    "flux": ["tokenizer_2/tokenizer_config.json", "text_encoder_2/config.json", "vae/config.json"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "file"), [(kind, file) for kind, files in FILES.items() for file in files])
+def test_a_missing_file_is_named_in_one_line(kind: str, file: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(kind)
+    family = find(folder)
+    (folder / file).unlink()
+
+    with pytest.raises(ConfigError, match=f"{file} cannot be read .* download or save the model again") as caught:
+        family.card("mine", folder)
+    assert "\n" not in str(caught.value)
+
+
+MODELS = [
+    ("wan", "vae", "vae_decode"), ("wan", "text_encoder", "text_encode"), ("flux", "text_encoder_2", "text_encode_2"),
+    ("wan-image", "image_encoder", "image_encode"), ("flux", "transformer", "denoise"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
+def test_missing_weights_are_named(kind: str, component: str, stage: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(kind)
+    card = find(folder).card("mine", folder)
+    (spec,) = (spec for spec in card.pipeline.stages if spec.name == stage)
+    (weights,) = (folder / component).glob("*.safetensors")
+    weights.unlink()
+
+    sentence = re.escape(f"component {component} lacks {component}/*.safetensors")
+    with pytest.raises(ConfigError, match=sentence):
+        find(folder).card("mine", folder)
+    with pytest.raises(ConfigError, match=sentence):
+        find(folder).load(spec, folder, Runtime("cpu", card.dtypes))
+
+
+@pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
+def test_weights_that_lack_a_tensor_are_not_filled_with_random_numbers(
+    kind: str, component: str, stage: str, copied: Callable[[str], Path]
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = copied(kind)
+    (file,) = (folder / component).glob("*.safetensors")
+    tensors = load_file(file)
+    lost = next(name for name in sorted(tensors) if name.endswith("weight") and "embed_tokens" not in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, {"format": "pt"})
+
+    with pytest.raises(ConfigError, match=rf"the weights of component {component} lack .* \(1 tensors in all\)"):
+        load(folder, stage)
+
+
+@pytest.mark.parametrize(("kind", "component", "stage"), MODELS)
+def test_weights_of_another_class_are_refused(
+    kind: str, component: str, stage: str, copied: Callable[[str], Path], undivided: c.Undivided
+) -> None:
+    """A folder that holds something else than its index says."""
+    folder = copied(kind)
+    shutil.rmtree(folder / component)
+    other = "image_encoder" if component != "image_encoder" else "vae"
+    shutil.copytree(undivided.folder("wan-image") / other, folder / component)
+
+    with pytest.raises(ConfigError, match=f"component {component}|transformer or vae|image_encoder configuration"):
+        load(folder, stage)
+
+
+def test_a_noise_scheduler_that_draws_for_itself_is_refused(copied: Callable[[str], Path]) -> None:
+    folder = copied("wan-euler")
+    c.edit(folder / "scheduler" / "scheduler_config.json", stochastic_sampling=True)
+
+    with pytest.raises(ConfigError, match="stochastic_sampling has no seed of its own"):
+        load(folder, "denoise")
+
+
+@pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])
+def test_a_stage_of_another_kind_is_refused(kind: str, copied: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError, match="has no stage of kind prefill"):
+        load(copied(kind), "denoise", kind="prefill")
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that no file holds."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous:"))
+
+
+@pytest.mark.parametrize(("library", "name"), [("diffusers", "AutoencoderKL"), ("transformers", "T5EncoderModel")])
+def test_weights_are_mapped_and_not_copied(library: str, name: str, tmp_path: Path) -> None:
+    from diffusers import AutoencoderKL
+    from transformers import T5Config, T5EncoderModel
+
+    make = {
+        "AutoencoderKL": lambda: AutoencoderKL(block_out_channels=[768], norm_num_groups=1),
+        "T5EncoderModel": lambda: T5EncoderModel(T5Config(vocab_size=100_000, d_model=192, d_ff=8, num_layers=1)),
+    }
+    make[name]().save_pretrained(tmp_path / "vae")
+    size = sum(file.stat().st_size for file in (tmp_path / "vae").iterdir())
+    assert size > 60 * 2**20
+    loader = Loader(ModelFolder(tmp_path), {"vae": (library, name)}, Runtime("cpu", {"vae": "float32"}), None)
+    before = anonymous()
+
+    model = loader.model("vae")
+
+    assert anonymous() - before < size / 4
+    assert sum(tensor.nbytes for tensor in model.parameters()) > 60 * 2**20
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("wan", (1, 4, 1, 4, 68)), ("flux", (1, 2 * 34, 16))])
+def test_the_vae_works_whole_sliced_or_tiled(kind: str, shape: tuple[int, ...], copied: Callable[[str], Path]) -> None:
+    """Slices change nothing; tiles are blended where they meet, so they change pixels of what is larger than one."""
+    folder, params = copied(kind), {"width": 272, "height": 16}
+    latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    whole, sliced, tiled = (
+        c.frames(c.run(load(folder, "vae_decode", ComputeOptions(vae=how)), params, {"latents": latents}).media)
+        for how in ("whole", "sliced", "tiled")
+    )
+
+    assert np.array_equal(whole, sliced)
+    assert not np.array_equal(whole, tiled)
+    assert np.abs(whole.astype(int) - tiled).mean() < 32
+
+
+@pytest.mark.parametrize("kind", ["wan", "flux"])
+def test_a_sliced_vae_decodes_a_batch_as_if_each_were_alone(kind: str, undivided: c.Undivided, stages: c.Load) -> None:
+    batched = stages(undivided.folder(kind), "float32", ComputeOptions(batching="batched", vae="sliced"))["vae_decode"]
+    alone = stages(undivided.folder(kind))["vae_decode"]
+    shape = (1, 4, 1, 8, 8) if kind == "wan" else (1, 16, 16)
+    params = {"width": 32, "height": 32, "output_format": "png"}
+    tasks = [StageInput(params, {"latents": torch.full(shape, value)}) for value in (0.5, -0.5)]
+
+    together = batched.run(tasks)
+
+    assert [output.media for output in together] == [alone.run([task])[0].media for task in tasks]

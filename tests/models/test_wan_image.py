@@ -1,0 +1,102 @@
+"""Wan from a picture: what its card says, and how it is refused and loaded."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
+from unfuse.core.params import VIDEO, check
+from unfuse.models import find
+from unfuse.stages.base import StageInput
+
+
+@pytest.fixture
+def copy(copied: Callable[[str], Path]) -> Path:
+    return copied("wan-image")
+
+
+def test_a_card_asks_for_a_picture_and_encodes_it_beside_the_text(copy: Path) -> None:
+    card = find(copy).card("mine", copy)
+
+    card.pipeline.validate()
+    assert card.takes_image
+    assert not find(copy.parent / "wan-image").card("mine", copy).pipeline.stages[1].per_sample
+    assert [(stage.name, stage.inputs) for stage in card.pipeline.stages] == [
+        ("text_encode", ()),
+        ("image_encode", ()),
+        ("denoise", ("prompt_embeds", "negative_prompt_embeds", "image_embeds", "condition")),
+        ("vae_decode", ("latents",)),
+    ]
+    assert card.defaults["num_frames"] == 61
+    assert card.defaults["guidance_scale"] == 5.0
+
+
+def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path) -> None:
+    """It takes four frames at a time, also where two make one of latents."""
+    card = find(copy).card("mine", copy)
+
+    assert card.limits.frame_multiple == 4
+    with pytest.raises(InvalidParameter, match="num_frames must be one more than a multiple of 4, not 7"):
+        check(card, {"prompt": "p", "num_frames": 7}, VIDEO)
+
+
+@pytest.mark.parametrize(("file", "changes", "sentence"), [
+    ("model_index.json", {"image_encoder": [None, None]}, "gives component image_encoder as [None, None]; served is"),
+    ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "served is transformers CLIP"),
+    ("model_index.json", {"boundary_ratio": 0.9}, "two transformers (Wan 2.2), which is not served yet"),
+    ("transformer/config.json", {"pos_embed_seq_len": 34}, "from a first picture to a last one, which is not served"),
+    ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, and its class is for image"),
+    ("transformer/config.json", {"in_channels": 9}, "by its VAE the transformer has 10 channels, by its configuration"),
+    ("image_encoder/config.json", {"patch_size": 0}, "image_encoder configuration: ZeroDivisionError"),
+    ("image_encoder/config.json", {"hidden_size": None}, "image_encoder configuration: TypeError"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    file: str, changes: dict[str, Any], sentence: str, copy: Path
+) -> None:
+    c.edit(copy / file, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        find(copy).card("mine", copy)
+
+
+@pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorFast"])
+def test_an_image_processor_loads_by_each_of_its_names(
+    name: str, copy: Path, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Published models name the first, older releases saved the second; without torchvision both are Pillow's."""
+    c.edit(copy / "model_index.json", image_processor=["transformers", name])
+    c.edit(copy / "image_processor" / "preprocessor_config.json", image_processor_type=name)
+    params = c.image_params()
+    uploads = undivided.uploads(params)
+
+    found = c.run(stages(copy)["image_encode"], params, None, uploads).tensors
+
+    if not _has_torchvision():
+        expected = c.run(stages(undivided.folder("wan-image"))["image_encode"], params, None, uploads).tensors
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def _has_torchvision() -> bool:
+    from transformers.utils import is_torchvision_available
+
+    return bool(is_torchvision_available())
+
+
+@pytest.mark.parametrize(("tensors", "sentence"), [
+    ({"condition": (1, 6, 3, 8, 8)}, "input image_embeds is missing"),
+    ({"image_embeds": (1, 17, 24)}, "input condition is missing"),
+    ({"image_embeds": (1, 17, 24), "condition": (1, 4, 3, 8, 8)}, "input condition must be floating point of 1×6×any"),
+])  # fmt: skip
+def test_inputs_of_another_shape_are_refused(
+    tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    text = {"prompt_embeds": (1, 24, 32), "negative_prompt_embeds": (1, 24, 32)}
+    made = {name: torch.zeros(shape) for name, shape in (text | tensors).items()}
+
+    with pytest.raises(PermanentError, match=re.escape(sentence)):
+        stages(undivided.folder("wan-image"))["denoise"].verify(StageInput(c.image_params(), made))

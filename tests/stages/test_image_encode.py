@@ -1,0 +1,114 @@
+"""Image encoding, whatever the encoder: which pictures are read, how, and what becomes of those that are none."""
+
+import io
+import zlib
+from collections.abc import Sequence
+from struct import pack
+
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.stages.base import StageInput, need
+from unfuse.stages.image_encode import ImageEncode, read_picture
+
+PARAMS: Params = {"width": 4, "height": 2, "num_frames": 1}
+
+
+class Pixels:
+    """An encoder whose encoding of a picture is its first pixel; it would keep gradients."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1, requires_grad=True)
+
+    def verify(self, params: Params) -> None:
+        need(params, "width", int)
+
+    def encode(self, pictures: Sequence[Image.Image], params: Params) -> dict[str, Tensor | None]:
+        first = torch.tensor([picture.getpixel((0, 0)) for picture in pictures], dtype=torch.float32)
+        return {"first": self.weight * first, "nothing": None}
+
+
+def file(colour: object = (1, 2, 3), mode: str = "RGB", form: str = "PNG", **options: object) -> bytes:
+    data = io.BytesIO()
+    Image.new(mode, (4, 2), colour).save(data, form, **options)
+    return data.getvalue()
+
+
+def task(data: bytes, **params: object) -> StageInput:
+    return StageInput({**PARAMS, **params}, {}, {"image": data})
+
+
+def test_every_picture_of_a_batch_has_its_own_encoding() -> None:
+    stage = ImageEncode(Pixels())
+    tasks = [task(file((number, 0, 9))) for number in range(3)]
+    for one in tasks:
+        stage.verify(one)
+
+    outputs = stage.run(tasks)
+
+    assert [output.tensors["first"].tolist() for output in outputs] == [[[number, 0, 9]] for number in range(3)]
+    assert all(output.tensors["nothing"] is None for output in outputs)
+    assert not any(output.tensors["first"].requires_grad for output in outputs)
+
+
+def test_requests_of_one_size_and_length_may_be_encoded_together() -> None:
+    stage = ImageEncode(Pixels())
+
+    assert stage.uploads == ("image",)
+    assert stage.batch_key({**PARAMS, "seed": 1}) == stage.batch_key({**PARAMS, "seed": 2})
+    assert stage.batch_key(PARAMS) != stage.batch_key({**PARAMS, "num_frames": 5})
+
+
+def test_a_task_without_a_picture_or_a_parameter_is_refused_before_it_runs() -> None:
+    stage = ImageEncode(Pixels())
+
+    with pytest.raises(PermanentError, match="upload image is missing"):
+        stage.verify(StageInput(PARAMS, {}))
+    with pytest.raises(PermanentError, match="parameter width must be of type int"):
+        stage.verify(task(file(), width=None))
+
+
+@pytest.mark.parametrize(("data", "pixel"), [
+    (file((1, 2, 3)), (1, 2, 3)),
+    (file((9, 8, 7, 0), "RGBA"), (9, 8, 7)),
+    (file(70, "L"), (70, 70, 70)),
+    (file(1, "1"), (255, 255, 255)),
+    (file((5, 60, 200), form="WEBP", lossless=True), (5, 60, 200)),
+    (file(80, "L", "JPEG"), (80, 80, 80)),
+])  # fmt: skip
+def test_pictures_become_rgb(data: bytes, pixel: tuple[int, int, int]) -> None:
+    picture = read_picture(data)
+
+    assert (picture.mode, picture.size) == ("RGB", (4, 2))
+    assert picture.getpixel((0, 0)) == pixel
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+def test_a_picture_that_lies_on_its_side_is_put_upright(form: str) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+
+    assert read_picture(file(form=form, exif=exif)).size == (2, 4)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return pack(">I", len(data)) + kind + data + pack(">I", zlib.crc32(kind + data))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A few bytes that say they are a picture of that size."""
+    head = chunk(b"IHDR", pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"no picture", file()[:50], file()[:20], file(form="GIF"), file(form="BMP"), file(form="TIFF"),
+    file(form="JPEG")[:200], bomb(64, 64), bomb(30_000, 30_000), bomb(2**31 - 1, 2**31 - 1), bomb(0, 0),
+])  # fmt: skip
+def test_what_is_no_whole_picture_fails_the_request_in_a_sentence(data: bytes) -> None:
+    with pytest.raises(PermanentError, match="the picture (cannot be read|has too many pixels): send a"):
+        ImageEncode(Pixels()).run([task(data)])

@@ -1,0 +1,67 @@
+"""How the processes that calculate do it: what is set once and holds for every stage a worker runs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Batching = Literal["exact", "batched"]
+Offload = Literal["none", "model", "sequential"]
+
+
+class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The processes that calculate."""
+
+    device: Annotated[str, Meta(description="Device to compute on, cpu or cuda:0; auto takes the best.")] = "auto"
+    dtype: Annotated[
+        str,
+        Meta(
+            description="Type of the weights: one for all, or by component (transformer=bfloat16,vae=float32). auto is "
+            "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
+        ),
+    ] = "auto"
+    threads: Annotated[int, Meta(description="CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
+    offload: Annotated[
+        Offload,
+        Meta(
+            description="What rests in pinned host memory while it does not run: nothing, whole components (model), or "
+            "every layer (sequential)."
+        ),
+    ] = "none"
+    batching: Annotated[
+        Batching,
+        Meta(
+            description="exact gives each request forwards of its own, equal to the undivided pipeline bit for bit; "
+            "batched lets requests share them, equal within a small tolerance."
+        ),
+    ] = "exact"
+    max_batch: Annotated[int, Meta(description="Most requests in one forward of a batched pool.", ge=1, le=256)] = 8
+    guidance_halves: Annotated[
+        Literal["auto", "apart", "fused"],
+        Meta(description="Whether both halves of guidance share a forward; auto fuses them in batched pools."),
+    ] = "auto"
+    noise_device: Annotated[
+        Literal["cpu", "cuda"],
+        Meta(description="Where noise is drawn: cpu equals torch.Generator('cpu') everywhere, cuda one on the GPU."),
+    ] = "cpu"
+    vae: Annotated[
+        Literal["whole", "sliced", "tiled"],
+        Meta(description="How the VAE works: at once, picture by picture, or in tiles, which takes less memory."),
+    ] = "whole"
+
+    @property
+    def outcome(self) -> dict[str, str]:
+        """What the bytes of a result depend on beside weights and dtypes: equal in all the workers of a scheduler."""
+        return {"batching": self.batching, "noise-device": self.noise_device, "vae": self.vae}
+
+    @property
+    def batch(self) -> int:
+        """Most requests that may share a forward."""
+        return self.max_batch if self.batching == "batched" else 1
+
+    @property
+    def fused(self) -> bool:
+        """Whether both halves of guidance share a forward."""
+        return self.guidance_halves == "fused" or (self.guidance_halves == "auto" and self.batching == "batched")

@@ -1,0 +1,205 @@
+"""Which worker runs on which device: arithmetic over what components weigh and what devices have free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from unfuse.arena.limits import readable_bytes
+from unfuse.core.compute import ComputeOptions, Offload
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ROLES
+
+CPU = "cpu"
+
+CONTEXT = 512 << 20
+"""GPU memory that a process takes before its first weight: the context and the kernels of the libraries."""
+
+PROCESS = 288 << 20
+"""Host memory that a worker takes beside its weights and its arena: libraries."""
+
+LAYER = 2 << 30
+"""More than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
+
+Needs = Mapping[str, "tuple[Part, ...]"]
+"""By role, what each of its workers holds."""
+
+
+class Part(msgspec.Struct, frozen=True):
+    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype."""
+
+    component: str
+    dtype: str
+    bytes: int
+    models: tuple[str, ...] = ()
+
+    @property
+    def half(self) -> Part:
+        """The same in bfloat16, which a VAE is given only where it is named."""
+        plain = self.dtype == "float32" and not self.component.startswith("vae")
+        return replace(self, dtype="bfloat16", bytes=self.bytes // 2) if plain else self
+
+    @property
+    def full(self) -> Part:
+        """The same in float32."""
+        return self if self.dtype == "float32" else replace(self, dtype="float32", bytes=2 * self.bytes)
+
+    def resident(self, offload: Offload) -> int:
+        """Bytes of it that are on a GPU at a time. A VAE comes whole, also where others come layer by layer."""
+        layers = offload == "sequential" and not self.component.startswith("vae")
+        return min(self.bytes, LAYER) if layers else self.bytes
+
+
+class Device(msgspec.Struct, frozen=True):
+    """Where workers may run, and the bytes that are free there; "cpu" stands for the host and its memory."""
+
+    name: str
+    free: int
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """Workers to start: how many by role, the devices that were named by role, and how they compute."""
+
+    counts: Mapping[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ROLES, 1))
+    place: Mapping[str, tuple[str, ...]] = {}
+    compute: ComputeOptions = ComputeOptions()
+    arena: int = 0
+
+
+class Placed(msgspec.Struct, frozen=True):
+    """A worker to start, and what it will hold."""
+
+    role: str
+    device: str
+    parts: tuple[Part, ...]
+
+    def takes(self, wanted: Wanted) -> Counter[str]:
+        """Bytes it takes, by device. Activations come on top."""
+        host, weights = PROCESS + wanted.arena, sum(part.bytes for part in self.parts)
+        if self.device == CPU:
+            return Counter({CPU: host + weights})
+        offload = wanted.compute.offload
+        if offload == "none":
+            return Counter({self.device: CONTEXT + weights, CPU: host})
+        resident = max((part.resident(offload) for part in self.parts), default=0)
+        return Counter({self.device: CONTEXT + resident, CPU: host + weights})
+
+
+def parse_place(text: str) -> dict[str, tuple[str, ...]]:
+    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0+cuda:1`. Raises ConfigError."""
+    found = {}
+    for entry in filter(None, text.split(",")):
+        role, _, devices = entry.partition("=")
+        if role.strip() not in ROLES or not devices.strip():
+            known = ", ".join(ROLES)
+            raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE or ROLE=DEVICE+DEVICE; roles are {known}")
+        found[role.strip()] = tuple(_device(name) for name in devices.split("+"))
+    return found
+
+
+def devices_of(role: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[str, ...]:
+    """The devices a role may run on: those named for it, else `--device`, else every GPU, else the CPU."""
+    if role in wanted.place or wanted.compute.device != "auto":
+        return wanted.place.get(role) or (_device(wanted.compute.device),)
+    return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
+
+
+def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
+    """The workers to start, each on a device that has room for it and for the others there.
+
+    A role has a worker for each device that was named for it, and takes turns if more are wanted; the rest go where
+    most is free, denoisers first. With `--offload model`, roles that would share a GPU are one worker of role `all`, so
+    that one component at a time is on it. Raises ConfigError for a device that is not there and for what cannot fit:
+    it says the sums, what is free, and what would help.
+    """
+    if not any(wanted.counts.values()):
+        return ()
+    placed = _arrange(needs, wanted, devices)
+    if wanted.compute.offload != "none" and all(worker.device == CPU for worker in placed):
+        raise ConfigError(f"--offload {wanted.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
+    if short := _short(placed, wanted, devices):
+        raise ConfigError(_refusal(short, placed, needs, wanted, devices))
+    return placed
+
+
+def taken(placed: Sequence[Placed], wanted: Wanted) -> Counter[str]:
+    """Bytes by device that these workers take together."""
+    return sum((worker.takes(wanted) for worker in placed), Counter())
+
+
+def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
+    room = {device.name: device.free for device in devices}
+    placed: list[Placed] = []
+    for role in sorted(wanted.counts, key=lambda role: role != "denoiser"):
+        able = devices_of(role, wanted, devices)
+        if missing := sorted({*able} - {*room}):
+            raise ConfigError(f"there is no device {missing[0]} for the {role}; there are {', '.join(room)}")
+        named = wanted.place.get(role, ())
+        for number in range(max(wanted.counts[role], len(named))):
+            name = named[number % len(named)] if named else max(able, key=lambda name: room[name])
+            worker = Placed(role, name, needs.get(role, ()))
+            placed.append(worker)
+            for where, size in worker.takes(wanted).items():
+                room[where] -= size
+    order = list(ROLES)
+    return _together(sorted(placed, key=lambda worker: order.index(worker.role)), wanted)
+
+
+def _together(placed: list[Placed], wanted: Wanted) -> tuple[Placed, ...]:
+    """One worker for all roles of a GPU whose components take turns."""
+    gpus = dict.fromkeys(worker.device for worker in placed if worker.device != CPU)
+    for gpu in gpus if wanted.compute.offload == "model" else ():
+        here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
+        if here.keys() == ROLES.keys():
+            whole = Placed("all", gpu, tuple(part for parts in here.values() for part in parts))
+            placed = [*(worker for worker in placed if worker.device != gpu), whole]
+    return tuple(placed)
+
+
+def _short(placed: Sequence[Placed], wanted: Wanted, devices: Sequence[Device]) -> list[Device]:
+    needed = taken(placed, wanted)
+    return [device for device in devices if needed[device.name] > device.free]
+
+
+def _refusal(
+    short: list[Device], placed: Sequence[Placed], needs: Needs, wanted: Wanted, devices: Sequence[Device]
+) -> str:
+    sums = []
+    for device in short:
+        each = [(worker.role, worker.takes(wanted)[device.name]) for worker in placed]
+        shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in each if size)
+        total = readable_bytes(sum(size for _, size in each))
+        sums.append(f"{device.name} would hold {total} ({shares}) and has {readable_bytes(device.free)} free")
+    others = [f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in short]
+    ways = [way for way, other, less in _ways(needs, wanted, devices) if _fits(other, less, devices)]
+    helps = f"it would fit with {', or with '.join(ways)}" if ways else (
+        "none of fewer workers, --arena, --dtype, --offload and --place is enough alone: it takes more memory"
+    )  # fmt: skip
+    return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
+
+
+def _fits(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> bool:
+    return not _short(_arrange(needs, wanted, devices), wanted, devices)
+
+
+def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, Wanted]]:
+    """What could be done about what does not fit, and what would then be needed and wanted."""
+    counts = {role: min(1, count) for role, count in wanted.counts.items()}
+    if counts != wanted.counts:
+        yield "one worker for each role", needs, replace(wanted, counts=counts)
+    yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
+    yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
+    roles = [role for role in wanted.counts if devices_of(role, wanted, devices) != (CPU,)]
+    offloads: tuple[Offload, ...] = ("model", "sequential") if roles else ()
+    for offload in offloads:
+        yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
+    for role in roles:
+        moved = {**needs, role: tuple(part.full for part in needs.get(role, ()))}
+        yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
+
+
+def _device(name: str) -> str:
+    return "cuda:0" if name.strip() == "cuda" else name.strip()

@@ -1,0 +1,67 @@
+"""Image encoding: the picture that a request brings becomes what its denoising starts from."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from PIL import Image, ImageOps
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors
+
+UPLOAD = "image"
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+
+class ImageEncoder(Protocol):
+    """What a family says about pictures: image encoder, VAE, or both in memory."""
+
+    def verify(self, params: Params) -> None:
+        """Raise PermanentError unless the parameters hold what `encode` reads."""
+        ...
+
+    def encode(self, pictures: Sequence[Image.Image], params: Params) -> Tensors:
+        """Tensors by name, with a batch axis of one row a picture; `params` are any request's: sizes agree."""
+        ...
+
+
+class ImageEncode(Stage):
+    """The upload `image` in, whatever the family makes of it out."""
+
+    kind = "image_encode"
+    uploads = (UPLOAD,)
+
+    def __init__(self, encoder: ImageEncoder) -> None:
+        self._encoder = encoder
+
+    def verify(self, task: StageInput) -> None:
+        """Raise PermanentError unless there is an upload, and the parameters the family reads."""
+        if UPLOAD not in task.uploads:
+            raise PermanentError(f"upload {UPLOAD} is missing")
+        self._encoder.verify(task.params)
+
+    @torch.no_grad()
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        """Encode all at once."""
+        pictures = [read_picture(task.uploads[UPLOAD]) for task in batch]
+        together = self._encoder.encode(pictures, batch[0].params)
+        rows = [slice(row, row + 1) for row in range(len(batch))]
+        return [
+            StageOutput({name: value if value is None else value[row] for name, value in together.items()})
+            for row in rows
+        ]
+
+
+def read_picture(data: bytes) -> Image.Image:
+    """A PNG, JPEG or WebP picture as RGB, the right way up. Raises PermanentError for anything else."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise PermanentError("the picture has too many pixels: send a smaller one") from error
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise PermanentError("the picture cannot be read: send a whole PNG, JPEG or WebP file") from error
