@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from tests.cli.conftest import KEY, Run
@@ -35,6 +36,57 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["-o", "out.png", "--frames", "17"], "NAME.mp4 or NAME-%04d.png"),
+        (["-o", "out.webp", "--fps", "8"], "NAME.mp4 or NAME-%04d.png"),
+        (["-o", "out-%04d.jpg"], "out-%04d.jpg"),
+        (["-o", "out.png", "--image", "none.png"], "--image none.png: there is no such file"),
+    ],
+)
+def test_what_fits_no_file_is_refused_before_anything_starts(
+    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = unfuse("generate", "x", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "out.mp4", "--frames", "18"], "at most 17 frames"),
+        (["-o", "out-%04d.png", "--frames", "4"], "the nearest below is 1"),
+        (["-o", "out.mp4", "-n", "2"], "n can only be 1"),
+        (["-o", "out.mp4", "--image", "in.png"], "cannot start from a picture"),
+        (["-o", "out.png", "--image", "in.png"], "cannot start from a picture"),
+    ],
+)
+def test_a_video_that_cannot_be_made_is_exit_2(
+    asking: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8)).save("in.png")
+    code, out, err = asking("generate", "a red circle on white", *arguments)
+    assert (code, out) == (2, "")
+    assert said in err.splitlines()[-1]
+
+
+def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp_path: Path) -> None:
+    asked = ["generate", "a red circle on white", "--frames", "9", "--fps", "4", "-o"]
+    for name, form in (("out.mp4", "mp4"), ("out-%04d.png", "png")):
+        end = threading.Thread(target=cancel_all, args=(idle,))
+        end.start()
+        assert asking(*asked, str(tmp_path / name))[0] == 1
+        end.join()
+        (newest,) = idle.requests(limit=1)
+        video = idle.get(f"/v1/videos/{newest['id']}")
+        assert (video["num_frames"], video["fps"], video["output_format"]) == (9, 4, form)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--steps", "0"], "num_inference_steps"),
         (["--size", "63x64"], "63x64"),
         (["-m", "nobody/knows"], "nobody/knows"),
@@ -46,14 +98,16 @@ def test_what_the_model_cannot_do_is_exit_2(asking: Run, tmp_path: Path, argumen
     assert said in err.splitlines()[-1]
 
 
-def test_a_request_that_is_cancelled_elsewhere_ends_with_exit_1(asking: Run, idle: Client, tmp_path: Path) -> None:
-    def cancel_all() -> None:
-        while not (queued := idle.requests(status="queued")):
-            pass
-        for row in queued:
-            idle.request(row["id"]).cancel()
+def cancel_all(idle: Client) -> None:
+    """End what is asked for next."""
+    while not (queued := idle.requests(status="queued")):
+        pass
+    for row in queued:
+        idle.request(row["id"]).cancel()
 
-    canceller = threading.Thread(target=cancel_all)
+
+def test_a_request_that_is_cancelled_elsewhere_ends_with_exit_1(asking: Run, idle: Client, tmp_path: Path) -> None:
+    canceller = threading.Thread(target=cancel_all, args=(idle,))
     canceller.start()
     code, out, err = asking("generate", "a red circle on white", "-o", str(tmp_path / "out.png"))
     canceller.join()

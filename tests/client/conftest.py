@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from tests.server.served import Served, serve
+from tests.server.served import MOVING, PICTURES, STILL, Served, serve
 
 
 @pytest.fixture(scope="module")
@@ -18,3 +18,10 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def http(served: Served) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=served.url, timeout=30, trust_env=False) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def studio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A gateway of models for pictures, for videos, and for videos and pictures that start from a picture."""
+    with serve(tmp_path_factory.mktemp("studio"), cards=(PICTURES, MOVING, STILL)) as running:
+        yield running

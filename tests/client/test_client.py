@@ -7,12 +7,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.served import BROKEN, IDLE, Served, picture, serve
+from tests.server.served import BROKEN, IDLE, MOVING, Served, film, picture, serve
 from unfuse.client import Client, Request, Result, connect
 from unfuse.core.errors import (
     ConfigError,
@@ -143,6 +145,57 @@ def test_save_writes_what_came_or_converts_it(tmp_path: Path) -> None:
     assert form_of(tmp_path / "b-1.webp") == "WEBP"
     with pytest.raises(InvalidParameter, match="must end in one of"):
         one.save(tmp_path / "a.txt")
+
+
+def test_a_video_is_made_when_one_is_asked_for(client: Client, tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = [
+        {"output_format": "mp4"},
+        {"num_frames": 17},
+        {"seconds": 2},
+        {"video": True, "seconds": None},
+    ]
+    for params in asked:
+        result = client.generate("a red circle", model=MODEL, seed=5, metadata={"job": "7"}, **params)
+        assert result.id.startswith("video_")
+        assert result.data == [film(5)[1]]
+        assert result.view["metadata"] == {"job": "7"}
+    assert len(result.images) == 17
+    assert result.images[0].size == (64, 64)
+    assert result.save(tmp_path / "out.mp4") == [tmp_path / "out.mp4"]
+    assert (tmp_path / "out.mp4").read_bytes() == film(5)[1]
+    with pytest.raises(InvalidParameter, match=r"must end in one of \.mp4"):
+        result.save(tmp_path / "out.png")
+    assert client.generate("a", model=MODEL, num_frames=1).id.startswith("req_")
+
+
+def test_a_video_s_frames_come_without_loss(client: Client, tmp_path: Path) -> None:
+    result = client.generate("a red circle", model=MODEL, seed=5, num_frames=5, output_format="png")
+    paths = result.save(tmp_path / "100%-%04d.png")
+    assert [path.name for path in paths] == [f"100%-{index:04d}.png" for index in range(5)]
+    frames = np.stack([np.asarray(Image.open(path)) for path in paths])
+    assert np.array_equal(frames, film(5, 5)[0])
+    with pytest.raises(InvalidParameter, match=r"must end in one of \.png"):
+        result.save(tmp_path / "out.mp4")
+
+
+def test_one_frame_of_a_numbered_name_is_numbered(tmp_path: Path) -> None:
+    assert Result({"id": "video_1"}, [picture(5)]).save(tmp_path / "a-%02d.png") == [tmp_path / "a-00.png"]
+
+
+def test_a_picture_is_sent_along(studio: Served, tmp_path: Path) -> None:
+    (tmp_path / "in.png").write_bytes(picture(9))
+    with connect(studio.url) as client:
+        for image in (picture(9), tmp_path / "in.png", str(tmp_path / "in.png")):
+            still = client.generate("a red circle", model=MOVING.name, seed=5, image=image, negative_prompt=None)
+            assert still.data == [picture(5)]
+        moving = client.generate(
+            "a red circle", model=MOVING.name, seed=5, image=picture(9), seconds=2, metadata={"job": "7"}
+        )
+        assert moving.data == [film(5, first=picture(9))[1]]
+        assert moving.view["metadata"] == {"job": "7"}
+        with pytest.raises(InvalidParameter, match="not a PNG") as caught:
+            client.submit("a red circle", model=MOVING.name, image=b"text")
+        assert caught.value.param == "image"
 
 
 def form_of(path: Path) -> str | None:

@@ -6,12 +6,24 @@ import json
 import math
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from unfuse.core.card import Limits, ModelCard
-from unfuse.core.errors import InvalidParameter
-from unfuse.core.params import MAX_SEED, Delivery, check, check_delivery, nearest_size
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.params import (
+    MAX_FPS,
+    MAX_SEED,
+    PICTURE,
+    VIDEO,
+    Delivery,
+    Medium,
+    check,
+    check_delivery,
+    nearest_size,
+    seconds_of,
+)
 from unfuse.core.plan import Pipeline
 
 LIMITS = Limits(
@@ -65,10 +77,10 @@ def test_null_is_left_out() -> None:
 
 
 def test_values_may_be_form_strings() -> None:
-    asked = {"n": "2", "seed": "7", "num_inference_steps": "5", "guidance_scale": "2.5", "num_frames": "5"}
+    asked = {"n": "2", "seed": "7", "num_inference_steps": "5", "guidance_scale": "2.5", "num_frames": "1"}
     params, n = check(CARD, {"prompt": "a", **asked})
     assert (n, params["seed"], params["num_inference_steps"]) == (2, 7, 5)
-    assert (params["guidance_scale"], params["num_frames"]) == (2.5, 5)
+    assert (params["guidance_scale"], params["num_frames"]) == (2.5, 1)
 
 
 def test_size_becomes_width_and_height() -> None:
@@ -113,8 +125,7 @@ def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
         ("n", 0),
         ("n", 11),
         ("n", 1.5),
-        ("num_frames", 18),
-        ("num_frames", 4),
+        ("num_frames", 5),
         ("fps", 0),
         ("fps", 121),
         ("output_format", "gif"),
@@ -128,8 +139,12 @@ def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
         ("size", "64x9999999"),
         ("quality", "hd"),
         ("background", "transparent"),
-        ("stream", True),
         ("partial_images", 2),
+        ("partial_images", 4),
+        ("preview_every", 21),
+        ("preview_every", -1),
+        ("seconds", 1),
+        ("output_format", "mp4"),
         ("negative_prompt", "x" * 201),
         ("negative_prompt", 3),
         ("prompt", 3),
@@ -163,9 +178,108 @@ def test_a_size_that_cannot_be_made_is_told_the_nearest() -> None:
     assert "multiple of 16 from 32 to 128" in str(error)
 
 
-def test_frames_are_one_more_than_a_multiple() -> None:
-    assert "the nearest below is 9" in str(refusal(num_frames=12))
-    assert check(CARD, {"prompt": "a", "num_frames": 17})[0]["num_frames"] == 17
+def video(card: ModelCard = CARD, **given: object) -> dict[str, Any]:
+    return dict(check(card, {"prompt": "a red circle", **given}, VIDEO)[0])
+
+
+def no_video(**given: object) -> InvalidParameter:
+    with pytest.raises(InvalidParameter) as caught:
+        video(**given)
+    return caught.value
+
+
+def test_a_video_is_an_mp4_of_the_model_s_own_length_or_else_its_longest() -> None:
+    assert (video()["output_format"], video()["num_frames"], video()["fps"]) == ("mp4", 17, 8)
+    longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
+    assert video(longer)["num_frames"] == 9
+    odd = msgspec.structs.replace(CARD, limits=msgspec.structs.replace(LIMITS, max_frames=19))
+    assert video(odd)["num_frames"] == 17
+
+
+def test_a_picture_has_one_frame_whatever_the_model_s_own_length() -> None:
+    longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
+    assert check(longer, {"prompt": "a"})[0]["num_frames"] == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "frames"),
+    [
+        ({"num_frames": 17}, 17),
+        ({"num_frames": "5"}, 5),
+        ({"seconds": "2"}, 17),
+        ({"seconds": 1}, 9),
+        ({"seconds": 1.126}, 13),
+        ({"seconds": 0.01}, 1),
+        ({"seconds": "0.5", "fps": "24"}, 13),
+        ({"seconds": 1, "num_frames": 9}, 9),
+        ({"seconds": seconds_of(17, 24), "fps": 24, "num_frames": 17}, 17),
+    ],
+)
+def test_seconds_are_rounded_up_to_a_length_the_model_can_make(asked: dict[str, object], frames: int) -> None:
+    assert video(**asked)["num_frames"] == frames
+
+
+@given(st.integers(0, 4), st.integers(1, MAX_FPS))
+def test_the_seconds_that_are_told_are_those_of_the_same_length(groups: int, fps: int) -> None:
+    frames = 4 * groups + 1
+    assert video(seconds=seconds_of(frames, fps), fps=fps)["num_frames"] == frames
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"num_frames": 18}, "num_frames", "at most 17 frames, 2.125 seconds at 8 fps"),
+        ({"seconds": "4"}, "seconds", "seconds '4' is too long: the model makes at most 17 frames, 2.125 seconds"),
+        ({"seconds": 2.2}, "seconds", "at most 17 frames"),
+        ({"seconds": 1, "fps": 24}, "seconds", "at most 17 frames, 0.708333 seconds at 24 fps"),
+        ({"num_frames": 12}, "num_frames", "the nearest below is 9"),
+        ({"num_frames": 0}, "num_frames", "not 0"),
+        ({"num_frames": 10**400}, "num_frames", "a number of 401 digits"),
+        ({"seconds": 0}, "seconds", "not 0"),
+        ({"seconds": "nan"}, "seconds", "'nan'"),
+        (
+            {"seconds": 1, "num_frames": 5},
+            "seconds",
+            "1 seconds are 9 frames at 8 fps, not 5: send seconds or num_frames",
+        ),
+        ({"n": 2}, "n", "only be 1"),
+        ({"response_format": "url"}, "response_format", "unknown parameter"),
+        ({"stream": True}, "stream", "unknown parameter"),
+        ({"output_format": "webp"}, "output_format", "mp4, png, not 'webp'"),
+        ({"seed": b"5"}, "seed", "not a file"),
+    ],
+)
+def test_what_the_model_cannot_make_as_a_video_is_refused(asked: dict[str, Any], param: str, says: str) -> None:
+    error = no_video(**asked)
+    assert error.param == param
+    assert says in str(error)
+
+
+def test_a_model_without_frames_a_second_is_a_fault_of_its_maker() -> None:
+    silent = msgspec.structs.replace(CARD, defaults={name: v for name, v in DEFAULTS.items() if name != "fps"})
+    with pytest.raises(ConfigError, match="no default fps"):
+        video(silent)
+    assert video(silent, fps=12)["fps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("asked", "every"),
+    [
+        ({"partial_images": 0}, None),
+        ({"partial_images": 3}, 5),
+        ({"partial_images": "1"}, 10),
+        ({"partial_images": 3, "num_inference_steps": 3}, 1),
+        ({"preview_every": 0}, None),
+        ({"preview_every": "4"}, 4),
+        ({"preview_every": 20}, 20),
+    ],
+)
+def test_previews_are_as_many_as_were_asked_for_at_most(asked: dict[str, Any], every: int | None) -> None:
+    params, _ = check(CARD, {"prompt": "a", "stream": True, **asked})
+    assert params.get("preview_every") == every
+    if every and "partial_images" in asked:
+        steps = int(str(params["num_inference_steps"]))
+        assert len(range(every, steps, every)) <= int(asked["partial_images"])
 
 
 @pytest.mark.parametrize(
@@ -202,12 +316,15 @@ def test_missing_seeds_differ() -> None:
 
 
 def test_delivery_has_its_own_defaults() -> None:
-    assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", 0, None, {})
+    assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", False, 0, None, {})
 
 
 def test_delivery_is_read() -> None:
     delivery = check_delivery({"response_format": "url", "priority": "5", "timeout": 30, "metadata": {"job": "7"}})
     assert (delivery.response_format, delivery.priority, delivery.timeout) == ("url", 5, 30.0)
+    assert [check_delivery({"stream": sent}).stream for sent in (True, "true", False, "false", None)] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
     assert delivery.metadata == {"job": "7"}
 
 
@@ -216,6 +333,8 @@ def test_delivery_is_read() -> None:
     [
         {"response_format": "png"},
         {"response_format": ["url"]},
+        {"stream": 1},
+        {"stream": []},
         {"priority": 101},
         {"priority": 0.5},
         {"timeout": 0},
@@ -239,21 +358,25 @@ ANYTHING = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=5,
 )
+MEDIA = st.sampled_from([PICTURE, VIDEO])
 NAMES = st.sampled_from(
     ["prompt", "negative_prompt", "size", "n", "seed", "num_inference_steps", "guidance_scale", "num_frames", "fps",
-     "output_format", "output_compression", "response_format", "priority", "timeout", "metadata", "quality", "user"]
+     "output_format", "output_compression", "response_format", "priority", "timeout", "metadata", "quality", "user",
+     "seconds", "stream", "partial_images", "preview_every"]
 )  # fmt: skip
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.dictionaries(NAMES, ANYTHING, max_size=4) | st.dictionaries(st.text(max_size=12), ANYTHING), st.booleans())
+@given(
+    st.dictionaries(NAMES, ANYTHING, max_size=4) | st.dictionaries(st.text(max_size=12), ANYTHING), st.booleans(), MEDIA
+)
 def test_nothing_but_invalid_parameter_is_raised_and_what_passes_is_within_limits(
-    asked: dict[str, object], with_prompt: bool
+    asked: dict[str, object], with_prompt: bool, medium: Medium
 ) -> None:
     asked = {"prompt": "a red circle", **asked} if with_prompt else asked
     try:
         check_delivery(asked)
-        params, n = check(CARD, asked)
+        params, n = check(CARD, asked, medium)
     except InvalidParameter as error:
         str(error).encode()
         assert len(str(error)) < 600
@@ -272,6 +395,7 @@ def assert_within_limits(params: dict[str, Any], n: int) -> None:
     assert params["num_frames"] <= LIMITS.max_frames
     assert params["num_frames"] % LIMITS.frame_multiple == 1
     assert nearest_size(LIMITS, params["width"], params["height"]) == (params["width"], params["height"])
+    assert 1 <= params.pop("preview_every", 1) <= params["num_inference_steps"]
     assert set(params) == {*DEFAULTS, "prompt", "negative_prompt", "seed", "output_format", "output_compression"}
 
 
@@ -284,3 +408,12 @@ def test_the_nearest_size_can_be_made(width: int, height: int) -> None:
     assert all(32 <= side <= 128 and side % 16 == 0 for side in near)
     params, _ = check(CARD, {"prompt": "a", "size": f"{near[0]}x{near[1]}"})
     assert (params["width"], params["height"]) == near
+
+
+def test_a_field_of_some_models_is_known_where_they_have_a_default_for_it() -> None:
+    given = {"prompt": "a", "true_cfg_scale": 2}
+    with pytest.raises(InvalidParameter, match="unknown parameter 'true_cfg_scale'"):
+        check(CARD, given)
+    able = msgspec.structs.replace(CARD, defaults={**CARD.defaults, "true_cfg_scale": 1.0})
+    assert check(able, given)[0]["true_cfg_scale"] == 2.0
+    assert check(able, {"prompt": "a"})[0]["true_cfg_scale"] == 1.0

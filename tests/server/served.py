@@ -1,22 +1,25 @@
-"""A gateway on a loopback port, over a real scheduler and memory queue, with one worker that draws plain squares."""
+"""A gateway on a loopback port, over a real scheduler and memory queue, with one worker that makes plain squares."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import uvicorn
+from numpy.typing import NDArray
 from PIL import Image
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.clock import SystemClock
+from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Pipeline, StageSpec
@@ -26,6 +29,7 @@ from unfuse.queues.base import Limits as QueueLimits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
 
 T = TypeVar("T")
@@ -37,21 +41,32 @@ PIPELINE = Pipeline(
         StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
     )
 )
-DEFAULTS = {"width": 64, "height": 64, "num_inference_steps": 4, "guidance_scale": 3.0, "max_sequence_length": 16}
+DEFAULTS = {
+    "width": 64,
+    "height": 64,
+    "num_inference_steps": 4,
+    "guidance_scale": 3.0,
+    "max_sequence_length": 16,
+    "fps": 8,
+}
 LIMITS = Limits(min_size=32, max_size=128, max_frames=17, max_steps=100, max_prompt_chars=2000)
 
 
-def card(name: str) -> ModelCard:
+def card(name: str, *, takes_image: bool = False, limits: Limits = LIMITS) -> ModelCard:
     """A model of that name, with weights of its own."""
     weights = {part: f"{name.replace('/', '')}{part}"[-32:] for part in ("text_encoder", "transformer", "vae")}
     dtypes = dict.fromkeys(weights, "float32")
-    return ModelCard(name, "/nowhere", "test", PIPELINE, LIMITS, DEFAULTS, weights, dtypes, created=7)
+    return ModelCard(name, "/nowhere", "test", PIPELINE, limits, DEFAULTS, weights, dtypes, 7, takes_image)
 
 
 PICTURES, IDLE = card("test/pictures"), card("test/idle")
 """One model with a worker, and one without: what is asked of it stays queued."""
 
-WORKER = WorkerInfo("worker-1", "node", "all", tuple(PICTURES.pools().values()), 4, "", 0)
+MOVING, STILL = card("test/moving", takes_image=True), card("test/still", limits=Limits(max_size=128))
+"""One model that starts from a picture, and makes it the first frame; one that makes no video."""
+
+POOLS = (*PICTURES.pools().values(), *MOVING.pools().values())
+WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
 """A prompt that the worker cannot draw."""
 
@@ -63,46 +78,87 @@ def picture(seed: int, size: int = 64, form: str = "png") -> bytes:
     return file.getvalue()
 
 
+def film(seed: int, frames: int = 17, first: bytes = b"") -> tuple[NDArray[np.uint8], bytes]:
+    """The square getting brighter, as frames and as their mp4; `first` is a picture to begin with."""
+    pictures = [Image.new("RGB", (64, 64), (seed % 256, 10 * frame, 9)) for frame in range(frames)]
+    if first:
+        pictures[0] = Image.open(BytesIO(first)).convert("RGB").resize((64, 64))
+    array = np.stack([np.asarray(one) for one in pictures])
+    return array, encode(array, {"output_format": "mp4", "fps": 8})[0].data
+
+
+def preview(step: int) -> bytes:
+    """What the worker shows of a picture after a step."""
+    return picture(step, 16, "jpeg")
+
+
 class Worker:
-    """Does every task at once, unless it is held: then leased tasks wait until it is let go."""
+    """Does every task at once, unless it is held: tasks wait before their first step, or after their last one."""
 
     def __init__(self, scheduler: Scheduler, results: ResultStore) -> None:
-        self._scheduler, self._results = scheduler, results
-        self.going = asyncio.Event()
-        self.going.set()
+        self._scheduler, self.results = scheduler, results
+        self.starting, self.ending = asyncio.Event(), asyncio.Event()
+        self.starting.set()
+        self.ending.set()
 
-    async def run(self) -> None:
+    async def run(self, cards: Sequence[ModelCard]) -> None:
         queue = self._scheduler.queue
-        await queue.hello(WORKER, (PICTURES,))
+        await queue.hello(WORKER, cards)
         async with asyncio.TaskGroup() as tasks:
             while True:
                 for lease in await queue.lease(WORKER.id, WORKER.pools, 4, 60.0, wait=60.0):
                     tasks.create_task(self._do(lease))
 
     async def _do(self, lease: Lease) -> None:
-        await self.going.wait()
+        await self.starting.wait()
+        with suppress(LeaseLost):
+            await self._work(lease)
+
+    async def _work(self, lease: Lease) -> None:
         params, claim = lease.task.params, lease.claim
         if params["prompt"] == BROKEN:
             await self._scheduler.fail(Failed(claim, "permanent", "the circle is broken"), WORKER.id)
             return
-        steps = int(str(params["num_inference_steps"])) if lease.task.kind == "denoise" else 0
-        told = [Event("progress", 0.0, claim.stage, claim.attempt, WORKER.id, at, steps) for at in range(1, steps + 1)]
-        await self._scheduler.queue.progress(claim, told)
-        files = (self._draw(lease),) if lease.task.final else ()
-        await self._scheduler.complete(Done(claim, None, files, Timings(0.0, 0.1, 0.2, 0.3)), WORKER.id)
+        if lease.task.kind == "denoise":
+            await self._scheduler.queue.progress(claim, list(self._steps(lease)))
+            await self.ending.wait()
+        files = tuple(self._draw(lease)) if lease.task.final else ()
+        await self._scheduler.complete(Done(claim, None, files, Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0)), WORKER.id)
 
-    def _draw(self, lease: Lease) -> ResultFile:
-        params = lease.task.params
+    def _steps(self, lease: Lease) -> Iterator[Event]:
+        claim, params = lease.claim, lease.task.params
+        steps, every = int(str(params["num_inference_steps"])), int(str(params.get("preview_every", 0)))
+        for step in range(1, steps + 1):
+            yield Event("progress", 0.0, claim.stage, claim.attempt, WORKER.id, step, steps)
+            if every and step % every == 0 and step < steps:
+                self.results.attach(claim.request, f"preview-{claim.stage}-{step}", preview(step), durable=False)
+                yield Event("preview", 0.0, claim.stage, claim.attempt, WORKER.id, step, steps)
+
+    def _draw(self, lease: Lease) -> Iterator[ResultFile]:
+        """A picture; or a video, whose frames are files if it is asked for as png."""
+        params, request = lease.task.params, lease.task.request
         form, seed, index = str(params["output_format"]), int(str(params["seed"])), int(str(params["index"]))
-        data = picture(seed, int(str(params["width"])), form)
-        return self._results.put(lease.task.request, index, f"image/{form}", data)
+        if request.startswith("req_"):
+            yield self.results.put(request, index, f"image/{form}", picture(seed, int(str(params["width"])), form))
+            return
+        first = self.results.attached(request, "image") if "image" in params else b""
+        frames, data = film(seed, int(str(params["num_frames"])), first)
+        if form == "mp4":
+            yield self.results.put(request, 0, "video/mp4", data)
+            return
+        for media in encode(frames, {"output_format": "png"}):
+            yield self.results.put(request, index, media.content_type, media.data)
+            index += 1
 
 
 class Served:
-    """A running gateway. `url` is where."""
+    """A running gateway. `url` is where, `folder` holds its results."""
 
-    def __init__(self, url: str, scheduler: Scheduler, worker: Worker, loop: asyncio.AbstractEventLoop) -> None:
-        self.url, self.scheduler, self.queue = url, scheduler, scheduler.queue
+    def __init__(
+        self, url: str, folder: Path, scheduler: Scheduler, worker: Worker, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.url, self.folder, self.scheduler, self.queue = url, folder, scheduler, scheduler.queue
+        self.results = worker.results
         self._worker, self._loop = worker, loop
 
     def run(self, work: Coroutine[object, object, T]) -> T:
@@ -110,13 +166,19 @@ class Served:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """The worker finishes nothing inside the block."""
-        self._loop.call_soon_threadsafe(self._worker.going.clear)
+    def held(self, *, after_steps: bool = False) -> Iterator[None]:
+        """The worker finishes nothing inside the block: it begins nothing, or ends no denoising."""
+        gate = self._worker.ending if after_steps else self._worker.starting
+        self._loop.call_soon_threadsafe(gate.clear)
         try:
             yield
         finally:
-            self._loop.call_soon_threadsafe(self._worker.going.set)
+            self.let_go()
+
+    def let_go(self) -> None:
+        """The worker goes on."""
+        for gate in (self._worker.starting, self._worker.ending):
+            self._loop.call_soon_threadsafe(gate.set)
 
     def next_event(self, request: str, kind: str) -> Event:
         """Wait until a request has had an event of that kind."""
@@ -136,6 +198,7 @@ def serve(
     keys: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     idle: bool = True,
+    cards: Sequence[ModelCard] = (PICTURES,),
     limits: QueueLimits | None = None,
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends."""
@@ -151,9 +214,9 @@ def serve(
         app = create_app(scheduler, results, keys=keys, names=names)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        working = asyncio.create_task(worker.run())
+        working = asyncio.create_task(worker.run(cards))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        ready.set_result(Served(url, scheduler, worker, asyncio.get_running_loop()))
+        ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop()))
         await asyncio.wrap_future(stop)
         await queue.close()
         server.should_exit = True

@@ -185,6 +185,8 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         f'unfuse_worker_idle{{pool="{encode}"}} 1.0',
         'unfuse_request_latency_seconds_count{model="test/pictures"} 2.0',
         'unfuse_stage_latency_seconds_count{model="test/pictures",stage="denoise"} 2.0',
+        f'unfuse_step_latency_seconds_sum{{pool="{encode}"}} 0.1',
+        f'unfuse_batch_size_sum{{pool="{encode}"}} 4.0',
     } <= lines
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.server.served import BROKEN, IDLE, Served, picture, serve
+from tests.server.served import BROKEN, IDLE, MOVING, Served, film, picture, preview, serve
 from unfuse.queues.base import Filter, Limits
 
 MODEL = "test/pictures"
@@ -127,3 +128,111 @@ def test_refusals_have_their_classes(tmp_path: Path) -> None:
             with pytest.raises(openai.RateLimitError) as caught:
                 client.images.generate(model=MODEL, prompt="a")
             assert int(caught.value.response.headers["retry-after"]) >= 1
+
+
+@pytest.fixture
+def video_client(studio: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{studio.url}/v1", api_key="anything") as client:
+        yield client
+
+
+SORA = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+"""What the newer client says of every call about videos: of OpenAI's own service, not of the protocol."""
+
+
+@SORA
+def test_a_video_is_made_polled_and_downloaded(video_client: openai.OpenAI, tmp_path: Path) -> None:
+    asked = {"seed": 5, "num_inference_steps": 3, "metadata": {"job": "7"}, "guidance_scale": 1.5}
+    video = video_client.videos.create_and_poll(
+        model=MODEL, prompt="a red circle", seconds="2", size="64x64", extra_body=asked
+    )
+    assert (video.status, video.progress, video.seconds, video.size) == ("completed", 100, "2.125", "64x64")
+    assert (video.model, video.prompt, video.error) == (MODEL, "a red circle", None)
+    video_client.videos.download_content(video.id).write_to_file(tmp_path / "out.mp4")
+    assert (tmp_path / "out.mp4").read_bytes() == film(5)[1]
+    assert video_client.videos.download_content(video.id, variant="thumbnail").read()[8:12] == b"WEBP"
+    assert video_client.videos.delete(video.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        video_client.videos.retrieve(video.id)
+
+
+@SORA
+def test_a_video_begins_with_a_picture(video_client: openai.OpenAI) -> None:
+    for reference in (("a.png", picture(9)), io.BytesIO(picture(9))):
+        video = video_client.videos.create_and_poll(
+            model=MOVING.name, prompt="a red circle", seconds="1", input_reference=reference, extra_body={"seed": 5}
+        )
+        assert video.status == "completed"
+        assert video_client.videos.download_content(video.id).read() == film(5, 9, picture(9))[1]
+
+
+@SORA
+def test_a_video_that_fails_or_ends_is_polled_to_its_end(studio: Served, video_client: openai.OpenAI) -> None:
+    broken = video_client.videos.create_and_poll(model=MODEL, prompt=BROKEN, poll_interval_ms=10)
+    assert broken.status == "failed"
+    assert broken.error is not None
+    assert "the circle is broken" in broken.error.message
+    with studio.held():
+        waiting = video_client.videos.create(model=MODEL, prompt="a red circle")
+        with pytest.raises(openai.ConflictError, match="once it is completed"):
+            video_client.videos.download_content(waiting.id)
+        studio.run(studio.scheduler.cancel(waiting.id))
+        ended = video_client.videos.poll(waiting.id, poll_interval_ms=10)
+    assert (ended.status, ended.error and ended.error.code) == ("failed", "cancelled")
+
+
+@SORA
+def test_what_cannot_be_a_video_names_its_parameter(video_client: openai.OpenAI) -> None:
+    for asked, param in (({"seconds": "12"}, "seconds"), ({"size": "1280x720"}, "size"), ({}, "input_reference")):
+        model = MOVING.name if param == "input_reference" else MODEL
+        with pytest.raises(openai.BadRequestError) as caught:
+            video_client.videos.create(model=model, prompt="a red circle", **asked)
+        assert caught.value.param == param
+    address = {"input_reference": {"image_url": "https://example.com/a.png"}}
+    with pytest.raises(openai.BadRequestError, match="not fetched"):
+        video_client.videos.create(model=MOVING.name, prompt="a red circle", extra_body=address)
+    with pytest.raises(openai.NotFoundError):
+        video_client.videos.remix("video_1", prompt="a blue circle")
+
+
+@SORA
+def test_videos_are_listed_page_by_page(tmp_path: Path) -> None:
+    with serve(tmp_path) as served, openai.OpenAI(base_url=f"{served.url}/v1", api_key="x") as client:
+        ids = [client.videos.create(model=IDLE.name, prompt="a red circle").id for _ in range(5)]
+        assert [video.id for video in client.videos.list(limit=2)] == ids[::-1]
+        assert [video.id for video in client.videos.list(limit=2, order="asc")] == ids
+
+
+def test_a_picture_is_edited(video_client: openai.OpenAI) -> None:
+    for image in (("a.png", picture(9)), [("a.png", picture(9))]):
+        reply = video_client.images.edit(
+            model=MOVING.name, prompt="a red circle", image=image, input_fidelity="high", extra_body={"seed": 5}
+        )
+        assert decoded(reply) == [picture(5)]
+    with pytest.raises(openai.BadRequestError) as caught:
+        video_client.images.edit(model=MODEL, prompt="a red circle", image=("a.png", picture(9)))
+    assert caught.value.param == "image"
+
+
+def test_pictures_come_as_a_stream(studio: Served, video_client: openai.OpenAI) -> None:
+    common = {"prompt": "a red circle", "stream": True, "partial_images": 1, "extra_body": {"seed": 5}}
+    for kind in ("image_generation", "image_edit"):
+        with studio.held(after_steps=True):
+            if kind == "image_edit":
+                stream = video_client.images.edit(model=MOVING.name, image=("a.png", picture(9)), **common)
+            else:
+                stream = video_client.images.generate(model=MODEL, **common)
+            partial = next(stream)
+            assert (partial.type, partial.partial_image_index) == (f"{kind}.partial_image", 0)
+            assert base64.b64decode(partial.b64_json) == preview(2)
+            studio.let_go()
+            (completed,) = stream
+        assert completed.type == f"{kind}.completed"
+        assert base64.b64decode(completed.b64_json) == picture(5)
+        assert completed.usage.total_tokens == 0
+
+
+def test_a_failure_in_a_stream_is_an_error_of_the_client(video_client: openai.OpenAI) -> None:
+    stream = video_client.images.generate(model=MODEL, prompt=BROKEN, stream=True)
+    with pytest.raises(openai.APIError, match="the circle is broken"):
+        next(stream)

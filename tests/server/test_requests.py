@@ -12,7 +12,8 @@ import pytest
 
 from tests.server.served import IDLE, Served, picture
 from unfuse.core.event import Event
-from unfuse.server.requests import event_stream
+from unfuse.server.requests import written
+from unfuse.server.sse import with_comments
 
 URL = "/v1/images/generations"
 
@@ -140,7 +141,7 @@ async def test_a_silent_stream_says_something_now_and_then() -> None:
         await told.wait()
         yield Event("completed", seq=1)
 
-    stream = event_stream(happening(), comment_every=0.001)
+    stream = with_comments(written(happening()), comment_every=0.001)
     assert await anext(stream) == b": waiting\n\n"
     told.set()
     rest = [piece async for piece in stream if piece != b": waiting\n\n"]
@@ -157,7 +158,7 @@ async def test_a_stream_that_is_left_stops_listening() -> None:
         finally:
             left.set()
 
-    stream = event_stream(happening(), comment_every=0.001)
+    stream = with_comments(written(happening()), comment_every=0.001)
     await anext(stream)
     await stream.aclose()  # type: ignore[attr-defined]
     assert left.is_set()

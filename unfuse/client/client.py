@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -67,7 +68,7 @@ class Request:
         return self.view
 
     def result(self) -> Result:
-        """Wait for the pictures. Raises PermanentError with the reason when there will be none."""
+        """Wait for what it makes. Raises PermanentError with the reason when there will be none."""
         for _ in self.events():
             pass
         view = self.refresh()
@@ -102,17 +103,33 @@ class Client:
         """Close the connections; requests go on."""
         self._http.close()
 
-    def generate(self, prompt: str, **params: object) -> Result:
-        """Make pictures of a prompt; `params` are those of POST /v1/images/generations.
+    def generate(self, prompt: str, **asked: Any) -> Result:
+        """Make pictures or a video of a prompt, as `submit` asks for them, and wait. Raises PermanentError too."""
+        return self.submit(prompt, **asked).result()
 
-        Raises InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
+    def submit(
+        self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object
+    ) -> Request:
+        """Ask for pictures or a video; `params` are those of POST /v1/images/generations or /v1/videos.
+
+        It is a video if `video` says so, or else if `params` ask for seconds, for more than one frame or for mp4.
+        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one.
+        Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        return self.submit(prompt, **params).result()
-
-    def submit(self, prompt: str, **params: object) -> Request:
-        """Ask for pictures without waiting for them. Raises as `generate` does before it waits."""
+        if video is None:
+            several = params.get("num_frames") not in (None, 1)
+            video = several or "seconds" in params or params.get("output_format") == "mp4"
+        still = "/v1/images/generations" if image is None else "/v1/images/edits"
+        path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
         headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
-        return Request(self, self.post("/v1/images/generations", {"prompt": prompt, **params}, headers))
+        if image is None:
+            return Request(self, self.post(path, body, headers))
+        form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
+        inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
+        form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
+        data = image if isinstance(image, bytes) else Path(image).read_bytes()
+        files = {"input_reference" if video else "image": ("image", data)}
+        return Request(self, _object(self._send("POST", path, data=form, files=files, headers=headers)))
 
     def request(self, id: str) -> Request:
         """A request by its id. Raises NotFound."""

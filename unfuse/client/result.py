@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from io import BytesIO
@@ -14,10 +15,16 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_VIDEO = "video/mp4"
+NUMBERED = re.compile(r"%0?\d*d")
+"""In a file's name: where the number of each frame goes."""
 
 
 class Result:
-    """Pictures of one request. `view` is the request object they came with, `data` the files, in order."""
+    """What one request gave: pictures, a video, or its frames.
+
+    `view` is the request object they came with, `data` the files, in order.
+    """
 
     def __init__(self, view: Mapping[str, Any], data: Sequence[bytes]) -> None:
         self.view = view
@@ -39,28 +46,49 @@ class Result:
         names = ("queued_s", "get_s", "run_s", "put_s")
         return {stage["name"]: {name: stage[name] for name in names} for stage in self.view["stages"]}
 
+    @property
+    def is_video(self) -> bool:
+        """Whether it is one mp4 file."""
+        return [file["content_type"] for file in self.view.get("result", ())] == [_VIDEO]
+
     @cached_property
     def images(self) -> list[Image]:
-        """The pictures, decoded at first use."""
+        """The pictures, or the frames of a video, decoded at first use."""
         from PIL import Image
 
+        if self.is_video:
+            import av
+
+            with av.open(BytesIO(self.data[0]), "r") as container:
+                frames = container.decode(video=0)
+                return [Image.fromarray(frame.to_ndarray(format="rgb24")) for frame in frames]
         return [Image.open(BytesIO(data)) for data in self.data]
 
     def save(self, path: str | Path) -> list[Path]:
         """Write the pictures and return where: to `path`, or NAME-0.png, NAME-1.png, … if there are several.
 
-        A picture that has the format of the path's suffix already is written as it came, any other converted.
-        Raises InvalidParameter for a suffix that is no picture's.
+        A name such as NAME-%04d.png numbers them as it says. A picture that has the format of the path's suffix already
+        is written as it came, any other converted; a video is written as .mp4 alone.
+        Raises InvalidParameter for a suffix that does not fit.
         """
         path = Path(path)
-        form = _FORMATS.get(path.suffix.lower())
-        if form is None:
-            raise InvalidParameter(f"{path} must end in one of {', '.join(_FORMATS)}", "path")
-        several = len(self.data) > 1
-        paths = [path.with_stem(f"{path.stem}-{index}") if several else path for index in range(len(self.data))]
+        form, known = _FORMATS.get(path.suffix.lower()), [".mp4"] if self.is_video else [*_FORMATS]
+        if path.suffix.lower() not in known:
+            raise InvalidParameter(f"{path} must end in one of {', '.join(known)}", "path")
+        if self.is_video:
+            path.write_bytes(self.data[0])
+            return [path]
+        several = len(self.data) > 1 or NUMBERED.search(path.name)
+        paths = [_numbered(path, index) if several else path for index in range(len(self.data))]
         for target, data, image in zip(paths, self.data, self.images, strict=True):
             if image.format == form:
                 target.write_bytes(data)
             else:
                 (image.convert("RGB") if form == "JPEG" else image).save(target, form)
         return paths
+
+
+def _numbered(path: Path, index: int) -> Path:
+    if not NUMBERED.search(path.name):
+        return path.with_stem(f"{path.stem}-{index}")
+    return path.with_name(NUMBERED.sub(lambda found: found[0] % index, path.name, count=1))

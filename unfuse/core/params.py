@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from unfuse.core.card import Limits, ModelCard
-from unfuse.core.errors import InvalidParameter
+from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.core.plan import Params, Value
 
 MAX_SEED = 2**53 - 1
@@ -25,22 +25,40 @@ MAX_SEED = 2**53 - 1
 DRAWN_SEEDS = 2**31
 """A seed that was left out is drawn below this, short enough to type again."""
 
-OUTPUT_FORMATS = ("png", "jpeg", "webp")
 MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86_400.0
 MAX_PRIORITY = 100
 MAX_FPS = 120
 MAX_METADATA = 16
+MAX_PARTIAL = 3
 
-UNUSED = frozenset({"user", "style", "moderation", "safety_identifier"})
+UNUSED = frozenset({"user", "style", "moderation", "safety_identifier", "input_fidelity"})
 """Fields the `openai` client may send and unfuse has no use for: any value is accepted."""
 
-_ONLY: dict[str, tuple[object, ...]] = {
-    "quality": ("auto",),
-    "background": ("auto",),
-    "stream": (False, "false"),
-    "partial_images": (0, "0"),
-}
-_STANDARD: Params = {"negative_prompt": "", "num_frames": 1, "output_format": "png", "output_compression": 100}
+
+class Medium(msgspec.Struct, frozen=True):
+    """A kind of call: the formats it has, its standard one first; fields no other kind has; fields with one value."""
+
+    formats: tuple[str, ...]
+    own: frozenset[str]
+    only: dict[str, tuple[object, ...]]
+
+
+PICTURE = Medium(
+    ("png", "jpeg", "webp"),
+    frozenset({"response_format", "stream", "partial_images"}),
+    {"num_frames": (1, "1"), "quality": ("auto",), "background": ("auto",)},
+)
+VIDEO = Medium(("mp4", "png"), frozenset({"seconds"}), {"n": (1, "1")})
+"""As png every frame is a file of its own, without loss."""
+
+_SHARED = frozenset({"model", "n", "seed", "size", "num_frames", "preview_every", "output_format"})
+_STANDARD: Params = {"negative_prompt": "", "num_frames": 1, "output_compression": 100}
+_PARTICULAR = {"true_cfg_scale"}
+"""Fields that are known where a model has a default for them."""
+
+_FRAME_SLACK = 0.001
+"""Part of a frame that seconds may lack by having been rounded, as ours are when they are told."""
+
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
 _SIZE = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
@@ -50,12 +68,13 @@ class Delivery(msgspec.Struct, frozen=True):
     """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit)."""
 
     response_format: Literal["b64_json", "url"] = "b64_json"
+    stream: bool = False
     priority: int = 0
     timeout: float | None = None
     metadata: dict[str, str] = {}
 
 
-def check(card: ModelCard, given: Mapping[str, object]) -> tuple[Params, int]:
+def check(card: ModelCard, given: Mapping[str, object], medium: Medium = PICTURE) -> tuple[Params, int]:
     """Everything the stages need for a request, and how many pictures it asks for.
 
     What the client left out comes from the card's defaults; a missing seed is drawn. The pictures have the seeds
@@ -63,17 +82,21 @@ def check(card: ModelCard, given: Mapping[str, object]) -> tuple[Params, int]:
     """
     values = {name: value for name, value in given.items() if value is not None}
     for name in values:
-        _known(name)
-    for name, allowed in _ONLY.items():
+        _known(card, medium, name)
+    for name, allowed in medium.only.items():
         if name in values and values[name] not in allowed:
             raise InvalidParameter(f"{name} can only be {_shown(allowed[0])} here, not {_shown(values[name])}", name)
     limits = card.limits
     params: Params = {**_STANDARD, **card.defaults}
     if "prompt" not in values:
-        raise InvalidParameter("prompt is missing: say what the picture should show", "prompt")
+        raise InvalidParameter("prompt is missing: say what to show", "prompt")
     for name, read in _READERS.items():
         if name in values:
             params[name] = read(limits, values[name])
+    params["output_format"] = _choice("output_format", values.get("output_format", medium.formats[0]), medium.formats)
+    params["num_frames"] = _length(limits, params, values) if medium is VIDEO else 1
+    if every := _preview_every(int(_default(params, "num_inference_steps")), values):
+        params["preview_every"] = every
     if values.get("size", "auto") != "auto":
         params["width"], params["height"] = _size(limits, values["size"])
     n = _integer("n", values.get("n", 1), 1, limits.max_n)
@@ -87,20 +110,26 @@ def check(card: ModelCard, given: Mapping[str, object]) -> tuple[Params, int]:
 def check_delivery(given: Mapping[str, object]) -> Delivery:
     """How the client wants the request handled. Raises InvalidParameter."""
     values = {name: given[name] for name in Delivery.__struct_fields__ if given.get(name) is not None}
-    form = values.get("response_format", "b64_json")
-    if form not in ("b64_json", "url"):
-        raise InvalidParameter(f"response_format must be b64_json or url, not {_shown(form)}", "response_format")
+    form = _choice("response_format", values.get("response_format", "b64_json"), ("b64_json", "url"))
     timeout = values.get("timeout")
     return Delivery(
         response_format="url" if form == "url" else "b64_json",
+        stream=_choice("stream", str(values.get("stream", False)).lower(), ("true", "false")) == "true",
         priority=_integer("priority", values.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY),
         timeout=None if timeout is None else _number("timeout", timeout, MIN_TIMEOUT, MAX_TIMEOUT),
         metadata=_metadata(values.get("metadata", {})),
     )
 
 
-def _known(name: str) -> None:
-    known = sorted({*_READERS, *_ONLY, *UNUSED, *Delivery.__struct_fields__, "model", "n", "seed", "size"})
+def seconds_of(frames: float, fps: float) -> str:
+    """How long so many frames last, short enough to read and exact enough to be sent back."""
+    return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
+
+
+def _known(card: ModelCard, medium: Medium, name: str) -> None:
+    delivery = {*Delivery.__struct_fields__} - PICTURE.own
+    fields = _READERS.keys() - (_PARTICULAR - card.defaults.keys())
+    known = sorted({*fields, *_SHARED, *UNUSED, *delivery, *medium.own, *medium.only})
     if name in known:
         return
     near = ["size"] if name in ("width", "height") else get_close_matches(name, known, 1, 0.4)
@@ -138,22 +167,55 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     return float(number)
 
 
-def _frames(limits: Limits, value: object) -> int:
-    frames = _integer("num_frames", value, 1, limits.max_frames)
-    below = (frames - 1) % limits.frame_multiple
-    if below:
-        raise InvalidParameter(
-            f"num_frames must be one more than a multiple of {limits.frame_multiple}, not {frames}; "
-            f"the nearest below is {frames - below}",
-            "num_frames",
-        )
+def _length(limits: Limits, params: Params, values: Mapping[str, object]) -> int:
+    """Frames of a video: those asked for, or the fewest the model can make that fill the seconds asked for.
+
+    Where neither is said it is the model's own number, or the most it makes if that is a single one.
+    """
+    multiple, fps = limits.frame_multiple, _default(params, "fps")
+    most = limits.max_frames - (limits.max_frames - 1) % multiple
+    name, frames = "num_frames", int(_default(params, "num_frames"))
+    frames = frames if frames > 1 else most
+    if name in values:
+        frames = _integer(name, values[name], 1, MAX_SEED)
+    if "seconds" in values:
+        seconds = _number("seconds", values["seconds"], MIN_TIMEOUT, MAX_TIMEOUT)
+        needed = max(1, math.ceil(seconds * fps - _FRAME_SLACK))
+        needed += (1 - needed) % multiple
+        if name in values and frames != needed:
+            differs = f"{seconds:g} seconds are {needed} frames at {fps:g} fps, not {frames}"
+            raise InvalidParameter(f"{differs}: send seconds or num_frames, not both", "seconds")
+        name, frames = "seconds", needed
+    if frames > most:
+        bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
+        raise InvalidParameter(f"{name} {_shown(values[name])} is too long: the model makes {bound}", name)
+    if beyond := (frames - 1) % multiple:
+        rule = f"num_frames must be one more than a multiple of {multiple}, not {frames}"
+        raise InvalidParameter(f"{rule}; the nearest below is {frames - beyond}", name)
     return frames
 
 
-def _format(_: Limits, value: object) -> str:
-    if not isinstance(value, str) or value not in OUTPUT_FORMATS:
-        known = ", ".join(OUTPUT_FORMATS)
-        raise InvalidParameter(f"output_format must be one of {known}, not {_shown(value)}", "output_format")
+def _preview_every(steps: int, values: Mapping[str, object]) -> int:
+    """After how many steps a preview is made (0: none): as asked for, or so that no more come than partial images."""
+    partial = _integer("partial_images", values.get("partial_images", 0), 0, MAX_PARTIAL)
+    every = _integer("preview_every", values.get("preview_every", 0), 0, steps)
+    if partial and str(values.get("stream")).lower() != "true":
+        raise InvalidParameter("partial_images come in a stream: send stream as true", "partial_images")
+    if partial and every:
+        raise InvalidParameter("partial_images and preview_every say the same: send one of them", "partial_images")
+    return math.ceil(steps / (partial + 1)) if partial else every
+
+
+def _default(params: Params, name: str) -> float:
+    value = params.get(name)
+    if not isinstance(value, int | float):
+        raise ConfigError(f"the model has no default {name}: set one in its serving.json")
+    return value
+
+
+def _choice(name: str, value: object, known: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise InvalidParameter(f"{name} must be one of {', '.join(known)}, not {_shown(value)}", name)
     return value
 
 
@@ -197,6 +259,8 @@ def _shown(value: object) -> str:
     """The value as it may stand in a sentence: short, printable whatever it is."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "…")
+    if isinstance(value, bytes):
+        return "a file"
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     if isinstance(value, int) and abs(value) >= 10**30:
@@ -209,8 +273,7 @@ _READERS: dict[str, Callable[[Limits, object], Value]] = {
     "negative_prompt": lambda limits, value: _text("negative_prompt", value, 0, limits.max_prompt_chars),
     "num_inference_steps": lambda limits, value: _integer("num_inference_steps", value, 1, limits.max_steps),
     "guidance_scale": lambda limits, value: _number("guidance_scale", value, 0.0, limits.max_guidance),
-    "num_frames": _frames,
+    "true_cfg_scale": lambda limits, value: _number("true_cfg_scale", value, 0.0, limits.max_guidance),
     "fps": lambda _, value: _integer("fps", value, 1, MAX_FPS),
-    "output_format": _format,
     "output_compression": lambda _, value: _integer("output_compression", value, 0, 100),
 }

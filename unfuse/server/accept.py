@@ -1,22 +1,25 @@
-"""How a creating call becomes a request: read, joined to an earlier one if it is a repeat, checked, submitted."""
+"""How a creating call becomes a request: joined to an earlier one if it is a repeat, checked, submitted."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import time
+from dataclasses import dataclass
 
+from anyio import to_thread
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from unfuse.core.errors import InvalidParameter
-from unfuse.core.params import Delivery, check, check_delivery
-from unfuse.core.request import Record
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import InvalidParameter, Overloaded
+from unfuse.core.params import VIDEO, Delivery, Medium, check, check_delivery
+from unfuse.core.request import Record, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
-from unfuse.server.gateway import Gateway
-
-MAX_BODY = 2 * 1024 * 1024
-"""Bytes of a JSON body; reading stops there."""
+from unfuse.server.gateway import Gateway, base_of
+from unfuse.server.uploads import read_picture
+from unfuse.server.view import request_object
 
 REPEAT_WITHIN_S = 15 * 60
 """How long a client's silent repeat joins its first call."""
@@ -24,53 +27,108 @@ REPEAT_WITHIN_S = 15 * 60
 MAX_KEY = 255
 
 
-async def read_json(request: Request) -> dict[str, object]:
-    """The JSON object in a body. Raises Refusal for another type of body, or a larger one, and InvalidParameter."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY:
-            raise Refusal(413, "body_too_large", f"the body is larger than the {MAX_BODY} bytes that are read")
-    try:
-        given = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise InvalidParameter(f"the body is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise InvalidParameter('the body must be a JSON object, such as {"prompt": "a red circle on white"}')
-    return given
+@dataclass(frozen=True)
+class Call:
+    """A creating call: whose it is, what it gave, what it is to make. `upload` is its field for a picture, if any."""
+
+    gateway: Gateway
+    request: Request
+    tenant: str
+    given: dict[str, object]
+    medium: Medium
+    upload: str = ""
+
+    async def accept(self) -> tuple[Record, Delivery]:
+        """The request it asks for: a new one, or the earlier one that it repeats.
+
+        Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
+        """
+        delivery = check_delivery(self.given)
+        key = self.request.headers.get("idempotency-key", "")
+        if len(key) > MAX_KEY:
+            message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
+            raise InvalidParameter(message, "Idempotency-Key")
+        fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
+        record = await self._earlier(key, fingerprint)
+        if record is None:
+            record = await self._submit(key, fingerprint, delivery)
+        if key and record.context.fingerprint != fingerprint:
+            message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
+            headers = {"x-should-retry": "false"}
+            raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
+        return record, delivery
+
+    async def _earlier(self, key: str, fingerprint: str) -> Record | None:
+        if key:
+            known = await self.gateway.queue.list(Filter(tenant=self.tenant, idempotency_key=key), limit=1)
+            return known[0] if known else None
+        if self.request.headers.get("x-stainless-retry-count", "0") in ("", "0"):
+            return None
+        known = await self.gateway.queue.list(Filter(tenant=self.tenant, fingerprint=fingerprint), limit=1)
+        recent = [record for record in known if time.time() - record.context.created_at < REPEAT_WITHIN_S]
+        return recent[0] if recent else None
+
+    async def _submit(self, key: str, fingerprint: str, delivery: Delivery) -> Record:
+        """Check everything, what is cheap first, then queue it; the picture is there before the request is."""
+        gateway, fields = self.gateway, dict(self.given)
+        picture = fields.pop(self.upload, None) if self.upload else None
+        card = await self._model(fields.get("model"), picture is not None)
+        params, n = check(card, fields, self.medium)
+        id, record = new_request_id(self.medium is VIDEO), None
+        try:
+            if picture is not None:
+                data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
+                params["image"] = hashlib.sha256(data).hexdigest()
+                await to_thread.run_sync(gateway.results.attach, id, "image", data)
+            record = await gateway.scheduler.submit(
+                card,
+                params,
+                n=n,
+                tenant=self.tenant,
+                idempotency_key=key,
+                fingerprint=fingerprint,
+                priority=delivery.priority,
+                timeout=delivery.timeout,
+                metadata=delivery.metadata,
+                id=id,
+            )
+        except Overloaded:
+            gateway.metrics.rejected()
+            raise
+        finally:
+            if picture is not None and (record is None or record.context.id != id):
+                await to_thread.run_sync(gateway.results.delete, id)
+        gateway.follow(record)
+        return record
+
+    async def _model(self, name: object, picture: bool) -> ModelCard:
+        """The model that was asked for, which must be able to do it. Raises InvalidParameter, UnknownModel."""
+        card = await self.gateway.model(name)
+        video = self.medium is VIDEO
+        if video and not card.makes_video:
+            raise InvalidParameter(f"model {card.name} makes no video: ask it for pictures", "model")
+        if card.takes_image and not picture:
+            where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
+            message = f"model {card.name} starts from a picture: send one as {where}"
+            raise InvalidParameter(message, self.upload or "model")
+        if picture and not card.takes_image:
+            served = await self.gateway.models()
+            able = sorted(name for name, card in served.items() if card.takes_image and (card.makes_video or not video))
+            hint = f"{', '.join(able)} can" if able else "no model that is served can"
+            raise InvalidParameter(f"model {card.name} cannot start from a picture; {hint}", self.upload)
+        return card
 
 
-async def accept(gateway: Gateway, request: Request, tenant: str, given: dict[str, object]) -> tuple[Record, Delivery]:
-    """The request that a body asks for: a new one, or the earlier one that this call repeats.
-
-    Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
-    """
-    delivery = check_delivery(given)
-    key = request.headers.get("idempotency-key", "")
-    if len(key) > MAX_KEY:
-        message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
-        raise InvalidParameter(message, "Idempotency-Key")
-    fingerprint = hashlib.sha256(f"{request.url.path} {json.dumps(given, sort_keys=True)}".encode()).hexdigest()
-    record = await _earlier(gateway, request, tenant, key, fingerprint)
-    if record is None:
-        card = await gateway.model(given.get("model"))
-        params, n = check(card, given)
-        record = await gateway.submit(card, params, n, tenant, key, fingerprint, delivery)
-    if key and record.context.fingerprint != fingerprint:
-        message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
-        headers = {"x-should-retry": "false"}
-        raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
-    return record, delivery
-
-
-async def _earlier(gateway: Gateway, request: Request, tenant: str, key: str, fingerprint: str) -> Record | None:
-    if key:
-        known = await gateway.queue.list(Filter(tenant=tenant, idempotency_key=key), limit=1)
-        return known[0] if known else None
-    if request.headers.get("x-stainless-retry-count", "0") in ("", "0"):
+def respond_async(request: Request, record: Record) -> JSONResponse | None:
+    """The answer to a client that prefers not to wait for its request."""
+    preferences = ",".join(request.headers.getlist("prefer")).split(",")
+    if not any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences):
         return None
-    known = await gateway.queue.list(Filter(tenant=tenant, fingerprint=fingerprint), limit=1)
-    recent = [record for record in known if time.time() - record.context.created_at < REPEAT_WITHIN_S]
-    return recent[0] if recent else None
+    location = f"{base_of(request)}/v1/requests/{record.context.id}"
+    headers = {"location": location, "preference-applied": "respond-async"}
+    return JSONResponse(request_object(record, base_of(request)), 202, headers)
+
+
+def _fingerprint(path: str, given: dict[str, object]) -> str:
+    text = json.dumps(given, sort_keys=True, default=lambda file: hashlib.sha256(file).hexdigest())
+    return hashlib.sha256(f"{path} {text}".encode()).hexdigest()

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnfuseError, UnknownModel
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, TransientError, UnfuseError, UnknownModel
 
 log = structlog.get_logger(__name__)
 
@@ -75,14 +75,15 @@ def install(app: FastAPI) -> None:
 
 
 async def _answer(_: Request, error: Exception) -> JSONResponse:
-    return _response(_refusal(error))
+    return _response(refusal_of(error))
 
 
 def _response(refusal: Refusal) -> JSONResponse:
     return JSONResponse(envelope(refusal), refusal.status, refusal.headers)
 
 
-def _refusal(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> Refusal:
+    """What an error means to whoever asked."""
     match error:
         case Refusal():
             return error
@@ -94,6 +95,10 @@ def _refusal(error: Exception) -> Refusal:
             return Refusal(404, "not_found", str(error))
         case Overloaded():
             return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+        case TransientError():
+            log.error("request failed", exc_info=error)
+            message = "the server has no room for this now; its log holds more, under this x-request-id"
+            return Refusal(503, "unavailable", message, headers={"retry-after": "2"})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
@@ -135,4 +140,4 @@ class Edge:
             except Exception as error:
                 if started:
                     raise
-                await _response(_refusal(error))(scope, receive, named)
+                await _response(refusal_of(error))(scope, receive, named)

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 
+from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import NotFound, Overloaded, UnknownModel
-from unfuse.core.params import Delivery
-from unfuse.core.plan import Params
+from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.request import Record
+from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal
 from unfuse.server.metrics import Metrics
 from unfuse.stores.results import ResultStore
+
+PICTURES_AT_ONCE = 2
+"""Uploads decoded at a time: each may take 160 MB while it is."""
+
+_PAGE = 200
+_DELETED = "deleted"
+"""Attached to a video in place of what was deleted, where every gateway sees it."""
 
 
 class Gateway:
@@ -29,6 +37,7 @@ class Gateway:
         self.results = results
         self.keys = keys
         self.metrics = Metrics()
+        self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names = names
         self._followed: dict[str, asyncio.Task[None]] = {}
 
@@ -55,41 +64,41 @@ class Gateway:
             raise UnknownModel(f"no model {str(name)[:80]!r} is served: one of {known}", "model")
         return served[name]
 
-    async def submit(
-        self, card: ModelCard, params: Params, n: int, tenant: str, key: str, fingerprint: str, delivery: Delivery
-    ) -> Record:
-        """Hand a checked request to the scheduler, and count its outcome once it is over (or the queue closes).
-
-        Raises Overloaded.
-        """
-        try:
-            record = await self.scheduler.submit(
-                card,
-                params,
-                n=n,
-                tenant=tenant,
-                idempotency_key=key,
-                fingerprint=fingerprint,
-                priority=delivery.priority,
-                timeout=delivery.timeout,
-                metadata=delivery.metadata,
-            )
-        except Overloaded:
-            self.metrics.rejected()
-            raise
-        if record.context.id not in self._followed and not record.context.over:
+    def follow(self, record: Record) -> None:
+        """Count a request that was accepted, and what becomes of it once it is over (or the queue closes)."""
+        request = record.context.id
+        if request not in self._followed and not record.context.over:
             self.metrics.submitted()
-            task = asyncio.create_task(self._follow(record.context.id))
-            self._followed[record.context.id] = task
-            task.add_done_callback(lambda _: self._followed.pop(record.context.id))
-        return record
+            self._followed[request] = asyncio.create_task(self._follow(request))
+            self._followed[request].add_done_callback(lambda _: self._followed.pop(request))
 
     async def load(self, request: str, tenant: str) -> Record:
-        """A tenant's own request. Raises NotFound, also for another's."""
+        """A tenant's own request. Raises NotFound, also for another's, and for one that was deleted."""
         record = await self.queue.load(request)
-        if record.context.tenant != tenant:
+        if record.context.tenant != tenant or not await self._kept([record]):
             raise NotFound(f"no request {request} is known (any more)")
         return record
+
+    async def find(
+        self, which: Filter, wanted: Callable[[Record], bool], after: str | None, limit: float
+    ) -> list[Record]:
+        """At least `limit` requests, if there are as many behind that of id `after`, newest first. Raises NotFound."""
+        found: list[Record] = []
+        while len(found) < limit:
+            page = await self.queue.list(which, after=after, limit=_PAGE)
+            found += await self._kept([record for record in page if wanted(record)])
+            if len(page) < _PAGE:
+                break
+            after = page[-1].context.id
+        return found
+
+    async def delete(self, request: str) -> None:
+        """End a video and forget its files: it is not found any more, though the queue keeps its name for a time."""
+        await self.scheduler.cancel(request)
+        if following := self._followed.get(request):
+            await asyncio.wait({following})
+        await to_thread.run_sync(self.results.delete, request)
+        await to_thread.run_sync(self.results.attach, request, _DELETED, b"")
 
     async def finished(self, record: Record) -> Record:
         """The request once it is over. A caller that stops waiting changes nothing for it.
@@ -107,7 +116,30 @@ class Gateway:
     async def _follow(self, request: str) -> None:
         async for _ in self.queue.watch(request):
             pass
-        self.metrics.ended((await self.queue.load(request)).context)
+        context = (await self.queue.load(request)).context
+        self.metrics.ended(context)
+        if context.over and context.params.keys() & {"image", "preview_every"}:
+            await to_thread.run_sync(self.results.detach, request)
+
+    async def _kept(self, records: list[Record]) -> list[Record]:
+        """Those that were not deleted."""
+
+        def deleted(record: Record) -> bool:
+            with suppress(NotFound):
+                return is_video(record) and self.results.attached(record.context.id, _DELETED) == b""
+            return False
+
+        return await to_thread.run_sync(lambda: [record for record in records if not deleted(record)])
+
+
+def is_video(record: Record) -> bool:
+    """Whether a request is one of /v1/videos, as its id tells."""
+    return record.context.id.startswith("video_")
+
+
+def base_of(request: Request) -> str:
+    """Where the client reached this gateway: what the addresses it is given begin with."""
+    return str(request.base_url).rstrip("/")
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -1,27 +1,34 @@
-"""Pictures: POST /v1/images/generations, as the `openai` client sends it."""
+"""Pictures, of a prompt or of a picture, as the `openai` client asks for them."""
 
 from __future__ import annotations
 
 import base64
-from typing import Annotated, Any
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Annotated
 
 import msgspec
 from anyio import to_thread
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from unfuse.core.errors import InvalidParameter
-from unfuse.core.params import MAX_FPS, MAX_PRIORITY, MAX_SEED, MAX_TIMEOUT, MIN_TIMEOUT, OUTPUT_FORMATS
-from unfuse.core.request import RequestContext
-from unfuse.server.accept import accept, read_json
+from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
+from unfuse.core.params import PICTURE
+from unfuse.core.request import Record, RequestContext, ResultFile
+from unfuse.server.accept import Call, respond_async
 from unfuse.server.auth import Tenant
-from unfuse.server.errors import Refusal
-from unfuse.server.gateway import Gateway, gateway_of
-from unfuse.server.view import request_object, result_url
+from unfuse.server.body import read_body, read_json
+from unfuse.server.errors import Refusal, envelope, refusal_of
+from unfuse.server.fields import EDIT, GENERATE, PICTURES
+from unfuse.server.gateway import Gateway, base_of, gateway_of
+from unfuse.server.sse import stream
+from unfuse.server.view import result_url, size_of
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["images"])
+Served = Annotated[Gateway, Depends(gateway_of)]
 
 _USAGE = {
     "input_tokens": 0,
@@ -32,64 +39,31 @@ _USAGE = {
 """Pictures are not counted in tokens; the `openai` client's type wants the fields."""
 
 
-def _integer(low: int, high: int) -> dict[str, Any]:
-    return {"type": "integer", "minimum": low, "maximum": high}
-
-
-_OPTIONAL: dict[str, dict[str, Any]] = {
-    "model": {"type": "string", "description": "may be left out where one model is served"},
-    "negative_prompt": {"type": "string"},
-    "size": {"type": "string", "pattern": "^(auto|[0-9]+x[0-9]+)$", "default": "auto"},
-    "n": _integer(1, 10),
-    "seed": _integer(0, MAX_SEED),
-    "num_inference_steps": _integer(1, 1000),
-    "guidance_scale": {"type": "number", "minimum": 0},
-    "num_frames": _integer(1, 1),
-    "fps": _integer(1, MAX_FPS),
-    "output_format": {"type": "string", "enum": list(OUTPUT_FORMATS), "default": "png"},
-    "output_compression": {**_integer(0, 100), "default": 100},
-    "response_format": {"type": "string", "enum": ["b64_json", "url"], "default": "b64_json"},
-    "priority": {**_integer(-MAX_PRIORITY, MAX_PRIORITY), "default": 0},
-    "timeout": {"type": "number", "minimum": MIN_TIMEOUT, "maximum": MAX_TIMEOUT, "description": "seconds"},
-    "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
-    "quality": {"const": "auto"},
-    "background": {"const": "auto"},
-    "stream": {"const": False},
-    "partial_images": {"const": 0},
-    "user": {"type": "string"},
-    "style": {"type": "string"},
-    "moderation": {"type": "string"},
-    "safety_identifier": {"type": "string"},
-}
-_BODY = {
-    "type": "object",
-    "required": ["prompt"],
-    "additionalProperties": False,
-    "description": "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text.",
-    "properties": {
-        "prompt": {"type": "string", "minLength": 1},
-        **{name: {"anyOf": [schema, {"type": "null"}]} for name, schema in _OPTIONAL.items()},
-    },
-}
-
-
-@router.post(
-    "/images/generations",
-    openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _BODY}}}},
-    responses={202: {"description": "With `Prefer: respond-async`: the request object"}},
-)
-async def generate(request: Request, gateway: Annotated[Gateway, Depends(gateway_of)], tenant: Tenant) -> Response:
+@router.post("/images/generations", openapi_extra=GENERATE, responses=PICTURES)
+async def generate(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing."""
-    given = await read_json(request)
-    if given.get("num_frames") not in (None, 1, "1"):
-        raise InvalidParameter("num_frames can only be 1 here: a picture has one frame", "num_frames")
-    given["num_frames"] = 1
-    record, delivery = await accept(gateway, request, tenant, given)
-    base_url = str(request.base_url).rstrip("/")
-    if _respond_async(request):
-        location = f"{base_url}/v1/requests/{record.context.id}"
-        headers = {"location": location, "preference-applied": "respond-async"}
-        return JSONResponse(request_object(record, base_url), 202, headers)
+    call = Call(gateway, request, tenant, await read_json(request), PICTURE)
+    return await _answer(call, "image_generation")
+
+
+@router.post("/images/edits", openapi_extra=EDIT, responses=PICTURES)
+async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
+    """Make pictures that start from another one, and wait for them, where a model is served that can."""
+    given = await read_body(request)
+    if given.pop("mask", None) is not None:
+        raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
+    if given.get("image") is None:
+        raise InvalidParameter("image is missing: send the picture to start from", "image")
+    return await _answer(Call(gateway, request, tenant, given, PICTURE, "image"), "image_edit")
+
+
+async def _answer(call: Call, kind: str) -> Response:
+    record, delivery = await call.accept()
+    gateway, base_url = call.gateway, base_of(call.request)
+    if accepted := respond_async(call.request, record):
+        return accepted
+    if delivery.stream:
+        return stream(_events(gateway, record, kind))
     context = (await gateway.finished(record)).context
     _require_result(context)
     where = base_url if delivery.response_format == "url" else None
@@ -97,9 +71,41 @@ async def generate(request: Request, gateway: Annotated[Gateway, Depends(gateway
     return Response(reply, media_type="application/json")
 
 
-def _respond_async(request: Request) -> bool:
-    preferences = ",".join(request.headers.getlist("prefer")).split(",")
-    return any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences)
+async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
+    """Previews as they come and are still there, then the pictures, or the error in their place."""
+    request, made = record.context.id, Counter[str]()
+    async for event in gateway.queue.watch(request):
+        with suppress(NotFound):
+            if event.type == "preview":
+                name = f"preview-{event.stage}-{event.step}"
+                data = await to_thread.run_sync(gateway.results.attached, request, name)
+                told = {"partial_image_index": made[event.stage], "output_format": "jpeg"}
+                yield _event(f"{kind}.partial_image", record.context, data, told)
+                made[event.stage] += 1
+    try:
+        context = (await gateway.finished(record)).context
+        _require_result(context)
+        form = {"output_format": context.params["output_format"], "usage": _USAGE}
+        for file in _files(context):
+            data = await to_thread.run_sync(gateway.results.read, request, file.index)
+            yield _event(f"{kind}.completed", context, data, form | _seed(context, file))
+    except UnfuseError as error:
+        yield b"data: " + msgspec.json.encode(envelope(refusal_of(error))) + b"\n\n"
+
+
+def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:
+    same = {"size": size_of(context), "quality": "auto", "background": "auto", "created_at": int(context.created_at)}
+    event = {"type": kind, "b64_json": base64.b64encode(data).decode(), **same, **told}
+    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+
+
+def _files(context: RequestContext) -> list[ResultFile]:
+    return sorted(context.result, key=lambda file: file.index)
+
+
+def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
+    seed = context.params["seed"]
+    return {"seed": seed + file.index} if isinstance(seed, int) else {}
 
 
 def _require_result(context: RequestContext) -> None:
@@ -115,10 +121,9 @@ def _require_result(context: RequestContext) -> None:
 
 def _reply(results: ResultStore, context: RequestContext, base_url: str | None) -> bytes:
     """The reply in OpenAI's shape, pictures inside (base64) or by address under `base_url`; reads files."""
-    seed = context.params["seed"]
     data = []
-    for file in sorted(context.result, key=lambda file: file.index):
-        picture: dict[str, object] = {"seed": seed + file.index} if isinstance(seed, int) else {}
+    for file in _files(context):
+        picture = _seed(context, file)
         if base_url is None:
             picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()
         else:
@@ -131,7 +136,7 @@ def _reply(results: ResultStore, context: RequestContext, base_url: str | None) 
             "model": context.model,
             "data": data,
             "output_format": context.params.get("output_format"),
-            "size": f"{context.params['width']}x{context.params['height']}",
+            "size": size_of(context),
             "usage": _USAGE,
         }
     )

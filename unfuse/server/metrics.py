@@ -37,6 +37,20 @@ class Metrics:
             registry=self._registry,
             buckets=_BUCKETS,
         )
+        self._step_latency = Histogram(
+            "unfuse_step_latency_seconds",
+            "Seconds of a step, as the mean of a stage's steps, in requests that succeeded",
+            ["pool"],
+            registry=self._registry,
+            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, *_BUCKETS),
+        )
+        self._batch_size = Histogram(
+            "unfuse_batch_size",
+            "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
+            ["pool"],
+            registry=self._registry,
+            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
+        )
         self._active = Gauge("unfuse_requests_active", "Requests that are not over", registry=self._registry)
         self._size = self._gauge("queue_size", "Tasks that wait")
         self._busy = self._gauge("worker_active", "Workers that hold a task")
@@ -76,9 +90,13 @@ class Metrics:
     def _observe(self, context: RequestContext) -> None:
         if context.completed_at is not None:
             self._latency.labels(context.model).observe(max(0.0, context.completed_at - context.created_at))
-        for name, state in context.stages.items():
-            spent = state.timings.get_s + state.timings.run_s + state.timings.put_s
-            self._stage_latency.labels(context.model, name.partition(".")[0]).observe(spent)
+        for stage in context.plan.stages:
+            timings = context.stages[stage.name].timings
+            spent = timings.get_s + timings.run_s + timings.put_s
+            self._stage_latency.labels(context.model, stage.name.partition(".")[0]).observe(spent)
+            if timings.steps:
+                self._step_latency.labels(stage.pool).observe(timings.run_s / timings.steps)
+                self._batch_size.labels(stage.pool).observe(timings.batch)
 
     def _counter(self, what: str, says: str, *, plain: bool = False) -> list[Counter]:
         names = [f"unfuse_requests_{what}", *([f"requests_{what}"] if plain else [])]

@@ -36,6 +36,8 @@ def _model(name: str, card: ModelCard) -> dict[str, object]:
         "object": "model",
         "created": card.created,
         "owned_by": "unfuse",
+        "makes_video": card.makes_video,
+        "takes_image": card.takes_image,
         "limits": asdict(card.limits),
         "defaults": card.defaults,
         "stages": card.pools(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -10,23 +9,19 @@ import msgspec
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Header, Query
 from starlette.requests import Request
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound
 from unfuse.core.event import Event
-from unfuse.core.request import TERMINAL, Record, RequestStatus
+from unfuse.core.request import TERMINAL, RequestStatus
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Tenant
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Gateway, base_of, gateway_of
+from unfuse.server.sse import stream
 from unfuse.server.view import request_object, status_of
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 Served = Annotated[Gateway, Depends(gateway_of)]
-
-COMMENT_EVERY_S = 15.0
-"""A silent event stream says something this often, so that nobody between closes it."""
-
-_PAGE = 200
 
 
 @router.get("")
@@ -39,23 +34,23 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
-    found = await _matching(gateway, tenant, status, limit + 1, after)
-    data = [request_object(record, _base(request)) for record in found[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "has_more": len(found) > limit, "first_id": first, "last_id": last}
+    over = None if status is None else status in TERMINAL
+    which = Filter(over=over, tenant=tenant, status=status if over else None)
+    found = await gateway.find(which, lambda record: status in (None, status_of(record)), after, limit + 1)
+    return listed([request_object(record, base_of(request)) for record in found], limit)
 
 
 @router.get("/{id}")
 async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """One request."""
-    return request_object(await gateway.load(id, tenant), _base(request))
+    return request_object(await gateway.load(id, tenant), base_of(request))
 
 
 @router.post("/{id}/cancel")
 async def cancel(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """End a request; what is over stays as it is."""
     await gateway.load(id, tenant)
-    return request_object(await gateway.scheduler.cancel(id), _base(request))
+    return request_object(await gateway.scheduler.cancel(id), base_of(request))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
@@ -68,6 +63,17 @@ async def result(id: str, index: int, gateway: Served, tenant: Tenant) -> FileRe
     return FileResponse(path, media_type=files[index].content_type)
 
 
+@router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
+async def preview(id: str, index: int, step: int, gateway: Served, tenant: Tenant) -> Response:
+    """What a picture or video looked like after a step, while its request runs: asked for with `preview_every`."""
+    plan = (await gateway.load(id, tenant)).context.plan
+    stages = [stage.name for stage in plan.stages if stage.kind == "denoise" and stage.params.get("index") == index]
+    if not stages:
+        raise NotFound(f"request {id} has no picture {index}")
+    data = await to_thread.run_sync(gateway.results.attached, id, f"preview-{stages[0]}-{step}")
+    return Response(data, media_type="image/jpeg")
+
+
 @router.get("/{id}/events", response_class=StreamingResponse)
 async def events(
     id: str,
@@ -77,43 +83,17 @@ async def events(
 ) -> StreamingResponse:
     """What happens to a request, as server-sent events, from behind `Last-Event-ID` to its end."""
     await gateway.load(id, tenant)
-    stream = event_stream(gateway.queue.watch(id, last_event_id), COMMENT_EVERY_S)
-    return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
+    return stream(written(gateway.queue.watch(id, last_event_id)))
 
 
-async def event_stream(happening: AsyncIterator[Event], comment_every: float) -> AsyncIterator[bytes]:
-    """Events as they are sent, with a comment after every `comment_every` seconds of silence."""
-    upcoming = asyncio.ensure_future(anext(happening, None))
-    try:
-        while True:
-            await asyncio.wait({upcoming}, timeout=comment_every)
-            if not upcoming.done():
-                yield b": waiting\n\n"
-                continue
-            event = upcoming.result()
-            if event is None:
-                return
-            yield f"id: {event.seq}\nevent: {event.type}\n".encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
-            upcoming = asyncio.ensure_future(anext(happening, None))
-    finally:
-        upcoming.cancel()
-        await asyncio.gather(upcoming, return_exceptions=True)
+async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
+    """Events as they are sent."""
+    async for event in happening:
+        yield f"id: {event.seq}\nevent: {event.type}\n".encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
-async def _matching(
-    gateway: Gateway, tenant: str, status: RequestStatus | None, limit: int, after: str | None
-) -> list[Record]:
-    over = None if status is None else status in TERMINAL
-    which = Filter(over=over, tenant=tenant, status=status if over else None)
-    found: list[Record] = []
-    while len(found) < limit:
-        records = await gateway.queue.list(which, after=after, limit=_PAGE)
-        found += [record for record in records if status in (None, status_of(record))]
-        if len(records) < _PAGE:
-            break
-        after = records[-1].context.id
-    return found[:limit]
-
-
-def _base(request: Request) -> str:
-    return str(request.base_url).rstrip("/")
+def listed(found: list[dict[str, object]], limit: int) -> dict[str, object]:
+    """A page of at most `limit` of what was found."""
+    data = found[:limit]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "has_more": len(found) > limit, "first_id": first, "last_id": last}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import asdict
 
+from unfuse.core.params import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Record, RequestContext, RequestStatus, Running
 
@@ -42,6 +43,35 @@ def request_object(record: Record, base_url: str) -> dict[str, object]:
         "error": context.error and {"code": context.error.code, "message": context.error.message},
         "metadata": context.metadata,
     }
+
+
+def video_object(record: Record) -> dict[str, object]:
+    """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
+    context, params, status = record.context, record.context.params, status_of(record)
+    frames, fps = params["num_frames"], params["fps"]
+    error = context.error and {"code": context.error.code, "message": context.error.message}
+    if status == "cancelled":
+        error = {"code": "cancelled", "message": "the request was cancelled"}
+    return {
+        "id": context.id,
+        "object": "video",
+        "created_at": int(context.created_at),
+        "completed_at": None if context.completed_at is None else int(context.completed_at),
+        "model": context.model,
+        "status": "failed" if status in ("cancelled", "expired") else status,
+        "progress": progress(record),
+        "prompt": params["prompt"],
+        "seconds": seconds_of(float(frames or 0), float(fps or 1)),
+        "size": size_of(context),
+        "error": error,
+        **{name: params[name] for name in ("num_frames", "fps", "seed", "output_format")},
+        "metadata": context.metadata,
+    }
+
+
+def size_of(context: RequestContext) -> str:
+    """Width and height in pixels, as they are asked for."""
+    return f"{context.params['width']}x{context.params['height']}"
 
 
 def result_url(context: RequestContext, index: int, base_url: str) -> str:

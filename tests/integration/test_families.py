@@ -1,0 +1,152 @@
+"""Models of several families in one server, each stage in a process of its own: the pixels of undivided diffusers."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.integration.harness import Server, environment, serving
+from tests.models.conftest import draw_pictures
+from tests.models.tiny import SERVING, build
+
+KINDS = ("flux", "flux-schnell", "wan-image", "wan", "wan-euler")
+
+PLAIN = {"prompt": "a red circle", "seed": 3}
+CASES: dict[str, list[dict[str, Any]]] = {
+    "flux": [
+        PLAIN,
+        {"prompt": "a blue star", "seed": 4, "size": "48x24", "guidance_scale": 1.5, "num_inference_steps": 6},
+        {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred"},
+    ],
+    "flux-schnell": [PLAIN],
+    "wan-image": [
+        {**PLAIN, "image": "sky.png", "num_frames": 5},
+        {"prompt": "it turns", "seed": 4, "image": "wall.jpg", "num_frames": 9, "size": "48x32"},
+        {"prompt": "it turns", "seed": 5, "image": "glass.webp", "num_frames": 1, "guidance_scale": 1.0},
+    ],
+    "wan": [{**PLAIN, "num_frames": 5}],
+    "wan-euler": [{**PLAIN, "num_frames": 1}],
+}
+TRUE_CFG = {"true_cfg_scale": 3.0}
+"""What serving.json sets for one model, so that its negative prompts guide."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    draw_pictures(root)
+    for kind in KINDS:
+        build(kind, root / kind)
+    (root / "flux" / "serving.json").write_text(json.dumps({"defaults": SERVING | TRUE_CFG}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def undivided(folder: Path) -> dict[str, list[list[str]]]:
+    """SHA-256 of every frame of every case, by kind of model."""
+    (folder / "reference.py").write_text(Path(__file__).with_name("reference.py").read_text())
+    found = {}
+    for kind, cases in CASES.items():
+        arguments = []
+        for case in cases:
+            width, height = map(int, case.get("size", "32x32").split("x"))
+            own = TRUE_CFG if kind == "flux" else {}
+            given = {name: value for name, value in case.items() if name != "size"}
+            arguments.append({**SERVING, **own, **given, "width": width, "height": height})
+        (folder / "cases.json").write_text(json.dumps(arguments))
+        command = [sys.executable, "-I", "reference.py", kind, "out.json", "cases.json"]
+        subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
+        found[kind] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    names = [argument for kind in KINDS for argument in ("--served-model-name", kind)]
+    models = [str(folder / kind) for kind in KINDS]
+    with serving(tmp_path_factory.mktemp("serve"), *models, *names, "--arena", "64MiB") as server:
+        yield server.ready()
+
+
+@pytest.fixture
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def frames(server: Server, request: str) -> list[str]:
+    """SHA-256 of the RGB bytes of every picture of a request."""
+    shown = server.finished(request)
+    assert shown["status"] == "completed", shown["error"]
+    files = [server.result(request, place) for place in range(len(shown["result"]))]
+    return [hashlib.sha256(Image.open(io.BytesIO(file)).convert("RGB").tobytes()).hexdigest() for file in files]
+
+
+@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler"])
+def test_pictures_have_the_pixels_of_the_undivided_pipeline(
+    kind: str, server: Server, undivided: dict[str, list[list[str]]]
+) -> None:
+    cases = [{name: value for name, value in case.items() if name != "num_frames"} for case in CASES[kind]]
+    requests = [server.submit(model=kind, **case) for case in cases]
+
+    assert [frames(server, request) for request in requests] == undivided[kind]
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["wan-image", "wan"])
+def test_videos_have_the_pixels_of_the_undivided_pipeline(
+    kind: str, server: Server, client: openai.OpenAI, folder: Path, undivided: dict[str, list[list[str]]]
+) -> None:
+    """As frames, without loss; one frame is a video too."""
+    videos = []
+    for case in CASES[kind]:
+        given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
+        picture = {"input_reference": folder / case["image"]} if "image" in case else {}
+        video = client.videos.create(
+            model=kind, prompt=case["prompt"], size=case.get("size", "32x32"), **picture,
+            extra_body={**given, "output_format": "png"},
+        )  # fmt: skip
+        videos.append(video.id)
+
+    assert [frames(server, video) for video in videos] == undivided[kind]
+
+
+def test_an_edit_is_a_video_of_one_frame(
+    server: Server, client: openai.OpenAI, folder: Path, undivided: dict[str, list[list[str]]]
+) -> None:
+    case = CASES["wan-image"][2]
+    reply = client.images.edit(
+        model="wan-image", prompt=case["prompt"], image=folder / case["image"], size="32x32",
+        extra_body={"seed": "5", "guidance_scale": "1.0"},
+    )  # fmt: skip
+
+    assert frames(server, reply.model_extra["id"]) == undivided["wan-image"][2]
+
+
+def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:
+    pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
+
+    wan, flux = ["wan", "wan-euler", "wan-image"], ["flux", "flux-schnell"]
+    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == [flux, wan]
+    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == [flux, wan]
+    assert [models for kind, models in pools if kind == "text_encode_2"] == [flux]
+    assert [models for kind, models in pools if kind == "image_encode"] == [["wan-image"]]
+    assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
+
+
+def test_stages_of_a_request_ran_in_three_workers(server: Server) -> None:
+    shown = server.finished(server.submit(model="flux", **PLAIN))
+
+    workers = {stage["name"]: stage["worker"] for stage in shown["stages"]}
+    assert sorted(workers) == ["denoise.0", "text_encode", "text_encode_2", "vae_decode.0"]
+    assert workers["text_encode"] == workers["text_encode_2"]
+    assert len(set(workers.values())) == 3

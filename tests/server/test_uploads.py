@@ -1,0 +1,249 @@
+"""What is not a picture that can be held is refused with what is wrong, before anything of its size is allocated."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from PIL import Image
+
+from tests.server.served import MOVING, Served, picture
+from unfuse.core.errors import InvalidParameter
+from unfuse.queues.base import Filter
+from unfuse.server.body import MAX_FORM, MAX_TEXT_BODY
+from unfuse.server.uploads import MAX_BYTES, MAX_PIXELS, MAX_SIDE, read_picture
+
+ASKED = {"model": MOVING.name, "prompt": "a red circle"}
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, rows: bytes = b"") -> bytes:
+    """A PNG that says it has that size; what it really holds are `rows`."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def saved(form: str, size: tuple[int, int] = (40, 30), **options: Any) -> bytes:
+    noise = Image.frombytes("RGB", size, random.Random(5).randbytes(3 * size[0] * size[1]))
+    return written(noise, form, **options)
+
+
+def written(image: Image.Image, form: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def animated(form: str) -> bytes:
+    frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in (0, 100, 200)]
+    return written(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+def text_bomb() -> bytes:
+    """A PNG with a comment of 100 MB, compressed to 100 kB."""
+    whole = saved("png")
+    return whole[:33] + chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(100_000_000))) + whole[33:]
+
+
+BAD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty": (lambda: b"", "1 to 20971520 bytes, not 0"),
+    "too many bytes": (lambda: bytes(MAX_BYTES + 1), f"not {MAX_BYTES + 1}"),
+    "50,000 wide": (lambda: png(50_000, 100), "is 50000x100 pixels; there may be at most 16384 a side"),
+    "too many pixels": (lambda: png(8_000, 8_000), "40000000 in all"),
+    "more pixels": (lambda: png(10_000, 10_000), "40000000"),
+    "bomb": (lambda: png(16_000, 16_000), "more than 40000000 pixels"),
+    "comment bomb": (text_bomb, "cannot be decoded"),
+    "truncated png": (lambda: saved("png")[:-200], "cut or damaged"),
+    "truncated jpeg": (lambda: saved("jpeg")[:-200], "cut or damaged"),
+    "truncated webp": (lambda: saved("webp")[:-200], "cut or damaged"),
+    "header alone": (lambda: saved("png")[:33], "is not a PNG, JPEG or WebP picture"),
+    "no pixels": (lambda: png(64, 64), "cut or damaged"),
+    "gif": (lambda: saved("gif"), "is not a PNG, JPEG or WebP picture"),
+    "bmp": (lambda: saved("bmp"), "is not a PNG, JPEG or WebP picture"),
+    "tiff": (lambda: saved("tiff"), "is not a PNG, JPEG or WebP picture"),
+    "svg": (lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is not a PNG, JPEG or WebP picture"),
+    "text": (lambda: b"not a picture at all", "is not a PNG, JPEG or WebP picture"),
+    "animated webp": (lambda: animated("webp"), "animated"),
+    "animated png": (lambda: animated("png"), "animated"),
+}
+
+
+@pytest.mark.parametrize(("make", "says"), BAD.values(), ids=BAD)
+def test_what_is_no_good_picture_is_refused_by_name(make: Callable[[], bytes], says: str) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        read_picture("image", make())
+    assert caught.value.param == "image"
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("form", ["png", "jpeg", "webp"])
+def test_a_good_picture_is_taken_as_it_came(form: str) -> None:
+    assert read_picture("image", saved(form)) == saved(form)
+    assert read_picture("image", [saved(form)]) == saved(form)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
+def test_every_kind_of_pixel_is_taken(mode: str) -> None:
+    data = written(Image.new(mode, (9, 7)), "jpeg" if mode == "CMYK" else "png")
+    assert read_picture("image", data) == data
+
+
+def test_a_camera_s_picture_with_a_smaller_one_inside_is_taken() -> None:
+    """Phones write such JPEG files; Pillow calls them MPO."""
+    small = Image.new("RGB", (8, 8), "red")
+    data = written(Image.new("RGB", (64, 64), "blue"), "mpo", save_all=True, append_images=[small])
+    assert read_picture("image", data) == data
+
+
+def test_the_largest_picture_is_taken() -> None:
+    data = written(Image.new("1", (MAX_SIDE, MAX_PIXELS // MAX_SIDE)), "png")
+    assert read_picture("image", data) == data
+
+
+def test_a_size_that_is_too_large_is_seen_before_it_is_allocated() -> None:
+    data = png(6_400, 6_400)
+    tracemalloc.start()
+    with pytest.raises(InvalidParameter):
+        read_picture("image", data)
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+
+
+GOOD = [saved("png"), saved("jpeg"), saved("webp"), written(Image.new("P", (9, 9)), "png")]
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(GOOD), st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=4)), max_size=4))
+def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, damage: list[tuple[int, bytes]]) -> None:
+    data = bytearray(good)
+    for place, other in damage:
+        place %= len(data)
+        data[place : place + len(other)] = other
+    try:
+        assert read_picture("image", bytes(data)) == bytes(data)
+    except InvalidParameter as error:
+        str(error).encode()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "http://127.0.0.1/secret.png",
+        "https://example.com/a.png",
+        "file:///etc/passwd",
+        "data:text/html;base64,AAAA",
+        "data:image/png,AAAA",
+        {"image_url": "http://127.0.0.1/"},
+        {"file_id": "file-1"},
+        {"image_url": "data:image/png;base64,AAAA", "file_id": "file-1"},
+        7,
+        True,
+        {},
+        [],
+        [b"", b""],
+    ],
+)
+def test_only_a_file_or_an_address_that_holds_it_is_taken(value: object) -> None:
+    with pytest.raises(InvalidParameter, match=r"not fetched|one picture, not") as caught:
+        read_picture("input_reference", value)
+    assert caught.value.param == "input_reference"
+
+
+@pytest.mark.parametrize("text", ["%%%", "AAA", "AA=A"])
+def test_what_is_no_base64_is_refused(text: str) -> None:
+    with pytest.raises(InvalidParameter, match="is not base64"):
+        read_picture("image", f"data:image/png;base64,{text}")
+
+
+@pytest.fixture
+def unchanged(studio: Served) -> Iterator[None]:
+    """Nothing is queued, and nothing kept, by what a test sends."""
+
+    def now() -> tuple[int, list[str]]:
+        queued = studio.run(studio.queue.list(Filter(), limit=10_000))
+        return len(queued), sorted(path.name for path in studio.folder.iterdir())
+
+    before = now()
+    yield
+    assert now() == before
+
+
+def message(response: httpx2.Response, status: int = 400) -> str:
+    assert response.status_code == status, response.text
+    return str(response.json()["error"]["message"])
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_bad_picture_is_a_400_on_every_way_in(film_set: httpx2.Client) -> None:
+    for url, field in (("/v1/videos", "input_reference"), ("/v1/images/edits", "image")):
+        answer = film_set.post(url, data=ASKED, files={field: png(50_000, 100)})
+        assert "50000x100" in message(answer)
+        assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_form_that_is_no_form_is_refused(film_set: httpx2.Client) -> None:
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    part = b'--x\r\ncontent-disposition: form-data; name="%s"\r\n\r\n%s\r\n'
+    whole = part % (b"prompt", b"a") + part % (b"seed", b"5") + b"--x--\r\n"
+    for body, says in (
+        (b"", "cannot be read"),
+        (b"no form", "cannot be read"),
+        (whole[:-20], "before its last boundary"),
+        (whole.replace(b"name=", b"other="), "must be provided"),
+    ):
+        assert says in message(film_set.post("/v1/videos", content=body, headers=kind))
+    assert "boundary" in message(
+        film_set.post("/v1/videos", content=whole, headers={"content-type": "multipart/form-data"})
+    )
+    assert (
+        film_set.post(
+            "/v1/videos", content="a=b", headers={"content-type": "application/x-www-form-urlencoded"}
+        ).status_code
+        == 415
+    )
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_parts_are_few_and_each_is_sent_once(film_set: httpx2.Client) -> None:
+    form = {name: (None, value) for name, value in {**ASKED, "model": "test/pictures"}.items()}
+    many = [(f"metadata[k{index}]", (None, "x")) for index in range(100)]
+    assert "Too many fields" in message(film_set.post("/v1/videos", files=[*form.items(), *many]))
+    files = [(f"image{index}", ("a", b"x")) for index in range(20)]
+    assert "Too many files" in message(film_set.post("/v1/videos", files=[*form.items(), *files]))
+    twice = [*form.items(), ("seed", (None, "1")), ("seed", (None, "2"))]
+    assert "seed must be a whole number" in message(film_set.post("/v1/videos", files=twice))
+    for pair in (("metadata[a]", "metadata[a]"), ("metadata", "metadata[a]")):
+        twice = [*form.items(), *((name, (None, "1")) for name in pair)]
+        assert "sent twice" in message(film_set.post("/v1/videos", files=twice))
+    file = film_set.post("/v1/videos", data=ASKED, files={"seed": b"5", "input_reference": picture(9)})
+    assert "seed must be a whole number" in message(file)
+    long = {"prompt": (None, "x" * MAX_TEXT_BODY + "x")}
+    assert "Part exceeded maximum size" in message(film_set.post("/v1/videos", files=long))
+
+
+@pytest.mark.usefixtures("unchanged")
+def test_a_body_too_large_is_refused_before_it_is_whole(film_set: httpx2.Client) -> None:
+    def more_than_is_read() -> Iterator[bytes]:
+        yield b'--x\r\ncontent-disposition: form-data; name="input_reference"; filename="a"\r\n\r\n'
+        yield from [bytes(1 << 20)] * (1 + MAX_FORM // (1 << 20))
+
+    kind = {"content-type": "multipart/form-data; boundary=x"}
+    for answer, bound in (
+        (film_set.post("/v1/videos", content=more_than_is_read(), headers=kind), MAX_FORM),
+        (film_set.post("/v1/images/edits", json={"prompt": "x" * MAX_TEXT_BODY}), MAX_TEXT_BODY),
+    ):
+        assert f"larger than the {bound} bytes" in message(answer, 413)
+        assert answer.json()["error"]["code"] == "body_too_large"

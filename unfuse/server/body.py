@@ -1,0 +1,99 @@
+"""The body of a creating call, JSON or a form, as one dict of fields; sizes are bounded while it is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncGenerator
+
+from anyio import to_thread
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.server.errors import Refusal
+
+MAX_BODY = 2 * 1024 * 1024
+"""Bytes of a body without pictures; reading stops there."""
+
+MAX_TEXT_BODY = 8 * 1024 * 1024
+"""Bytes of one that may hold a picture as text, which is slow to read: a larger picture is sent as a file."""
+
+MAX_FORM = 32 * 1024 * 1024
+
+MAX_FIELDS, MAX_FILES = 64, 8
+
+_MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
+"""A form field that is part of another: `metadata[job]`, or `image[]` for one of several."""
+
+
+async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
+    """The JSON object in a body. Raises Refusal for another type of body, or a larger one, and InvalidParameter."""
+    if _type(request) != "application/json":
+        raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
+    body = bytearray()
+    async for chunk in _bounded(request, limit):
+        body += chunk
+    try:
+        given = await to_thread.run_sync(json.loads, body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidParameter(f"the body is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise InvalidParameter('the body must be a JSON object, such as {"prompt": "a red circle on white"}')
+    return given
+
+
+async def read_body(request: Request) -> dict[str, object]:
+    """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
+    if _type(request) != "multipart/form-data":
+        return await read_json(request, MAX_TEXT_BODY)
+    stream = _bounded(request, MAX_FORM)
+    parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidParameter(f"the form cannot be read: {error.message}") from error
+    try:
+        if not parser.whole:
+            raise InvalidParameter("the form cannot be read: it ends before its last boundary")
+        return await _fields(form)
+    finally:
+        await form.close()
+
+
+class _Form(MultiPartParser):
+    """A parser that knows whether the form came to its end: without its last part it would be another request."""
+
+    whole = False
+
+    def on_end(self) -> None:
+        self.whole = True
+
+
+async def _fields(form: FormData) -> dict[str, object]:
+    given: dict[str, object] = {}
+    for name, part in form.multi_items():
+        value = await part.read() if isinstance(part, UploadFile) else part
+        outer, key = found.groups() if (found := _MEMBER.fullmatch(name)) else (name, "")
+        before = given.get(outer)
+        if not key:
+            given[outer] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
+        elif isinstance(members := given.setdefault(outer, {}), dict) and key not in members:
+            members[key] = value
+        else:
+            raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
+    return given
+
+
+def _type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise Refusal(413, "body_too_large", f"the body is larger than the {limit} bytes that are read")
+        yield chunk

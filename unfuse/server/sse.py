@@ -1,0 +1,36 @@
+"""Server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.responses import StreamingResponse
+
+COMMENT_EVERY_S = 15.0
+"""A silent event stream says something this often, so that nobody between closes it."""
+
+
+def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
+    """Events as the answer to a call."""
+    body = with_comments(events, COMMENT_EVERY_S)
+    return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+
+async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> AsyncIterator[bytes]:
+    """Events as they come, with a comment after every `comment_every` seconds of silence."""
+    upcoming = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait({upcoming}, timeout=comment_every)
+            if not upcoming.done():
+                yield b": waiting\n\n"
+                continue
+            event = upcoming.result()
+            if event is None:
+                return
+            yield event
+            upcoming = asyncio.ensure_future(anext(events, None))
+    finally:
+        upcoming.cancel()
+        await asyncio.gather(upcoming, return_exceptions=True)

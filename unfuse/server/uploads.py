@@ -1,0 +1,69 @@
+"""Pictures that clients send: taken out of the body, and looked at before anybody else has to."""
+
+from __future__ import annotations
+
+import base64
+import re
+import struct
+from io import BytesIO
+
+from PIL import Image, UnidentifiedImageError
+
+from unfuse.core.errors import InvalidParameter
+
+MAX_BYTES = 20 * 1024 * 1024
+MAX_SIDE = 16_384
+MAX_PIXELS = 40_000_000
+FORMATS = ("PNG", "JPEG", "WEBP")
+
+_DATA_URL = re.compile(r"data:image/[a-z.+-]+;base64,", re.IGNORECASE)
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
+"""What Pillow raises for bytes that are not what they began as."""
+
+
+def read_picture(name: str, value: object) -> bytes:
+    """The bytes of the one picture that a field holds, as a file or as a data: URL. Takes long: not for the event loop.
+
+    Raises InvalidParameter unless it is a whole PNG, JPEG or WebP picture of a size that can be held.
+    """
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, list):
+        raise InvalidParameter(f"{name} must be one picture, not {len(value)}", name)
+    if isinstance(value, dict) and value.keys() == {"image_url"}:
+        value = value["image_url"]
+    data = value if isinstance(value, bytes) else _decoded(name, value)
+    if not 0 < len(data) <= MAX_BYTES:
+        raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
+    _check(name, data)
+    return data
+
+
+def _decoded(name: str, value: object) -> bytes:
+    scheme = _DATA_URL.match(value) if isinstance(value, str) else None
+    if not isinstance(value, str) or scheme is None:
+        only = "a file, or a data:image/png;base64,… URL (other addresses are not fetched, files not kept to refer to)"
+        raise InvalidParameter(f"{name} must be {only}", name)
+    try:
+        return base64.b64decode(value[scheme.end() :], validate=True)
+    except ValueError as error:
+        raise InvalidParameter(f"{name} is not base64: {error}", name) from error
+
+
+def _check(name: str, data: bytes) -> None:
+    """Read the size before anything of that size is allocated, then decode the picture, to be sure of it."""
+    try:
+        with Image.open(BytesIO(data), formats=FORMATS) as image:
+            width, height = image.size
+            if max(width, height) > MAX_SIDE or width * height > MAX_PIXELS:
+                bound = f"at most {MAX_SIDE} a side and {MAX_PIXELS} in all"
+                raise InvalidParameter(f"{name} is {width}x{height} pixels; there may be {bound}", name)
+            if image.format != "MPO" and getattr(image, "n_frames", 1) > 1:
+                raise InvalidParameter(f"{name} is animated: send one still picture", name)
+            image.load()
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise InvalidParameter(f"{name} has more than {MAX_PIXELS} pixels, the most there may be", name) from error
+    except UnidentifiedImageError as error:
+        raise InvalidParameter(f"{name} is not a PNG, JPEG or WebP picture", name) from error
+    except _BROKEN as error:
+        raise InvalidParameter(f"{name} cannot be decoded, it is cut or damaged: {error}", name) from error

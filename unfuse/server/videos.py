@@ -1,0 +1,124 @@
+"""Videos, as the `openai` client asks for them and polls for them. Each is a request too, under the same id."""
+
+from __future__ import annotations
+
+from io import BytesIO
+from pathlib import Path
+from typing import Annotated, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from unfuse.core.errors import InvalidParameter, NotFound
+from unfuse.core.params import VIDEO
+from unfuse.core.request import Record
+from unfuse.queues.base import Filter
+from unfuse.server.accept import Call, respond_async
+from unfuse.server.auth import Tenant
+from unfuse.server.body import read_body
+from unfuse.server.errors import Refusal
+from unfuse.server.fields import ACCEPTED, CREATE
+from unfuse.server.gateway import Gateway, gateway_of, is_video
+from unfuse.server.requests import listed
+from unfuse.server.view import status_of, video_object
+
+router = APIRouter(prefix="/videos", tags=["videos"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+POLL_MS = 500
+"""How long a client waits before it asks again for a video that is not done."""
+
+
+@router.post("", openapi_extra=CREATE, responses=ACCEPTED)
+async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
+    """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
+    call = Call(gateway, request, tenant, await read_body(request), VIDEO, "input_reference")
+    record, _ = await call.accept()
+    return respond_async(request, record) or _answer(record)
+
+
+@router.get("")
+async def page(
+    gateway: Served,
+    tenant: Tenant,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, object]:
+    """Videos, newest first or last; the next page starts `after` the last id of this one."""
+    if order == "desc":
+        found = await gateway.find(Filter(tenant=tenant), is_video, after, limit + 1)
+        return listed([video_object(record) for record in found], limit)
+    found = (await gateway.find(Filter(tenant=tenant), is_video, None, float("inf")))[::-1]
+    ids = [record.context.id for record in found]
+    if after is not None and after not in ids:
+        raise NotFound(f"no video {after} is known (any more)")
+    first = 0 if after is None else ids.index(after) + 1
+    return listed([video_object(record) for record in found[first : first + limit + 1]], limit)
+
+
+@router.get("/{id}")
+async def show(id: str, gateway: Served, tenant: Tenant) -> JSONResponse:
+    """One video."""
+    return _answer(await _load(gateway, id, tenant))
+
+
+@router.delete("/{id}")
+async def delete(id: str, gateway: Served, tenant: Tenant) -> dict[str, object]:
+    """End a video if it is not done, and forget it."""
+    await _load(gateway, id, tenant)
+    await gateway.delete(id)
+    return {"id": id, "object": "video.deleted", "deleted": True}
+
+
+@router.get("/{id}/content", response_class=FileResponse)
+async def content(
+    id: str, gateway: Served, tenant: Tenant, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
+) -> Response:
+    """The file of a video, or a range of its bytes; or its first frame, as WebP."""
+    record = await _load(gateway, id, tenant)
+    if variant == "spritesheet":
+        raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
+    if record.context.status != "completed":
+        message = f"{id} has no content, it is {status_of(record)}: ask for it once it is completed"
+        raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
+    path = await to_thread.run_sync(gateway.results.path, id, 0)
+    kind = record.context.result[0].content_type
+    if variant == "thumbnail":
+        return Response(await to_thread.run_sync(_thumbnail, path), media_type="image/webp")
+    if len(record.context.result) > 1:
+        last = len(record.context.result) - 1
+        raise InvalidParameter(f"{id} is frames: read /v1/requests/{id}/result/0 to /{last}", "variant")
+    return FileResponse(path, media_type=kind)
+
+
+@router.post("/{rest:path}", include_in_schema=False)
+async def unknown(rest: str) -> None:
+    """What OpenAI can make of a video that exists, and we cannot. Always raises NotFound."""
+    raise NotFound(f"/v1/videos/{rest} is not served: make a new video with POST /v1/videos")
+
+
+async def _load(gateway: Gateway, id: str, tenant: str) -> Record:
+    record = await gateway.load(id, tenant)
+    if not is_video(record):
+        raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
+    return record
+
+
+def _answer(record: Record) -> JSONResponse:
+    headers = {} if record.context.over else {"openai-poll-after-ms": str(POLL_MS)}
+    return JSONResponse(video_object(record), headers=headers)
+
+
+def _thumbnail(path: Path) -> bytes:
+    """The first frame of a video or picture."""
+    import av
+
+    with av.open(str(path)) as container:
+        frame = next(container.decode(video=0)).to_ndarray(format="rgb24")
+    file = BytesIO()
+    Image.fromarray(frame).save(file, "WEBP", quality=85)
+    return file.getvalue()
