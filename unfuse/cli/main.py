@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from unfuse.cli import config, doctor, generate, models, requests, serve, version, worker, workers
+from unfuse.cli import compare, config, doctor, generate, models, requests, serve, version, worker, workers
 from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app.add_typer(requests.app, name="requests")
 app.command()(workers.workers)
 app.command()(workers.pools)
 app.command()(doctor.doctor)
+app.command()(compare.compare)
 app.add_typer(config.app, name="config")
 app.command()(version.version)
 

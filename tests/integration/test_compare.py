@@ -1,0 +1,30 @@
+"""`unfuse compare` on the built-in model: both sides run, for pictures and for a video, and agree byte for byte."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import environment, unfuse
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="pictures"),
+        pytest.param(("--frames", "5", "--steps", "4"), id="video", marks=pytest.mark.nightly),
+    ],
+)
+def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[str, ...]) -> None:
+    command = unfuse("compare", "unfuse/shapes", "--rounds", "2", "--levels", "1,2", "--json", *more)
+    ran = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["requests"], found["equal"]) == (2, 2)
+    measures = {row["measure"]: row for row in found["figures"]}
+    assert {"latency of one, s", "requests a second, 2 at once", "largest process", "all processes"} <= measures.keys()
+    assert all(row["diffusers"] > 0 and row["unfuse"] > 0 and row["ratio"] > 0 for row in found["figures"])

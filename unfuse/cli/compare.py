@@ -1,0 +1,209 @@
+"""`unfuse compare`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
+
+import msgspec
+import typer
+
+from unfuse.cli import logs, show
+from unfuse.cli.machine import gpus
+from unfuse.cli.options import COMPUTE, Config, Json, takes
+from unfuse.cli.own import own_pools
+from unfuse.cli.serve import PLACING, options
+from unfuse.cli.settings import Size, load
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import PermanentError
+from unfuse.core.params import PICTURE, VIDEO, check
+from unfuse.core.plan import Params
+
+if TYPE_CHECKING:
+    from unfuse.cli.components import Plan
+    from unfuse.client import Client
+
+Digests = tuple[str, ...]
+"""The SHA-256 of each file of a request."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A request: what a client gives, and the parameters that stages get for it."""
+
+    given: dict[str, Any]
+    params: Params
+
+
+class Side(Protocol):
+    """One way to run a model."""
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """Make all of these, asked for at once; `alike` with as many CPU threads a forward as the other side has."""
+        ...
+
+    def memory(self) -> tuple[list[int], int]:
+        """Most bytes that each of its processes had, and bytes that they share."""
+        ...
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What was measured of one side: median seconds of a request alone, requests a second by how many came at once,
+    peak bytes of the largest process, of all together with their arenas, and of the GPUs; files by request.
+    """
+
+    latency: float
+    throughput: dict[int, float]
+    largest: int
+    memory: int
+    gpu: int
+    digests: list[Digests]
+
+
+@takes(*PLACING, *COMPUTE)
+def compare(
+    flags: dict[str, Any],
+    model: Annotated[str, typer.Argument(help="Model to compare: a name, folder or hub id.", metavar="MODEL")],
+    levels: Annotated[str, typer.Option(help="How many requests at once, for throughput.")] = "1,4,16",
+    rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
+    prompt: Annotated[str, typer.Option(help="What to show.")] = "a red circle on white",
+    size: Annotated[str | None, typer.Option(help="Width and height in pixels.", metavar="WxH")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a video; left out, pictures are made.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
+    config: Config = None,
+    json: Json = False,
+) -> None:
+    """Run diffusers undivided, then unfuse, on this machine: which is faster, which is smaller, and do they agree.
+
+    The undivided pipeline gets all the CPU threads and takes requests one by one; it ends before unfuse starts.
+    """
+    given = {"prompt": prompt, "size": size, "num_inference_steps": steps, "num_frames": frames}
+    asked = {name: value for name, value in given.items() if value is not None}
+    logs.to_stderr(logs.WARNING)
+    loaded = load({**flags, "serve.models": [model]}, config)
+    from unfuse.cli.compose import plan
+
+    planned = plan(options(loaded))
+    card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
+    typer.echo("measuring diffusers, undivided", err=True)
+    with Pipeline(planned, image) as pipeline:
+        whole = measure(pipeline, card, asked, rounds, counts)
+    typer.echo("measuring unfuse", err=True)
+    with own_pools(loaded) as client:
+        split = measure(Pools(client, image), card, asked, rounds, counts)
+    _report(whole, split, json)
+
+
+class Pipeline:
+    """The undivided pipeline in a process of its own, which takes one request after the other."""
+
+    def __init__(self, plan: Plan, image: Path | None) -> None:
+        from unfuse.models.undivided import Undivided
+
+        model = plan.models[0]
+        device = next(worker.device for worker in plan.workers if worker.role in ("denoiser", "all"))
+        dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
+        cores = len(os.sched_getaffinity(0))
+        self._alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
+        self._threads = max(cores, self._alike)
+        self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def __enter__(self) -> Self:
+        self._answer(self._wanted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """See Side."""
+        return [self._answer((self._alike if alike else self._threads, case.params)) for case in cases]
+
+    def memory(self) -> tuple[list[int], int]:
+        """See Side."""
+        return [_peak(self._process.pid)], 0
+
+    def _answer(self, asked: object) -> Digests:
+        if self._process.stdin and self._process.stdout:
+            self._process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            self._process.stdin.flush()
+            if answer := self._process.stdout.readline():
+                return msgspec.json.decode(answer, type=Digests)
+        raise PermanentError("the undivided pipeline failed; its message is above")
+
+
+class Pools:
+    """Workers of our own, which take all requests at once."""
+
+    def __init__(self, client: Client, image: Path | None) -> None:
+        self._client = client
+        self._picture: dict[str, Any] = {} if image is None else {"image": image}
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """See Side."""
+        requests = [self._client.submit(**case.given, **self._picture) for case in cases]
+        return [tuple(hashlib.sha256(data).hexdigest() for data in request.result().data) for request in requests]
+
+    def memory(self) -> tuple[list[int], int]:
+        """See Side."""
+        workers = self._client.workers()
+        parents = [int(worker["pid"]) for worker in workers]
+        children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
+        pids = [*parents, *(int(pid) for line in children for pid in line)]
+        return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
+
+
+def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
+    """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
+    medium, free = VIDEO if "num_frames" in asked else PICTURE, _free()
+
+    def cases(first: int, count: int) -> list[Case]:
+        given = [asked | {"seed": seed} for seed in range(first, first + count)]
+        return [Case(one, check(card, one, medium)[0]) for one in given]
+
+    def seconds(first: int, count: int) -> float:
+        began = time.perf_counter()
+        side.make(cases(first, count))
+        return time.perf_counter() - began
+
+    digests = side.make(cases(0, rounds), alike=True)
+    latency = median(seconds(seed, 1) for seed in range(rounds))
+    throughput = {count: count / seconds(0, count) for count in counts}
+    peaks, shared = side.memory()
+    return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
+
+
+def _peak(pid: int) -> int:
+    """The most memory a process has had resident beside what it shares, in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+    return sizes["VmHWM"] - sizes["RssShmem"]
+
+
+def _free() -> int:
+    return sum(gpu.free for gpu in gpus())
+
+
+def _report(whole: Figures, split: Figures, json: bool) -> None:
+    same = sum(a == b for a, b in zip(whole.digests, split.digests, strict=True))
+    figures = [("latency of one, s", whole.latency, split.latency)]
+    figures += [(f"requests a second, {n} at once", whole.throughput[n], split.throughput[n]) for n in whole.throughput]
+    memory = [("largest process", whole.largest, split.largest), ("all processes", whole.memory, split.memory)]
+    memory += [("GPU memory", whole.gpu, split.gpu)] if whole.gpu else []
+    rows = [{"measure": name, "diffusers": a, "unfuse": b, "ratio": b / a} for name, a, b in figures]
+    rows += [{"measure": name, "diffusers": Size(a), "unfuse": Size(b), "ratio": b / a} for name, a, b in memory]
+    if json:
+        show.as_json({"figures": rows, "requests": len(whole.digests), "equal": same})
+        return
+    show.as_table(rows, ["measure", "diffusers", "unfuse", "ratio"], "nothing was measured")
+    typer.echo(f"{same} of {len(whole.digests)} requests equal, byte for byte")

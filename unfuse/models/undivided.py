@@ -1,0 +1,79 @@
+"""The same model as one diffusers pipeline in one process, for comparison: `python -m unfuse.models.undivided`.
+
+It reads JSON lines: first an Undivided, then pairs of how many CPU threads to use and parameters as stages get them. It
+answers each with a line: the SHA-256 of every file. It encodes as the decoder stage does: equal pixels, equal files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from typing import Any
+
+import msgspec
+
+from unfuse.core.plan import Params
+from unfuse.stages.media import encode
+
+IMAGE = "image"
+
+
+class Undivided(msgspec.Struct, frozen=True):
+    """What to load: a folder, on a device, in dtypes by component; `image` is a file for models that take one."""
+
+    folder: str
+    device: str
+    dtypes: dict[str, str]
+    image: str = ""
+
+
+def main() -> None:
+    """Load, then make what is asked for until the input ends."""
+    asked = msgspec.json.decode(sys.stdin.readline(), type=Undivided)
+    pipeline = _load(asked)
+    _say(())
+    for line in sys.stdin:
+        threads, params = msgspec.json.decode(line, type=tuple[int, dict[str, Any]])
+        _say(_make(pipeline, asked, threads, params))
+
+
+def _say(digests: tuple[str, ...]) -> None:
+    sys.stdout.write(msgspec.json.encode(digests).decode() + "\n")
+    sys.stdout.flush()
+
+
+def _load(asked: Undivided) -> Any:
+    import torch
+    from diffusers import DiffusionPipeline
+    from diffusers.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar as transformers_quiet
+
+    disable_progress_bar()
+    transformers_quiet()
+    dtypes = {name: getattr(torch, dtype) for name, dtype in asked.dtypes.items()}
+    pipeline = DiffusionPipeline.from_pretrained(asked.folder, torch_dtype={**dtypes, "default": torch.float32})
+    pipeline.set_progress_bar_config(disable=True)
+    decode, dtype = pipeline.vae.decode, pipeline.vae.dtype
+    pipeline.vae.decode = lambda latents, **given: decode(latents.to(dtype), **given)  # some pipelines do not cast
+    return pipeline.to(asked.device)
+
+
+def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tuple[str, ...]:
+    import torch
+    from PIL import Image, ImageOps
+
+    torch.set_num_threads(threads)
+    known = inspect.signature(pipeline.__call__).parameters
+    given: dict[str, Any] = {name: value for name, value in params.items() if name in known and value is not None}
+    if IMAGE in known and asked.image:
+        given[IMAGE] = ImageOps.exif_transpose(Image.open(asked.image)).convert("RGB")
+    given["generator"] = torch.Generator("cpu").manual_seed(int(params["seed"] or 0))
+    output = pipeline(**given, output_type="np")
+    frames = output.frames[0] if hasattr(output, "frames") else output.images
+    files = encode((frames * 255).round().astype("uint8"), params)
+    return tuple(hashlib.sha256(file.data).hexdigest() for file in files)
+
+
+if __name__ == "__main__":
+    main()
