@@ -52,7 +52,7 @@ def _load(asked: Undivided) -> Any:
     disable_progress_bar()
     transformers_quiet()
     dtypes = {name: getattr(torch, dtype) for name, dtype in asked.dtypes.items()}
-    pipeline = DiffusionPipeline.from_pretrained(asked.folder, torch_dtype={**dtypes, "default": torch.float32})
+    pipeline = DiffusionPipeline.from_pretrained(asked.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
     decode, dtype = pipeline.vae.decode, pipeline.vae.dtype
     pipeline.vae.decode = lambda latents, **given: decode(latents.to(dtype), **given)  # some pipelines do not cast
