@@ -123,7 +123,8 @@ class Worker:
             await self._scheduler.queue.progress(claim, list(self._steps(lease)))
             await self.ending.wait()
         files = tuple(self._draw(lease)) if lease.task.final else ()
-        await self._scheduler.complete(Done(claim, None, files, Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0)), WORKER.id)
+        timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0)
+        await self._scheduler.complete(Done(claim, None, files, timings), WORKER.id)
 
     def _steps(self, lease: Lease) -> Iterator[Event]:
         claim, params = lease.claim, lease.task.params
