@@ -16,7 +16,7 @@ from unfuse.queues import memory
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock, check_queue
-from unfuse.testing.queue_samples import LIMITS, TTL, change, drained, leased, request, started, submitted, task
+from unfuse.testing.queue_samples import LIMITS, TTL, change, drained, leased, request, started, submitted, task, wanted
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
 
@@ -118,7 +118,11 @@ async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:
         await queue.submit(request(f"{number:05}"), [task(f"{number:05}", order=float(number))], [], limits)
     assert (await queue.load("10000")).position == 10_000
     await queue.commit(change(await queue.load("00001"), status="cancelled"))
-    assert [lease.task.request for lease in await queue.lease("w", ["p"], 3, TTL)] == ["00000", "00002", "00003"]
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=3), TTL)] == [
+        "00000",
+        "00002",
+        "00003",
+    ]
     assert (await queue.load("19999")).position == 19_995
     assert await queue.size("p") == 19_996
 
@@ -128,22 +132,22 @@ async def test_with_the_systems_clock_the_loop_rings_the_alarms() -> None:
     queue = MemoryQueue(SystemClock())
     await submitted(queue, "a", not_before=await queue.now() + 0.01)
     assert await drained(queue) == []
-    (lease,) = await queue.lease("w", ["p"], 1, TTL, wait=30.0)
+    (lease,) = await queue.lease("w", wanted("p"), TTL, wait=30.0)
     assert lease.task.request == "a"
-    assert await queue.lease("w", ["p"], 1, TTL, wait=0.01) == []
+    assert await queue.lease("w", wanted("p"), TTL, wait=0.01) == []
     await submitted(queue, "b", not_before=await queue.now() + 1000)
     await queue.close()
 
 
 async def test_a_closed_queue_hands_out_nothing(queue: MemoryQueue) -> None:
     await queue.close()
-    assert await queue.lease("w", ["p"], 1, TTL, wait=60.0) == []
+    assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
 
 
 async def test_who_asks_for_no_slot_gets_nothing_and_wakes_nobody(queue: MemoryQueue) -> None:
-    assert await queue.lease("w", ["p"], 0, TTL, wait=60.0) == []
+    assert await queue.lease("w", wanted("p", slots=0), TTL, wait=60.0) == []
     await submitted(queue, "a")
-    assert await queue.lease("w", ["p"], 0, TTL, wait=60.0) == []
+    assert await queue.lease("w", wanted("p", slots=0), TTL, wait=60.0) == []
     assert await drained(queue) == ["a"]
 
 
@@ -151,14 +155,14 @@ async def test_a_waiter_of_two_pools_is_blocked_by_the_first_in_order(queue: Mem
     """Given a large urgent task in one pool, then a small one of the other pool waits until it is gone."""
     await submitted(queue, "large", pool="p", room=100, priority=1)
     await submitted(queue, "small", pool="q", room=1)
-    waiting = await started(queue.lease("w", ["p", "q"], 1, TTL, wait=60.0, room=10))
+    waiting = await started(queue.lease("w", wanted("p", "q", room=10), TTL, wait=60.0))
     assert not waiting.done()
     await queue.commit(change(await queue.load("large"), status="cancelled"))
     assert [lease.task.request for lease in await waiting] == ["small"]
 
 
 async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClock) -> None:
-    waiting = [await started(queue.lease("w", ["p"], 1, TTL, wait=60.0)) for _ in range(3)]
+    waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=60.0)) for _ in range(3)]
     waiting[0].cancel()
     await submitted(queue, "a")
     clock.advance(60)

@@ -14,7 +14,7 @@ from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits
+from unfuse.queues.base import Limits, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
@@ -55,7 +55,9 @@ async def scheduling(**options: object) -> AsyncIterator[tuple[Scheduler, Manual
 
 
 async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]:
-    return await scheduler.queue.lease(WORKER, pools or (ENCODE, DENOISE, DECODE), slots, scheduler.lease_ttl)
+    return await scheduler.queue.lease(
+        WORKER, Wanted(frozenset(pools or (ENCODE, DENOISE, DECODE)), slots), scheduler.lease_ttl
+    )
 
 
 async def run_to_the_end(scheduler: Scheduler) -> list[str]:
@@ -139,7 +141,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
         await scheduler.submit(CARD, params())
         (first,) = await take(scheduler)
         clock.advance(5.1)
-        (second,) = await scheduler.queue.lease("worker-2", (ENCODE,), 1, 5.0, wait=60.0)
+        (second,) = await scheduler.queue.lease("worker-2", Wanted(frozenset({ENCODE})), 5.0, wait=60.0)
         assert second.task.attempt == first.task.attempt + 1
         with pytest.raises(LeaseLost):
             await scheduler.complete(done(first), WORKER)

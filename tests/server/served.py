@@ -25,7 +25,7 @@ from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits as QueueLimits
+from unfuse.queues.base import Limits as QueueLimits, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
@@ -106,7 +106,7 @@ class Worker:
         await queue.hello(WORKER, cards)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for lease in await queue.lease(WORKER.id, WORKER.pools, 4, 60.0, wait=60.0):
+                for lease in await queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 4), 60.0, wait=60.0):
                     tasks.create_task(self._do(lease))
 
     async def _do(self, lease: Lease) -> None:

@@ -82,7 +82,7 @@ class RequestContext(msgspec.Struct, frozen=True):
 
     `version` rises by one with every commit. `deadline` is seconds of the queue's clock; `created_at` and
     `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent, to tell a repeat from another
-    request.
+    request. `cost` is what it counts for in admission; a `dead` one failed in a way that somebody should look at.
     """
 
     id: str
@@ -102,6 +102,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     result: tuple[ResultFile, ...] = ()
     error: ErrorInfo | None = None
     metadata: dict[str, str] = {}
+    cost: float = 0.0
+    dead: bool = False
 
     @property
     def over(self) -> bool:

@@ -26,7 +26,8 @@ class Task(msgspec.Struct, frozen=True):
     """One stage of one request, with a read-only view of what it needs.
 
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
-    seconds of the queue's clock; `room` is the predicted bytes of the output.
+    seconds of the queue's clock; `room` is the predicted bytes of the output. `near` is the node that holds most bytes
+    of its inputs, `affinity` what it has in common with tasks it would share a forward with: preferences, no more.
     """
 
     request: str
@@ -43,6 +44,8 @@ class Task(msgspec.Struct, frozen=True):
     order: float = 0.0
     not_before: float = 0.0
     deadline: float | None = None
+    near: str = ""
+    affinity: str = ""
 
     @property
     def key(self) -> tuple[str, str]:

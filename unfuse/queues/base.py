@@ -7,7 +7,7 @@ and the memory backend its plainest reading.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Self
 
 import msgspec
@@ -21,10 +21,36 @@ from unfuse.core.task import Claim, Lease, Task
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How much may be accepted: requests that are not over, and tasks that wait in one pool."""
+    """How much may be accepted: requests that are not over, their cost in all, and tasks that wait in one pool.
+
+    A request that costs more than everything may is accepted when nothing else is active.
+    """
 
     max_active: int = 256
     max_queue: int = 1024
+    max_cost: float | None = None
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What a worker would take: up to `slots` tasks of these pools, whose outputs fit `room` bytes (None: any).
+
+    With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
+    `behind` names, for some of the pools, pools they feed and how many tasks may wait there: while more do, the pool's
+    own tasks wait too. A task `near` this node, then one of this `affinity`, goes before others (see `lease`).
+    """
+
+    pools: frozenset[str]
+    slots: int = 1
+    room: int | None = None
+    above: int | None = None
+    behind: dict[str, dict[str, int]] = {}
+    near: str = ""
+    affinity: str = ""
+
+
+PREFERENCE_AMONG = 16
+PREFERENCE_S = 0.02
+"""Among how many tasks a preference chooses, and how long one that may be leased can be passed over for it."""
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -35,6 +61,7 @@ class Filter(msgspec.Struct, frozen=True):
     idempotency_key: str | None = None
     fingerprint: str | None = None
     status: RequestStatus | None = None
+    dead: bool | None = None
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -83,27 +110,19 @@ class TaskQueue(ABC):
         """
 
     @abstractmethod
-    async def lease(
-        self,
-        worker: str,
-        pools: Collection[str],
-        slots: int,
-        ttl: float,
-        *,
-        wait: float = 0.0,
-        room: int | None = None,
-        above: int | None = None,
-    ) -> list[Lease]:
-        """Claim up to `slots` tasks of these pools, in order of (−priority, order, arrival) over all the pools.
+    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+        """Claim tasks, in order of (−priority, order, arrival) over all the pools that are not held back.
 
-        With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
-        Who waits without it is woken first.
+        Of the first PREFERENCE_AMONG tasks of the first one's priority, one near the worker, else one of its affinity,
+        goes first, unless the first could have been leased for PREFERENCE_S already. Who waits without `above` is woken
+        before who waits with it.
 
         Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task whose room, with
-        that of the tasks claimed before it, exceeds `room` bytes (None: unlimited), so that a large task is not starved
-        by small ones. Waits up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a
-        hand-back, a `not_before` that comes, a task ahead that is gone); a caller that is cancelled while it waits has
-        claimed nothing. A claim publishes `stage_started`; the context does not change: `Record.running` tells of it.
+        that of the tasks claimed before it, exceeds the room, so that a large task is not starved by small ones. Waits
+        up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a hand-back, a `not_before`
+        that comes, a task ahead that is gone, a pool that is not held back any more); a caller that is cancelled while
+        it waits has claimed nothing. A claim publishes `stage_started`; the context does not change: `Record.running`
+        tells of it.
         """
 
     @abstractmethod
@@ -184,6 +203,10 @@ class TaskQueue(ABC):
     @abstractmethod
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before Unix time `before`; returns their ids."""
+
+    @abstractmethod
+    async def drop(self, request: str) -> None:
+        """Forget one request that is over, now; one that is not stays. Idempotent."""
 
     @abstractmethod
     async def close(self) -> None:

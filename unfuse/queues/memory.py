@@ -1,19 +1,16 @@
 """The queue in this process's memory: the plainest reading of the port, and what tests and small installations run on.
 
 Nothing here awaits between its first check and its last effect, so a method is a transaction because the event loop
-runs one thing at a time. Ready tasks of a pool are one sorted list: finding a place is a bisection, and the move of
-pointers behind it costs microseconds even at 100,000 tasks.
+runs one thing at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import builtins
-import math
 import secrets
-from bisect import bisect_left, insort
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
@@ -27,18 +24,11 @@ from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue
+from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue, Wanted
 from unfuse.queues.history import History
+from unfuse.queues.lines import Lines, Rank
 
 Key = tuple[str, str]
-Rank = tuple[float, float, int, Task]
-"""Where a task stands, (−priority, order, arrival), and the task; arrivals differ, so tasks are never compared."""
-
-
-@dataclass(eq=False, slots=True)
-class _Pool:
-    ready: list[Rank] = field(default_factory=list)
-    delayed: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -57,18 +47,14 @@ class _Held:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """What a caller of `lease` would take: tasks of these pools that stand before `before` in order of −priority."""
+    """A caller of `lease` that waits. `pools` are all whose changes concern it."""
 
+    wanted: Wanted
     pools: frozenset[str]
-    room: int | None
-    before: float
-    woken: asyncio.Future[None] | None = None
-
-    def takes(self, rank: Rank, used: int = 0) -> bool:
-        return rank[0] < self.before and (self.room is None or used + rank[3].room <= self.room)
+    woken: asyncio.Future[None]
 
     def wake(self) -> None:
-        if self.woken is not None and not self.woken.done():
+        if not self.woken.done():
             self.woken.set_result(None)
 
 
@@ -90,7 +76,9 @@ class MemoryQueue(TaskQueue):
         self._requests: dict[str, _Entry] = {}
         self._by_idempotency_key: dict[tuple[str, str], _Entry] = {}
         self._active = 0
-        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
+        self._cost = 0.0
+        self._lines = Lines()
+        self._delayed: Counter[str] = Counter()
         self._queued: dict[Key, _Place] = {}
         self._leased: dict[Key, _Held] = {}
         self._waiters: dict[_Waiter, None] = {}
@@ -115,33 +103,22 @@ class MemoryQueue(TaskQueue):
         known = self._requests.get(context.id) or self._by_idempotency_key.get(key)
         if known is not None:
             return self._record(known)
-        self._admit(tasks, limits)
+        self._admit(context, tasks, limits)
         entry = _Entry(context, next(self._arrivals))
         self._requests[context.id] = entry
         if context.idempotency_key:
             self._by_idempotency_key[key] = entry
-        self._active += not context.over
+        self._count(context, not context.over)
         self._push(entry, tasks)
         self._publish(entry, events)
         return self._record(entry)
 
-    async def lease(
-        self,
-        worker: str,
-        pools: Collection[str],
-        slots: int,
-        ttl: float,
-        *,
-        wait: float = 0.0,
-        room: int | None = None,
-        above: int | None = None,
-    ) -> list[Lease]:
+    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Claim tasks, waiting for a first one."""
         until = self._clock.now() + wait
-        wanted = _Waiter(frozenset(pools), room, math.inf if above is None else -above)
         while True:
-            leases = self._claim(worker, wanted, slots, ttl)
-            if leases or slots < 1 or self._closed or self._clock.now() >= until:
+            leases = self._claim(worker, wanted, ttl)
+            if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
                 return leases
             await self._wait(wanted, until)
 
@@ -178,7 +155,7 @@ class MemoryQueue(TaskQueue):
                 raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {claim.request} does not hold its lease")
         if context.version != entry.context.version + 1:
             raise Conflict(f"{context.id} is at version {entry.context.version}: {context.version} does not follow it")
-        self._active += (not context.over) - (not entry.context.over)
+        self._count(context, (not context.over) - (not entry.context.over))
         entry.context = context
         for key in (claim.key, *change.close) if claim is not None else change.close:
             self._drop(key)
@@ -220,6 +197,7 @@ class MemoryQueue(TaskQueue):
             and which.idempotency_key in (None, entry.context.idempotency_key)
             and which.fingerprint in (None, entry.context.fingerprint)
             and which.status in (None, entry.context.status)
+            and which.dead in (None, entry.context.dead)
         )
         return [self._record(entry) for entry in islice(found, limit)]
 
@@ -229,7 +207,7 @@ class MemoryQueue(TaskQueue):
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks that would be leased next."""
-        return [rank[3] for rank in self._pools[pool].ready[:limit]] if pool in self._pools else []
+        return [rank[3] for rank in self._lines.front(pool, limit)]
 
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """Follow a request's history."""
@@ -252,12 +230,19 @@ class MemoryQueue(TaskQueue):
 
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""
-        old = [e for e in self._requests.values() if e.context.over and (e.context.completed_at or 0.0) < before]
-        for entry in old:
-            del self._requests[entry.context.id]
+        contexts = [entry.context for entry in self._requests.values()]
+        old = [context.id for context in contexts if context.over and (context.completed_at or 0.0) < before]
+        for request in old:
+            await self.drop(request)
+        return old
+
+    async def drop(self, request: str) -> None:
+        """Drop one that is over."""
+        entry = self._requests.get(request)
+        if entry is not None and entry.context.over:
+            del self._requests[request]
             self._by_idempotency_key.pop((entry.context.tenant, entry.context.idempotency_key), None)
             entry.history.end()
-        return [entry.context.id for entry in old]
 
     async def close(self) -> None:
         """Wake everyone who waits."""
@@ -277,7 +262,7 @@ class MemoryQueue(TaskQueue):
         return entry
 
     def _size(self, pool: str) -> int:
-        return len(self._pools[pool].ready) + self._pools[pool].delayed if pool in self._pools else 0
+        return self._lines.size(pool) + self._delayed[pool]
 
     def _held(self, claim: Claim) -> _Held | None:
         held = self._leased.get(claim.key)
@@ -289,16 +274,24 @@ class MemoryQueue(TaskQueue):
         if running:
             return Record(entry.context, running)
         waiting = [self._queued[key].rank for key in keys if key in self._queued]
-        position = min((bisect_left(self._pools[rank[3].pool].ready, rank) for rank in waiting), default=None)
+        position = min((self._lines.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position)
 
-    def _admit(self, tasks: Sequence[Task], limits: Limits) -> None:
+    def _admit(self, context: RequestContext, tasks: Sequence[Task], limits: Limits) -> None:
         if self._active >= limits.max_active:
             raise Overloaded(f"{self._active} requests are in progress, as many as are accepted: try again later")
+        if limits.max_cost is not None and self._active and self._cost + context.cost > limits.max_cost:
+            raise Overloaded(
+                f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
+            )
         for pool, more in Counter(task.pool for task in tasks).items():
             size = self._size(pool)
             if size + more > limits.max_queue:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
+
+    def _count(self, context: RequestContext, change: int) -> None:
+        self._active += change
+        self._cost = self._cost + change * context.cost if self._active else 0.0
 
     def _publish(self, entry: _Entry, events: Sequence[Event]) -> None:
         for event in events:
@@ -317,9 +310,9 @@ class MemoryQueue(TaskQueue):
         alarm = None
         if task.not_before > self._clock.now():
             alarm = self._call_at(task.not_before, partial(self._ripen, rank))
-            self._pools[task.pool].delayed += 1
+            self._delayed[task.pool] += 1
         else:
-            insort(self._pools[task.pool].ready, rank)
+            self._lines.insert(rank, self._clock.now())
         self._queued[task.key] = _Place(rank, alarm)
         self._wake(task.pool)
 
@@ -327,8 +320,8 @@ class MemoryQueue(TaskQueue):
         """A task's time has come."""
         task = rank[3]
         self._queued[task.key].withdraw_alarm = None
-        self._pools[task.pool].delayed -= 1
-        insort(self._pools[task.pool].ready, rank)
+        self._delayed[task.pool] -= 1
+        self._lines.insert(rank, self._clock.now())
         self._wake(task.pool)
 
     def _drop(self, key: Key) -> None:
@@ -337,25 +330,26 @@ class MemoryQueue(TaskQueue):
         place = self._queued.pop(key, None)
         if place is None:
             return
-        pool = self._pools[place.rank[3].pool]
         if place.withdraw_alarm is not None:
             place.withdraw_alarm()
-            pool.delayed -= 1
+            self._delayed[place.rank[3].pool] -= 1
         else:
-            del pool.ready[bisect_left(pool.ready, place.rank)]
+            self._lines.remove(place.rank)
         self._wake(place.rank[3].pool)
 
-    def _first(self, pools: frozenset[str]) -> Rank | None:
-        lines = (self._pools[name].ready for name in pools if name in self._pools)
-        return min((line[0] for line in lines if line), default=None)
+    def _next(self, wanted: Wanted, used: int = 0) -> Rank | None:
+        """The task that such a worker takes, having taken `used` bytes; pools that feed a full one are held back."""
+        fed = ((pool, name, most) for pool, names in wanted.behind.items() for name, most in names.items())
+        full = frozenset(pool for pool, name, most in fed if self._size(name) > most)
+        return self._lines.next(wanted, full, self._clock.now(), used)
 
-    def _claim(self, worker: str, wanted: _Waiter, slots: int, ttl: float) -> builtins.list[Lease]:
+    def _claim(self, worker: str, wanted: Wanted, ttl: float) -> builtins.list[Lease]:
         leases: list[Lease] = []
         used = 0
-        while len(leases) < slots and (rank := self._first(wanted.pools)) is not None and wanted.takes(rank, used):
+        while len(leases) < wanted.slots and (rank := self._next(wanted, used)) is not None:
             task = rank[3]
             used += task.room
-            del self._pools[task.pool].ready[0]
+            self._lines.remove(rank)
             del self._queued[task.key]
             lease = Lease(task, worker, secrets.token_bytes(16), self._clock.now() + ttl)
             at = self._clock.wall()
@@ -372,20 +366,20 @@ class MemoryQueue(TaskQueue):
 
         Called after every change of a pool. One waiter is enough: what it claims is a change again.
         """
-        for waiter in sorted(self._waiters, key=lambda waiter: -waiter.before):
-            waits = pool in waiter.pools and waiter.woken is not None and not waiter.woken.done()
-            if waits and (first := self._first(waiter.pools)) is not None and waiter.takes(first):
+        for waiter in sorted(self._waiters, key=lambda waiter: waiter.wanted.above is not None):
+            if pool in waiter.pools and not waiter.woken.done() and self._next(waiter.wanted) is not None:
                 waiter.wake()
                 return
 
-    async def _wait(self, waiter: _Waiter, until: float) -> None:
-        waiter.woken = asyncio.get_running_loop().create_future()
+    async def _wait(self, wanted: Wanted, until: float) -> None:
+        concerned = wanted.pools.union(*(wanted.behind.get(pool, {}) for pool in wanted.pools))
+        waiter = _Waiter(wanted, concerned, asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
         withdraw_alarm = self._call_at(until, waiter.wake)
         try:
             await waiter.woken
         except asyncio.CancelledError:
-            for pool in waiter.pools:
+            for pool in wanted.pools:
                 self._wake(pool)
             raise
         finally:

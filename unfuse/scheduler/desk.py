@@ -29,6 +29,7 @@ from unfuse.core.messages import (
     WorkerInfo,
 )
 from unfuse.core.task import Lease
+from unfuse.queues.base import Wanted
 from unfuse.scheduler.scheduler import Scheduler
 
 MAX_WAIT_S = 30.0
@@ -108,12 +109,9 @@ class Desk:
         waiting = self._asks[peer] = asyncio.create_task(
             self._queue.lease(
                 worker.id,
-                worker.pools,
-                min(ask.slots, worker.slots),
+                Wanted(frozenset(worker.pools), min(ask.slots, worker.slots), ask.room, ask.above),
                 self.scheduler.lease_ttl,
                 wait=min(ask.wait, MAX_WAIT_S),
-                room=ask.room,
-                above=ask.above,
             )
         )
         await asyncio.wait({waiting})

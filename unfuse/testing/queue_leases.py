@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from unfuse.core.errors import LeaseLost
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import PREFERENCE_S, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -19,6 +19,7 @@ from unfuse.testing.queue_samples import (
     started,
     submitted,
     task,
+    wanted,
 )
 
 
@@ -55,18 +56,18 @@ async def no_more_than_slots_are_leased(queue: TaskQueue, clock: ManualClock) ->
     """And each task only once."""
     for name in "abc":
         await submitted(queue, name)
-    first = await queue.lease("w", ["p"], 2, TTL)
-    second = await queue.lease("w", ["p"], 2, TTL)
+    first = await queue.lease("w", wanted("p", slots=2), TTL)
+    second = await queue.lease("w", wanted("p", slots=2), TTL)
     assert [lease.task.request for lease in first] == ["a", "b"]
     assert [lease.task.request for lease in second] == ["c"]
-    assert await queue.lease("w", ["p"], 2, TTL) == []
+    assert await queue.lease("w", wanted("p", slots=2), TTL) == []
 
 
 async def a_lease_says_what_it_is(queue: TaskQueue, clock: ManualClock) -> None:
     """Task, worker, end and 128 secret bits, which differ from lease to lease."""
     await submitted(queue, "a", room=7, deadline=5.0)
     await submitted(queue, "b")
-    first, second = await queue.lease("worker", ["p"], 2, TTL)
+    first, second = await queue.lease("worker", wanted("p", slots=2), TTL)
     assert first.task == task("a", room=7, deadline=5.0)
     assert (first.worker, first.expires) == ("worker", await queue.now() + TTL)
     assert len(first.token) == len(second.token) == 16
@@ -77,10 +78,10 @@ async def claiming_stops_where_room_ends(queue: TaskQueue, clock: ManualClock) -
     """At the first task that does not fit, although a smaller one behind it would."""
     for name, room in (("a", 40), ("b", 50), ("c", 30), ("d", 1)):
         await submitted(queue, name, room=room)
-    first = await queue.lease("w", ["p"], 9, TTL, room=100)
+    first = await queue.lease("w", wanted("p", slots=9, room=100), TTL)
     assert [lease.task.request for lease in first] == ["a", "b"]
-    assert await queue.lease("w", ["p"], 9, TTL, room=29) == []
-    assert [lease.task.request for lease in await queue.lease("w", ["p"], 9, TTL, room=31)] == ["c", "d"]
+    assert await queue.lease("w", wanted("p", slots=9, room=29), TTL) == []
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=9, room=31), TTL)] == ["c", "d"]
 
 
 async def a_lease_is_held_until_it_is_closed(queue: TaskQueue, clock: ManualClock) -> None:
@@ -161,9 +162,9 @@ async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> Non
 
 async def a_push_wakes_who_waits(queue: TaskQueue, clock: ManualClock) -> None:
     """No time passes between; of those who can take it, one gets it."""
-    elsewhere = await started(queue.lease("elsewhere", ["q"], 1, TTL, wait=60.0))
-    small = await started(queue.lease("small", ["p"], 1, TTL, wait=60.0, room=1))
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=60.0, room=100))
+    elsewhere = await started(queue.lease("elsewhere", wanted("q"), TTL, wait=60.0))
+    small = await started(queue.lease("small", wanted("p", room=1), TTL, wait=60.0))
+    waiting = await started(queue.lease("w", wanted("p", room=100), TTL, wait=60.0))
     await submitted(queue, "a", room=10)
     assert [(lease.worker, lease.task.request) for lease in await waiting] == [("w", "a")]
     assert not elsewhere.done()
@@ -176,7 +177,7 @@ async def a_push_wakes_who_waits(queue: TaskQueue, clock: ManualClock) -> None:
 
 async def each_push_finds_its_waiter(queue: TaskQueue, clock: ManualClock) -> None:
     """Several workers wait, several tasks come at once: all are taken, by whom there is room."""
-    waiting = [await started(queue.lease(f"w{n}", ["p"], 1, TTL, wait=60.0)) for n in range(3)]
+    waiting = [await started(queue.lease(f"w{n}", wanted("p"), TTL, wait=60.0)) for n in range(3)]
     await queue.submit(request("a"), [task("a", stage) for stage in "xyz"], [], LIMITS)
     leases = [lease for one in waiting for lease in await one]
     assert sorted(lease.task.stage for lease in leases) == ["x", "y", "z"]
@@ -186,15 +187,15 @@ async def each_push_finds_its_waiter(queue: TaskQueue, clock: ManualClock) -> No
 async def time_and_hand_backs_wake_too(queue: TaskQueue, clock: ManualClock) -> None:
     """A `not_before` that comes, a task that is handed back, a large task ahead that goes."""
     await submitted(queue, "a", not_before=await queue.now() + 5)
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=60.0))
+    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     clock.advance(5)
     (lease,) = await waiting
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=60.0))
+    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     await queue.hand_back(lease.claim)
     assert [again.task.attempt for again in await waiting] == [2]
     await submitted(queue, "large", room=100)
     await submitted(queue, "b", room=1)
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=60.0, room=1))
+    waiting = await started(queue.lease("w", wanted("p", room=1), TTL, wait=60.0))
     assert (await leased(queue)).task.request == "large"
     assert [lease.task.request for lease in await waiting] == ["b"]
 
@@ -203,23 +204,51 @@ async def what_is_more_urgent_can_be_asked_for(queue: TaskQueue, clock: ManualCl
     """With `above`, only tasks of a higher priority are leased; who waits without it is served first."""
     for name, priority in zip("abc", (0, 3, 7), strict=True):
         await submitted(queue, name, priority=priority)
-    assert await queue.lease("w", ["p"], 9, TTL, above=7) == []
-    assert [lease.task.request for lease in await queue.lease("w", ["p"], 9, TTL, above=0)] == ["c", "b"]
+    assert await queue.lease("w", wanted("p", slots=9, above=7), TTL) == []
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p", slots=9, above=0), TTL)] == ["c", "b"]
     assert await drained(queue) == ["a"]
-    busy = await started(queue.lease("busy", ["p"], 1, TTL, wait=60.0, above=0))
+    busy = await started(queue.lease("busy", wanted("p", above=0), TTL, wait=60.0))
     await submitted(queue, "d")
     assert not (await started(asyncio.wait({busy}))).done()
     assert await drained(queue) == ["d"]
-    idle = await started(queue.lease("idle", ["p"], 1, TTL, wait=60.0))
+    idle = await started(queue.lease("idle", wanted("p"), TTL, wait=60.0))
     await submitted(queue, "e", priority=5)
     assert [lease.task.request for lease in await idle] == ["e"]
     await submitted(queue, "f", priority=1)
     assert [lease.task.request for lease in await busy] == ["f"]
 
 
+async def a_preference_chooses_among_equals_for_a_moment(queue: TaskQueue, clock: ManualClock) -> None:
+    """Inputs that are near, then company, but never before a higher priority nor past a task that has waited."""
+    await submitted(queue, "a", near="here")
+    await submitted(queue, "b", affinity="alike")
+    await submitted(queue, "c", near="there", affinity="alike")
+    await submitted(queue, "d", near="there")
+    await submitted(queue, "e", priority=1)
+    takes = wanted("p", near="there", affinity="alike")
+    order = [(await queue.lease("w", takes, TTL))[0].task.request for _ in range(5)]
+    assert order == list("ecdba")
+    for name in ("f", "g"):
+        await submitted(queue, name, near="there" if name == "g" else "here")
+    clock.advance(2 * PREFERENCE_S)
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == ["f"]
+    assert await drained(queue) == ["g"]
+
+
+async def a_pool_waits_behind_one_that_is_full(queue: TaskQueue, clock: ManualClock) -> None:
+    """And its workers are woken when that one has room again."""
+    for name, pool in (("a", "p"), ("b", "q"), ("c", "q")):
+        await submitted(queue, name, pool=pool)
+    takes = wanted("p", behind={"p": {"q": 1, "r": 0}})
+    assert await queue.lease("w", takes, TTL) == []
+    waiting = await started(queue.lease("w", takes, TTL, wait=60.0))
+    assert (await leased(queue, "q")).task.request == "b"
+    assert [lease.task.request for lease in await waiting] == ["a"]
+
+
 async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
     """With nothing, once `wait` seconds have passed."""
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=3.0))
+    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=3.0))
     clock.advance(2.9)
     assert not (await started(asyncio.wait({waiting}))).done()
     clock.advance(0.1)
@@ -230,15 +259,15 @@ async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
 
 async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) -> None:
     """Also if the push came first and it was woken already: the next waiter gets the task."""
-    first = await started(queue.lease("first", ["p"], 1, TTL, wait=60.0))
-    second = await started(queue.lease("second", ["p"], 1, TTL, wait=60.0))
+    first = await started(queue.lease("first", wanted("p"), TTL, wait=60.0))
+    second = await started(queue.lease("second", wanted("p"), TTL, wait=60.0))
     await submitted(queue, "a")
     first.cancel()
     await asyncio.wait({first})
     keeper = second if first.cancelled() else first
     assert [lease.task.request for lease in await keeper] == ["a"]
     second.cancel()
-    third = await started(queue.lease("third", ["p"], 1, TTL, wait=60.0))
+    third = await started(queue.lease("third", wanted("p"), TTL, wait=60.0))
     third.cancel()
     await asyncio.wait({third})
     await submitted(queue, "b")
@@ -248,7 +277,7 @@ async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: Manual
 async def closing_wakes_everyone(queue: TaskQueue, clock: ManualClock) -> None:
     """Who waits for work or for events gets nothing more."""
     await submitted(queue, "a", pool="q")
-    waiting = await started(queue.lease("w", ["p"], 1, TTL, wait=60.0))
+    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
     events = queue.watch("a")
     assert (await anext(events)).type == "queued"
     watching = await started(following(events))
@@ -273,6 +302,8 @@ LEASE_RULES = (
     a_push_wakes_who_waits,
     each_push_finds_its_waiter,
     what_is_more_urgent_can_be_asked_for,
+    a_preference_chooses_among_equals_for_a_moment,
+    a_pool_waits_behind_one_that_is_full,
     time_and_hand_backs_wake_too,
     waiting_ends_in_time,
     a_cancelled_waiter_has_claimed_nothing,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -13,12 +13,13 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import Limits, TaskQueue, Wanted
 
 TTL = 10.0
 LIMITS = Limits(max_active=1000, max_queue=1000)
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 def request(name: str, **fields: Any) -> RequestContext:
@@ -37,15 +38,20 @@ async def submitted(queue: TaskQueue, name: str, **fields: Any) -> Record:
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
 
+def wanted(*pools: str, **more: Any) -> Wanted:
+    """What a worker of these pools asks for: one task unless it says otherwise."""
+    return Wanted(frozenset(pools), **more)
+
+
 async def leased(queue: TaskQueue, *pools: str, worker: str = "w") -> Lease:
     """The one next lease of these pools."""
-    (lease,) = await queue.lease(worker, pools or ("p",), 1, TTL)
+    (lease,) = await queue.lease(worker, wanted(*(pools or ("p",))), TTL)
     return lease
 
 
 async def drained(queue: TaskQueue, *pools: str) -> list[str]:
     """Requests of all the tasks of these pools, in the order in which they are leased."""
-    return [lease.task.request for lease in await queue.lease("w", pools or ("p",), 1000, TTL)]
+    return [lease.task.request for lease in await queue.lease("w", wanted(*(pools or ("p",)), slots=1000), TTL)]
 
 
 def change(record: Record, claim: Claim | None = None, **fields: Any) -> Change:
@@ -83,3 +89,12 @@ async def history(queue: TaskQueue, name: str, after: int = 0) -> Sequence[Event
 def worker(name: str, **fields: Any) -> WorkerInfo:
     """A worker of pool "p" with two slots."""
     return WorkerInfo(name, "node", "denoiser", ("p",), 2, "unix:arena", 1 << 20, **fields)
+
+
+async def raised(kind: type[E], work: Awaitable[object]) -> E:
+    """The error of that kind that the work ends with."""
+    try:
+        await work
+    except kind as error:
+        return error
+    raise AssertionError(f"{kind.__name__} was expected")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from asyncio import timeout
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
 
 from unfuse.core.card import Limits as CardLimits, ModelCard
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
+from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, StageState
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_leases import LEASE_RULES
+from unfuse.testing.queue_records import RECORD_RULES
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
@@ -26,10 +27,12 @@ from unfuse.testing.queue_samples import (
     following,
     history,
     leased,
+    raised,
     request,
     started,
     submitted,
     task,
+    wanted,
     worker,
 )
 
@@ -67,14 +70,6 @@ async def check_rule(rule: Rule, queue: TaskQueue, clock: ManualClock) -> None:
         await queue.close()
 
 
-async def _raised(kind: type[T], work: Awaitable[object]) -> T:
-    try:
-        await work
-    except kind as error:
-        return error
-    raise AssertionError(f"{kind.__name__} was expected")
-
-
 async def a_known_id_is_submitted_once(queue: TaskQueue, clock: ManualClock) -> None:
     """The second time nothing changes and the stored record is the answer."""
     first = await submitted(queue, "a")
@@ -92,21 +87,6 @@ async def an_idempotency_key_is_submitted_once_a_tenant(queue: TaskQueue, clock:
     await queue.commit(change(await queue.load("a"), status="cancelled"))
     again = await queue.submit(request("f", tenant="t", idempotency_key="k"), [task("f")], [], LIMITS)
     assert (again.context.id, again.context.status) == ("a", "cancelled")
-
-
-async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
-    """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
-    tight = Limits(max_active=2, max_queue=2)
-    await queue.submit(request("a"), [task("a", pool="q")], [], tight)
-    refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
-    assert (await _raised(Overloaded, refused)).retry_after > 0
-    await _raised(NotFound, queue.load("b"))
-    assert await queue.size("p") == 0
-    await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)
-    await _raised(Overloaded, queue.submit(request("c"), [task("c", pool="r")], [], tight))
-    assert (await queue.submit(request("a"), [], [], tight)).context.id == "a"
-    await queue.commit(change(await queue.load("b"), status="failed"))
-    await queue.submit(request("c"), [task("c")], [], tight)
 
 
 async def a_repeated_commit_succeeds_once(queue: TaskQueue, clock: ManualClock) -> None:
@@ -142,7 +122,7 @@ async def a_commit_that_raises_has_no_effect(queue: TaskQueue, clock: ManualCloc
         (unknown, NotFound),
     )
     for bad, error in refusals:
-        await _raised(error, queue.commit(bad))
+        await raised(error, queue.commit(bad))
     assert (await queue.load("a")).context == record.context
     assert [waiting.key for waiting in await queue.peek("p")] == [("a", "u")]
     assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
@@ -156,7 +136,7 @@ async def two_who_decide_at_once_conflict(queue: TaskQueue, clock: ManualClock) 
     """The second change from one version is refused, and accepted once it is made from the new one."""
     record = await submitted(queue, "a")
     await queue.commit(change(record, priority=1))
-    await _raised(Conflict, queue.commit(change(record, priority=2)))
+    await raised(Conflict, queue.commit(change(record, priority=2)))
     after = await queue.commit(change(await queue.load("a"), priority=2))
     assert (after.context.version, after.context.priority) == (2, 2)
 
@@ -193,7 +173,7 @@ async def the_end_of_a_request_takes_everything(queue: TaskQueue, clock: ManualC
     later = await queue.now() + 5
     for name in ("queued", "delayed", "held", "pushed"):
         record = await submitted(queue, name, not_before=later if name == "delayed" else 0.0)
-        leases = await queue.lease("w", ["p"], 1, TTL) if name in ("held", "pushed") else []
+        leases = await queue.lease("w", wanted("p"), TTL) if name in ("held", "pushed") else []
         push = (task(name, "t"),) if name == "pushed" else ()
         ended = await queue.commit(change(record, status="cancelled", push=push, events=(Event("cancelled"),)))
         assert (ended.running, ended.position) == ((), None)
@@ -201,7 +181,7 @@ async def the_end_of_a_request_takes_everything(queue: TaskQueue, clock: ManualC
         assert (await queue.size("p"), await drained(queue), await queue.expired()) == (0, [], [])
         for lease in leases:
             assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
-            await _raised(LeaseLost, queue.commit(done(ended, lease)))
+            await raised(LeaseLost, queue.commit(done(ended, lease)))
         assert (await queue.load(name)).context.status == "cancelled"
 
 
@@ -243,7 +223,7 @@ async def who_watches_nothing_is_told_at_once(queue: TaskQueue, clock: ManualClo
     with suppress(NotFound):
         queue.watch("nobody")
         raise AssertionError("NotFound was expected")
-    await _raised(NotFound, queue.load("nobody"))
+    await raised(NotFound, queue.load("nobody"))
 
 
 async def progress_needs_its_lease(queue: TaskQueue, clock: ManualClock) -> None:
@@ -294,25 +274,6 @@ async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
     assert [lease.worker for lease in await queue.expired()] == ["w"]
 
 
-async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
-    """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
-
-    async def names(which: Filter, after: str | None = None, limit: int = 100) -> Sequence[str]:
-        return [record.context.id for record in await queue.list(which, after=after, limit=limit)]
-
-    for name, tenant, key in (("c", "t", "k"), ("a", "u", "k"), ("d", "t", ""), ("b", "t", "l")):
-        await queue.submit(request(name, tenant=tenant, idempotency_key=key), [], [], LIMITS)
-    await queue.commit(change(await queue.load("d"), status="failed"))
-    assert await names(Filter()) == list("bdac")
-    assert await names(Filter(), limit=2) == list("bd")
-    assert await names(Filter(), after="d", limit=2) == list("ac")
-    assert await names(Filter(), after="c") == []
-    assert (await names(Filter(over=True)), await names(Filter(over=False))) == (["d"], list("bac"))
-    assert await names(Filter(tenant="t", over=False)) == list("bc")
-    assert await names(Filter(tenant="t", idempotency_key="k")) == ["c"]
-    await _raised(NotFound, queue.list(Filter(), after="nobody"))
-
-
 async def a_pool_is_counted_and_seen(queue: TaskQueue, clock: ManualClock) -> None:
     """Without its leased tasks, in the order in which they would be leased."""
     assert (await queue.size("p"), list(await queue.peek("p"))) == (0, [])
@@ -322,19 +283,6 @@ async def a_pool_is_counted_and_seen(queue: TaskQueue, clock: ManualClock) -> No
     await leased(queue)
     assert await queue.size("p") == 2
     assert [waiting.request for waiting in await queue.peek("p")] == ["c", "a"]
-
-
-async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> None:
-    """Once it is old, with its idempotency key; what is not over stays however old it is."""
-    for name in ("old", "new", "active"):
-        await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
-    for name, at in (("old", 99.0), ("new", 100.0)):
-        await queue.commit(change(await queue.load(name), status="completed", completed_at=at))
-    assert await queue.forget(100.0) == ["old"]
-    await _raised(NotFound, queue.load("old"))
-    assert [record.context.id for record in await queue.list(Filter())] == ["active", "new"]
-    again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
-    assert again.context.status == "queued"
 
 
 async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) -> None:
@@ -352,9 +300,9 @@ async def what_is_stored_comes_back_equal(queue: TaskQueue, clock: ManualClock) 
 
 RULES: tuple[Rule, ...] = (
     *LEASE_RULES,
+    *RECORD_RULES,
     a_known_id_is_submitted_once,
     an_idempotency_key_is_submitted_once_a_tenant,
-    overload_stores_nothing,
     a_repeated_commit_succeeds_once,
     a_commit_that_raises_has_no_effect,
     two_who_decide_at_once_conflict,
@@ -367,9 +315,7 @@ RULES: tuple[Rule, ...] = (
     progress_needs_its_lease,
     old_progress_is_dropped_first,
     workers_come_and_go,
-    requests_are_listed_newest_first,
     a_pool_is_counted_and_seen,
-    what_is_over_is_forgotten,
     what_is_stored_comes_back_equal,
 )
 """Every rule, in the order in which they are held against a backend."""

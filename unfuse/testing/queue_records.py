@@ -1,0 +1,101 @@
+"""Rules of the queue port about what is accepted, listed and forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unfuse.core.errors import NotFound, Overloaded
+from unfuse.core.event import Event
+from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import LIMITS, change, raised, request, submitted, task
+
+
+async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
+    """In pages behind a request, filtered by any of: over, tenant, idempotency key."""
+
+    async def names(which: Filter, after: str | None = None, limit: int = 100) -> Sequence[str]:
+        return [record.context.id for record in await queue.list(which, after=after, limit=limit)]
+
+    for name, tenant, key in (("c", "t", "k"), ("a", "u", "k"), ("d", "t", ""), ("b", "t", "l")):
+        await queue.submit(request(name, tenant=tenant, idempotency_key=key), [], [], LIMITS)
+    await queue.commit(change(await queue.load("d"), status="failed"))
+    assert await names(Filter()) == list("bdac")
+    assert await names(Filter(), limit=2) == list("bd")
+    assert await names(Filter(), after="d", limit=2) == list("ac")
+    assert await names(Filter(), after="c") == []
+    assert (await names(Filter(over=True)), await names(Filter(over=False))) == (["d"], list("bac"))
+    assert await names(Filter(tenant="t", over=False)) == list("bc")
+    assert await names(Filter(tenant="t", idempotency_key="k")) == ["c"]
+    await raised(NotFound, queue.list(Filter(), after="nobody"))
+
+
+async def what_is_over_is_forgotten(queue: TaskQueue, clock: ManualClock) -> None:
+    """Once it is old, with its idempotency key; what is not over stays however old it is."""
+    for name in ("old", "new", "active"):
+        await queue.submit(request(name, idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
+    for name, at in (("old", 99.0), ("new", 100.0)):
+        await queue.commit(change(await queue.load(name), status="completed", completed_at=at))
+    assert await queue.forget(100.0) == ["old"]
+    await raised(NotFound, queue.load("old"))
+    assert [record.context.id for record in await queue.list(Filter())] == ["active", "new"]
+    again = await queue.submit(request("old", idempotency_key="old"), [], [], LIMITS)
+    assert again.context.status == "queued"
+
+
+async def one_that_is_over_is_dropped_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """With its idempotency key, and once is enough; one that is not over stays."""
+    await queue.submit(request("a", idempotency_key="k"), [task("a")], [], LIMITS)
+    await queue.drop("a")
+    await queue.commit(change(await queue.load("a"), status="completed"))
+    for _ in range(2):
+        await queue.drop("a")
+    await raised(NotFound, queue.load("a"))
+    assert (await queue.submit(request("b", idempotency_key="k"), [], [], LIMITS)).context.id == "b"
+
+
+async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:
+    """Among all that are over, those somebody should look at."""
+    for name in "abc":
+        await submitted(queue, name)
+        await queue.commit(change(await queue.load(name), status="failed", dead=name != "b"))
+    assert [record.context.id for record in await queue.list(Filter(dead=True))] == ["c", "a"]
+    assert [record.context.id for record in await queue.list(Filter(dead=False))] == ["b"]
+
+
+async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+    """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
+    tight = Limits(max_active=2, max_queue=2)
+    await queue.submit(request("a"), [task("a", pool="q")], [], tight)
+    refused = queue.submit(request("b"), [task("b", stage) for stage in "xyz"], [Event("queued")], tight)
+    assert (await raised(Overloaded, refused)).retry_after > 0
+    await raised(NotFound, queue.load("b"))
+    assert await queue.size("p") == 0
+    await queue.submit(request("b"), [task("b", stage) for stage in "xy"], [], tight)
+    await raised(Overloaded, queue.submit(request("c"), [task("c", pool="r")], [], tight))
+    assert (await queue.submit(request("a"), [], [], tight)).context.id == "a"
+    await queue.commit(change(await queue.load("b"), status="failed"))
+    await queue.submit(request("c"), [task("c")], [], tight)
+
+
+async def what_costs_too_much_together_is_refused(queue: TaskQueue, clock: ManualClock) -> None:
+    """What ends gives its cost back; one that alone costs more than everything may is taken when nothing else is."""
+    tight = Limits(max_cost=10.0)
+    await queue.submit(request("huge", cost=99.0), [], [], tight)
+    await raised(Overloaded, queue.submit(request("b", cost=0.5), [], [], tight))
+    await queue.commit(change(await queue.load("huge"), status="completed"))
+    for name, cost in (("b", 4.5), ("c", 5.5)):
+        await queue.submit(request(name, cost=cost), [], [], tight)
+    await raised(Overloaded, queue.submit(request("d", cost=0.1), [], [], tight))
+    await queue.commit(change(await queue.load("b"), status="cancelled"))
+    await queue.submit(request("d", cost=4.5), [], [], tight)
+
+
+RECORD_RULES = (
+    requests_are_listed_newest_first,
+    what_is_over_is_forgotten,
+    one_that_is_over_is_dropped_at_once,
+    dead_ones_are_found,
+    overload_stores_nothing,
+    what_costs_too_much_together_is_refused,
+)
