@@ -19,7 +19,7 @@ from PIL import Image
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.clock import SystemClock
-from unfuse.core.errors import LeaseLost
+from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Pipeline, StageSpec
@@ -111,7 +111,7 @@ class Worker:
 
     async def _do(self, lease: Lease) -> None:
         await self.starting.wait()
-        with suppress(LeaseLost):
+        with suppress(LeaseLost, NotFound):
             await self._work(lease)
 
     async def _work(self, lease: Lease) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
@@ -22,8 +21,6 @@ PICTURES_AT_ONCE = 2
 """Uploads decoded at a time: each may take 160 MB while it is."""
 
 _PAGE = 200
-_DELETED = "deleted"
-"""Attached to a video in place of what was deleted, where every gateway sees it."""
 
 
 class Gateway:
@@ -73,9 +70,9 @@ class Gateway:
             self._followed[request].add_done_callback(lambda _: self._followed.pop(request))
 
     async def load(self, request: str, tenant: str) -> Record:
-        """A tenant's own request. Raises NotFound, also for another's, and for one that was deleted."""
+        """A tenant's own request. Raises NotFound, also for another's."""
         record = await self.queue.load(request)
-        if record.context.tenant != tenant or not await self._kept([record]):
+        if record.context.tenant != tenant:
             raise NotFound(f"no request {request} is known (any more)")
         return record
 
@@ -86,19 +83,19 @@ class Gateway:
         found: list[Record] = []
         while len(found) < limit:
             page = await self.queue.list(which, after=after, limit=_PAGE)
-            found += await self._kept([record for record in page if wanted(record)])
+            found += [record for record in page if wanted(record)]
             if len(page) < _PAGE:
                 break
             after = page[-1].context.id
         return found
 
     async def delete(self, request: str) -> None:
-        """End a video and forget its files: it is not found any more, though the queue keeps its name for a time."""
+        """End a request and forget it, with its files."""
         await self.scheduler.cancel(request)
         if following := self._followed.get(request):
             await asyncio.wait({following})
         await to_thread.run_sync(self.results.delete, request)
-        await to_thread.run_sync(self.results.attach, request, _DELETED, b"")
+        await self.queue.drop(request)
 
     async def finished(self, record: Record) -> Record:
         """The request once it is over. A caller that stops waiting changes nothing for it.
@@ -120,16 +117,6 @@ class Gateway:
         self.metrics.ended(context)
         if context.over and context.params.keys() & {"image", "preview_every"}:
             await to_thread.run_sync(self.results.detach, request)
-
-    async def _kept(self, records: list[Record]) -> list[Record]:
-        """Those that were not deleted."""
-
-        def deleted(record: Record) -> bool:
-            with suppress(NotFound):
-                return is_video(record) and self.results.attached(record.context.id, _DELETED) == b""
-            return False
-
-        return await to_thread.run_sync(lambda: [record for record in records if not deleted(record)])
 
 
 def is_video(record: Record) -> bool:
