@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +71,15 @@ class Server:
         self.control = f"tcp://127.0.0.1:{free_port()}"
         self._log = (folder / "serve.log").open("wb")
         command = unfuse("serve", *arguments, "--port", str(port), "--listen", self.control)
-        self.process = subprocess.Popen(
+        self._start = partial(
+            subprocess.Popen,
             command,
             env=environment(folder) | variables,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self.process: subprocess.Popen[bytes] = self._start()
         self.workers: list[subprocess.Popen[bytes]] = []
 
     def get(self, path: str) -> Any:
@@ -100,6 +103,15 @@ class Server:
 
     def ready(self) -> Server:
         until(lambda: self.get("/ready") is not None, "every pool to have a worker", self.process)
+        return self
+
+    def killed_and_started_again(self) -> Server:
+        """The same server, at the same addresses, after `kill -9`; what it had started is gone."""
+        everyone = family_of(self.process.pid)
+        self.process.kill()
+        self.process.wait()
+        until(lambda: all_gone(everyone), "the server's processes to end")
+        self.process = self._start()
         return self
 
     def worker(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.event import Event
+from unfuse.core.registry import resolve
 from unfuse.core.task import Claim
 from unfuse.queues import memory
 from unfuse.queues.history import MAX_EVENTS, History
@@ -233,7 +234,7 @@ def test_queues_are_opened_by_name() -> None:
 
 def test_every_backend_is_a_queue() -> None:
     for name in queues.BACKENDS:
-        assert issubclass(type(queues.open(name)), queues.TaskQueue)
+        assert issubclass(resolve(queues.BACKENDS, name, "queue"), queues.TaskQueue)
 
 
 def test_structs_of_the_port_are_frozen() -> None:

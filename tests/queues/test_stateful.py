@@ -1,11 +1,14 @@
 """Random histories: the lifecycle drives random graphs through the queue, beside an oracle made of one list."""
 
 import asyncio
+import tempfile
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -17,8 +20,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.base import Limits, TaskQueue, Wanted
 from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.testing import ManualClock
 
@@ -36,6 +40,12 @@ class Entry:
     arrival: int
     token: bytes | None = None
     expires: float = 0.0
+    restored: bool = False
+
+    def hand_back(self) -> None:
+        """It stands where it stood, under the next attempt."""
+        self.token, self.restored = None, False
+        self.task = msgspec.structs.replace(self.task, attempt=self.task.attempt + 1)
 
 
 class Oracle:
@@ -77,7 +87,7 @@ class Histories(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.clock = ManualClock()
-        self.queue = MemoryQueue(self.clock)
+        self.queue = self.opened()
         self.oracle = Oracle()
         self.contexts: dict[str, RequestContext] = {}
         self.leases: list[Lease] = []
@@ -85,9 +95,15 @@ class Histories(RuleBasedStateMachine):
         self.applied: Counter[tuple[str, str]] = Counter()
         self.lost: Counter[tuple[str, str]] = Counter()
 
+    def opened(self) -> TaskQueue:
+        return MemoryQueue(self.clock)
+
     def teardown(self) -> None:
         self.do(self.queue.close())
         self.loop.close()
+
+    def now(self) -> float:
+        return self.do(self.queue.now())
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -139,7 +155,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pools=st.lists(st.sampled_from(POOLS), min_size=1, unique=True).map(tuple), slots=st.integers(1, 4))
     def lease(self, pools: tuple[str, ...], slots: int) -> None:
-        expected = self.oracle.line(pools, self.clock.now())[:slots]
+        expected = self.oracle.line(pools, self.now())[:slots]
         leases = self.do(self.queue.lease("w", Wanted(frozenset(pools), slots), TTL))
         assert [lease.task for lease in leases] == [entry.task for entry in expected]
         for lease, entry in zip(leases, expected, strict=True):
@@ -163,7 +179,7 @@ class Histories(RuleBasedStateMachine):
         if (lease := self.live_lease(data)) is not None:
             failed = Failed(lease.claim, kind, "it went wrong")
             context = self.contexts[lease.task.request]
-            self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.clock.now()))
+            self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now()))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -176,7 +192,7 @@ class Histories(RuleBasedStateMachine):
             self.lost[context.id, ref.stage] += 1
         failed = Failed(lease.claim, "object_lost", "it is gone", object_id=ref.id)
         running = self.do(self.queue.load(context.id)).running
-        self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.clock.now(), running))
+        self.commit(lifecycle.failed(context, failed, "w", self.clock.wall(), self.now(), running))
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
@@ -186,9 +202,7 @@ class Histories(RuleBasedStateMachine):
         entry = self.oracle.held(lease.claim)
         assert entry is not None
         assert self.do(self.queue.hand_back(lease.claim))
-        entry.token = None
-        entry.task = next(t for t in self.do(self.queue.peek(entry.task.pool, 10_000)) if t.key == entry.task.key)
-        assert entry.task.attempt == lease.task.attempt + 1
+        entry.hand_back()
 
     @rule(seconds=st.sampled_from([0.3, 1.0, TTL]))
     def let_time_pass(self, seconds: float) -> None:
@@ -197,7 +211,11 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def sweep(self) -> None:
         late = self.do(self.queue.expired())
-        entries = [entry for entry in self.oracle.entries if entry.token and entry.expires <= self.clock.now()]
+        now = self.now()
+        entries = [entry for entry in self.oracle.entries if entry.token and entry.expires <= now]
+        for entry in [entry for entry in entries if entry.restored]:
+            entries.remove(entry)
+            entry.hand_back()
         assert {lease.claim.key for lease in late} == {entry.task.key for entry in entries}
         for lease in late:
             context = self.contexts[lease.task.request]
@@ -212,7 +230,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def both_hold_the_same_tasks(self) -> None:
-        now = self.clock.now()
+        now = self.now()
         for pool in POOLS:
             line = self.oracle.line((pool,), now)
             assert list(self.do(self.queue.peek(pool, 10_000))) == [entry.task for entry in line]
@@ -245,7 +263,34 @@ class Histories(RuleBasedStateMachine):
                 assert all(context.stages[stage.name].status == "done" for stage in finals)
 
 
+class RestartedHistories(Histories):
+    """The queue on disk, closed and opened again at any time."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        super().__init__()
+
+    def opened(self) -> TaskQueue:
+        return SqliteQueue(Path(self.folder.name) / "queue.db", self.clock)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.folder.cleanup()
+
+    @rule()
+    def restart(self) -> None:
+        """Leases get a full time, and one that nobody renews is handed back."""
+        self.do(self.queue.close())
+        self.queue = self.opened()
+        for entry in self.oracle.entries:
+            if entry.token is not None:
+                entry.expires, entry.restored = self.now() + TTL, True
+
+
 Histories.TestCase.settings = settings(
     max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHistories = Histories.TestCase
+
+RestartedHistories.TestCase.settings = settings(Histories.TestCase.settings, max_examples=20)
+TestRestartedHistories = RestartedHistories.TestCase

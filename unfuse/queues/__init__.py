@@ -8,6 +8,8 @@ from unfuse.queues.base import TaskQueue
 
 BACKENDS = {
     "memory": "unfuse.queues.memory:MemoryQueue",
+    "redis": "unfuse.queues.redis:RedisQueue",
+    "sqlite": "unfuse.queues.sqlite:SqliteQueue",
 }
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from itertools import takewhile
 
 import msgspec
 
@@ -13,26 +14,34 @@ from unfuse.core.event import Event
 MAX_EVENTS = 512
 """Events kept of one request."""
 
+PASSING = ("progress", "preview")
+"""Events that may be dropped: they tell how far something is, not what happened."""
+
 
 class History:
     """Numbered events, the oldest progress dropped first once there are more than MAX_EVENTS."""
 
-    def __init__(self) -> None:
-        self._events: dict[int, Event] = {}
+    def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
+        self._events = {event.seq: event for event in events}
         self._droppable: deque[int] = deque()
-        self._last = 0
+        self.last = last
+        """The newest number that was given."""
         self._ended = False
         self._followers: list[asyncio.Future[None]] = []
 
     def publish(self, event: Event, wall: float) -> None:
         """Number an event, date it if it is not dated, and tell the followers."""
-        self._last += 1
-        self._events[self._last] = msgspec.structs.replace(event, seq=self._last, at=event.at or wall)
-        if event.type in ("progress", "preview"):
-            self._droppable.append(self._last)
+        self.last += 1
+        self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
+        if event.type in PASSING:
+            self._droppable.append(self.last)
         if len(self._events) > MAX_EVENTS:
             del self._events[self._droppable.popleft() if self._droppable else next(iter(self._events))]
         self._wake()
+
+    def lasting(self) -> tuple[Event, ...]:
+        """What happened, without how far it was meanwhile."""
+        return tuple(event for event in self._events.values() if event.type not in PASSING)
 
     def end(self) -> None:
         """Nothing more will come: followers finish with what there is."""
@@ -42,15 +51,18 @@ class History:
     async def follow(self, after: int) -> AsyncIterator[Event]:
         """Events numbered above `after`, waiting for more until the end."""
         while True:
-            while after < self._last:
-                after += 1
-                if after in self._events:
-                    yield self._events[after]
+            while unseen := self._above(after):
+                for event in unseen:
+                    yield event
+                after = unseen[-1].seq
             if self._ended:
                 return
             news = asyncio.get_running_loop().create_future()
             self._followers.append(news)
             await news
+
+    def _above(self, after: int) -> list[Event]:
+        return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def _wake(self) -> None:
         for news in self._followers:

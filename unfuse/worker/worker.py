@@ -211,7 +211,9 @@ class Worker:
                 continue
             if not isinstance(answer, Stranger):
                 return answer
-            await self._dealer.call(self._hello, ANSWER_S)
+            with suppress(TimeoutError):
+                await self._dealer.call(self._hello, ANSWER_S)
+                self._changed.set()  # an Ask that waited at the one before is lost
 
     async def _pull(self, executor: Executor) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""

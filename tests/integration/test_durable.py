@@ -1,0 +1,69 @@
+"""`serve --queue sqlite:PATH` ends without warning, in the middle of everything: nothing that was accepted is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import Server, serving, until
+
+REQUESTS = 23
+
+
+def running(server: Server, request: str) -> None:
+    """Wait until its pictures are being made."""
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0":
+            return
+    raise AssertionError("it was over before it was seen to run")
+
+
+def completed(server: Server, requests: list[str]) -> list[dict[str, object]]:
+    shown = [server.finished(request) for request in requests]
+    assert [one["id"] for one in shown] == requests
+    assert {one["status"] for one in shown} == {"completed"}
+    assert all(server.result(request).startswith(b"\x89PNG") for request in requests)
+    return shown
+
+
+@pytest.mark.slow
+def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
+    """Given requests that are done, run and wait, when the server is killed, then the next one completes them all,
+    under their ids, with the bytes an undisturbed server makes; what was done before is still there."""
+    queue = f"sqlite:{tmp_path}/queue.db"
+    with serving(tmp_path, "--queue", queue, "--arena", "64MiB", UNFUSE_LEASE__TTL_S="2") as server:
+        server.ready()
+        before = server.submit("a red circle on white", seed=4, num_inference_steps=100)
+        assert server.finished(before)["status"] == "completed"
+        requests = [
+            server.submit("a red circle on white", seed=4, num_inference_steps=100 - number)
+            for number in range(REQUESTS)
+        ]
+        running(server, requests[0])
+        places = [server.get(f"/v1/requests/{request}")["queue_position"] for request in requests]
+        assert places.count(None) >= 1  # it runs
+        assert max(place or 0 for place in places) >= 1  # two wait at least
+        server.killed_and_started_again().ready()
+        completed(server, [before, *requests])
+        assert server.result(requests[0]) == server.result(before)
+        newest = [one["id"] for one in server.get("/v1/requests?limit=50")["data"]]
+        assert newest == [*reversed(requests), before]
+
+
+@pytest.mark.slow
+def test_workers_started_by_hand_outlive_the_server(tmp_path: Path) -> None:
+    """Given a task that is being computed while the server is away, then its worker reports it to the next one, and
+    it is not done twice."""
+    queue = f"sqlite:{tmp_path}/queue.db"
+    with serving(tmp_path, "--queue", queue, "--no-workers", UNFUSE_LEASE__TTL_S="10") as server:
+        until(lambda: server.get("/health") is not None, "the gateway", server.process)
+        for role in ("encoder", "denoiser", "decoder"):
+            server.worker(role)
+        server.ready()
+        requests = [server.submit("a blue ring on gray", num_inference_steps=100) for _ in range(4)]
+        running(server, requests[0])
+        server.killed_and_started_again().ready()
+        shown = completed(server, requests)
+        assert shown[0]["attempts"] == 1
+        assert [worker.poll() for worker in server.workers] == [None, None, None]

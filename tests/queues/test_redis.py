@@ -1,0 +1,341 @@
+"""The Redis backend, on Redis and on Valkey: the suite, and what several queues over one server owe each other."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.queues.conftest import Address, Server
+from tests.queues.test_stateful import Histories
+from unfuse import queues
+from unfuse.core.clock import SystemClock
+from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
+from unfuse.core.event import Event
+from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.redis import SCANNED, TOGETHER, RedisQueue
+from unfuse.queues.script import pushed
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    drained,
+    following,
+    history,
+    leased,
+    raised,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+    worker,
+)
+from unfuse.testing.queue_suite import RULES, Rule, check_rule
+
+
+@pytest.fixture
+async def queue(server: Server) -> AsyncIterator[TaskQueue]:
+    async with opened(server) as queue:
+        yield queue
+
+
+@pytest.fixture
+async def other(server: Server) -> AsyncIterator[TaskQueue]:
+    """Another scheduler's queue over the same server."""
+    async with opened(server) as queue:
+        yield queue
+
+
+@pytest.fixture
+def unsteady(server: Server) -> Iterator[Server]:
+    """A server that may be killed, since it writes every change down before it answers."""
+    server.sync("always")
+    yield server
+    if not server.running:
+        server.start()
+    server.sync("everysec")
+
+
+@asynccontextmanager
+async def opened(server: Address) -> AsyncIterator[TaskQueue]:
+    queue = queues.open(server.url)
+    try:
+        yield queue
+    finally:
+        await queue.close()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+async def test_a_rule_of_the_port(rule: Rule, server: Server) -> None:
+    clock = ManualClock()
+    await check_rule(rule, queues.open(server.url, clock), clock)
+
+
+def test_random_histories(server: Server) -> None:
+    class SharedHistories(Histories):
+        """Every command goes through another of two queues over one server."""
+
+        def opened(self) -> TaskQueue:
+            server.client.flushall()
+            self.both = [queues.open(server.url, self.clock) for _ in range(2)]
+            return self.both[0]
+
+        def do(self, work):  # type: ignore[no-untyped-def]
+            self.both.reverse()
+            self.queue = self.both[0]
+            return super().do(work)
+
+        def teardown(self) -> None:
+            for queue in self.both:
+                self.loop.run_until_complete(queue.close())
+            self.loop.close()
+
+    few = settings(Histories.TestCase.settings, max_examples=20)
+    run_state_machine_as_test(SharedHistories, settings=few)
+
+
+class TestTwoQueuesOverOneServer:
+    async def test_a_push_of_one_wakes_who_waits_at_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+        waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
+        await settled(other)
+        await submitted(queue, "a")
+        assert [lease.task.request for lease in await waiting] == ["a"]
+
+    async def test_a_task_is_leased_by_one_of_them(self, queue: TaskQueue, other: TaskQueue) -> None:
+        waiting = [await started(q.lease("w", wanted("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
+        for number in range(20):
+            await submitted(queue if number % 2 else other, f"{number:02}")
+        leases = [lease for one in waiting for lease in await one]
+        assert sorted(lease.task.request for lease in leases) == [f"{number:02}" for number in range(20)]
+
+    async def test_events_of_one_are_heard_at_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+        record = await submitted(queue, "a")
+        stream = other.watch("a")
+        assert (await anext(stream)).type == "queued"
+        coming = await started(following(stream))
+        lease = await leased(queue)
+        event = await coming
+        assert event is not None and event.type == "stage_started"
+        await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+        assert [event.type async for event in stream] == ["completed"]
+
+    async def test_a_cancellation_at_one_ends_the_lease_of_the_other(self, queue: TaskQueue, other: TaskQueue) -> None:
+        record = await submitted(queue, "a")
+        lease = await leased(other)
+        await queue.commit(change(record, status="cancelled"))
+        assert (await other.renew([lease.claim], TTL)).ended == (lease.claim,)
+        await raised(LeaseLost, other.commit(done(record, lease)))
+
+    async def test_they_know_the_same_workers(self, queue: TaskQueue, other: TaskQueue) -> None:
+        await queue.hello(worker("v"))
+        await other.hello(worker("w"))
+        await submitted(queue, "a")
+        await leased(queue, worker="w")
+        assert [(m.info.id, m.leased) for m in await other.workers()] == [("v", 0), ("w", 1)]
+
+    async def test_a_prefix_is_a_queue_of_its_own(self, queue: TaskQueue, server: Server) -> None:
+        await submitted(queue, "a")
+        async with opened(server.at("?prefix=elsewhere")) as elsewhere:
+            assert await drained(elsewhere) == []
+            await submitted(elsewhere, "a")
+        assert {key.partition(b"}")[0] for key in server.client.scan_iter()} == {b"{unfuse", b"{elsewhere"}
+
+    async def test_what_others_forget_ends_the_stream(self, queue: TaskQueue, other: TaskQueue) -> None:
+        record = await submitted(queue, "a")
+        stream = queue.watch("a", after=1)
+        watching = await started(following(stream))
+        await other.commit(change(record, status="cancelled", completed_at=1.0))
+        assert await watching is None
+        assert await other.forget(2.0) == ["a"]
+        assert await history(queue, "a") == []
+        with pytest.raises(NotFound, match="no request a"):
+            await queue.load("a")
+
+
+class TestTheServerGoesAway:
+    async def test_waiters_and_watchers_go_on_when_it_is_back(self, unsteady: Server) -> None:
+        """Given a lease, a waiter and a watcher, when the server is killed and started, then nothing was lost."""
+        async with opened(unsteady) as queue:
+            record = await submitted(queue, "a")
+            lease = await leased(queue)
+            stream = queue.watch("a", after=2)
+            watching = await started(following(stream))
+            waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+            await settled(queue)
+            unsteady.kill()
+            with pytest.raises(TransientError, match="does not answer"):
+                await queue.load("a")
+            await asyncio.sleep(0.5)
+            unsteady.start()
+            await answering(queue)
+            await queue.commit(done(record, lease, push=(task("a", "t"),), events=(Event("stage_completed"),)))
+            assert [lease.task.stage for lease in await waiting] == ["t"]
+            event = await watching
+            assert event is not None and (event.type, event.seq) == ("stage_completed", 3)
+
+    async def test_what_needs_no_patience_says_so(self, unsteady: Server) -> None:
+        async with opened(unsteady.as_user("name", "secret")) as queue:
+            unsteady.kill()
+            calls = (
+                lambda: queue.submit(request("a"), [task("a")], [], LIMITS),
+                lambda: queue.lease("w", wanted("p"), TTL),
+                lambda: queue.expired(),
+                lambda: queue.workers(),
+                lambda: queue.now(),
+            )
+            for call in calls:
+                error = await raised(TransientError, call())
+                assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not answer" in str(error)
+                assert "secret" not in str(error)
+            with pytest.raises(TransientError, match="does not answer"):
+                queue.watch("a")
+
+    async def test_a_wait_ends_in_time_all_the_same(self, unsteady: Server) -> None:
+        async with opened(unsteady) as queue:
+            unsteady.kill()
+            assert await queue.lease("w", wanted("p"), TTL, wait=0.3) == []
+
+    async def test_closing_wakes_everyone(self, unsteady: Server) -> None:
+        async with opened(unsteady) as queue:
+            await submitted(queue, "a")
+            watching = await started(following(queue.watch("a", after=1)))
+            waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+            await settled(queue)
+            unsteady.kill()
+        assert (await waiting, await watching) == ([], None)
+
+    async def test_scripts_are_loaded_again(self, queue: TaskQueue, server: Server) -> None:
+        await submitted(queue, "a")
+        server.client.script_flush()
+        names = [f"b{number}" for number in range(5)]
+        await asyncio.gather(*(submitted(queue, name) for name in names))
+        assert await drained(queue) == ["a", *names]
+
+    async def test_a_connection_that_was_cut_is_made_again(self, queue: TaskQueue, server: Server) -> None:
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        await settled(queue)
+        for kind in ("normal", "pubsub"):
+            server.client.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")
+        async with opened(server) as other:
+            await submitted(other, "a")
+        assert [lease.task.request for lease in await waiting] == ["a"]
+
+
+class TestTheServersClock:
+    async def test_it_is_what_leases_end_by(self, queue: TaskQueue, server: Server) -> None:
+        seconds, micros = server.client.time()
+        assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
+        await submitted(queue, "a")
+        (lease,) = await queue.lease("w", wanted("p"), 0.01)
+        await asyncio.sleep(0.05)
+        assert await queue.expired() == [lease]
+        assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
+
+    async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: TaskQueue, other: TaskQueue) -> None:
+        waiting = await started(other.lease("w", wanted("p"), TTL, wait=30.0))
+        await settled(other)
+        await submitted(queue, "a", not_before=await queue.now() + 0.2)
+        assert await drained(queue) == []
+        assert [lease.task.request for lease in await waiting] == ["a"]
+
+
+async def test_a_claim_nobody_heard_of_is_taken_back(queue: TaskQueue) -> None:
+    """Given a call that was cancelled while it was under way, then the task is there, under its first attempt."""
+    await submitted(queue, "a")
+    leaving = await started(queue.lease("w", wanted("p"), TTL))
+    leaving.cancel()
+    await asyncio.wait({leaving})
+    assert leaving.cancelled()
+    assert (await leased(queue)).task == task("a")
+
+
+async def test_more_wait_than_share_a_call(queue: TaskQueue) -> None:
+    names = [f"{number:03}" for number in range(TOGETHER + 10)]
+    waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=30.0)) for _ in names]
+    await asyncio.gather(*(submitted(queue, name) for name in names))
+    leases = [lease for one in waiting for lease in await one]
+    assert sorted(lease.task.request for lease in leases) == names
+
+
+async def test_long_lists_are_read_in_pieces(queue: TaskQueue) -> None:
+    names = [f"{number:04}" for number in range(2 * SCANNED + 1)]
+    limits = Limits(max_active=10_000)
+    await asyncio.gather(*(queue.submit(request(n, tenant=n[-1]), [], [], limits) for n in names))
+    found = await queue.list(Filter(tenant="7"), limit=1000)
+    assert [record.context.id for record in found] == [name for name in reversed(names) if name[-1] == "7"]
+    for record in found:
+        await queue.commit(change(record, status="completed", completed_at=1.0))
+    assert len(await queue.list(Filter(over=False), limit=5000)) == len(names) - len(found)
+    assert sorted(await queue.forget(2.0)) == [name for name in names if name[-1] == "7"]
+
+
+async def test_names_may_hold_anything(queue: TaskQueue) -> None:
+    """Given names that would run into each other if they were only joined, then they are different tasks."""
+    for name, stage in (("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")):
+        await queue.submit(request(name), [task(name, stage, pool="p:ü\n")], [], LIMITS)
+    leases = await queue.lease("w", wanted("p:ü\n", slots=9), TTL)
+    assert [lease.task.key for lease in leases] == [("a:b", "c"), ("a", "b:c"), ("ü{x}\n", "\0 ")]
+
+
+async def test_watching_asks_the_server_for_ids_of_others(queue: TaskQueue, other: TaskQueue) -> None:
+    await submitted(other, "a")
+    assert (await anext(queue.watch("a"))).type == "queued"
+    with pytest.raises(NotFound, match="no request b"):
+        queue.watch("b")
+
+
+async def test_a_closed_queue_hands_out_nothing(queue: TaskQueue) -> None:
+    await queue.close()
+    assert await queue.lease("w", wanted("p"), TTL, wait=60.0) == []
+    with pytest.raises(TransientError, match="was closed"):
+        await queue.load("a")
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)), min_size=2))
+def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> None:
+    ranks = {(-p, o + 0.0): bytes(pushed(task("a", priority=p, order=o))["rank"]) for p, o in pairs}
+    assert sorted(ranks.values()) == [ranks[pair] for pair in sorted(ranks)]
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["redis://h:x/0", "redis://h:0", "redis://h/name", "redis://h?prefix=", "redis://h?prefix={a}", "redis://h?db=1"],
+)
+def test_an_address_that_makes_no_sense(url: str) -> None:
+    with pytest.raises(ConfigError, match="a queue in Redis is redis://"):
+        queues.open(url)
+
+
+def test_addresses_that_do() -> None:
+    for url in ("redis", "redis://h", "redis://u:p@[::1]:7000/3?prefix=a-b.c_d"):
+        assert isinstance(RedisQueue.at(url, SystemClock()), RedisQueue)
+
+
+def test_without_the_library_the_extra_is_named() -> None:
+    program = "import sys; sys.modules['redis'] = None; from unfuse import queues; queues.open('redis://h')"
+    end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "ConfigError: a queue in Redis needs the library redis: pip install 'unfuse[redis]'" in end.stderr
+
+
+async def settled(queue: TaskQueue) -> None:
+    """Until what the queue does in the background has been done: its waiters wait, and it listens."""
+    await asyncio.sleep(0.1)
+    await queue.now()
+
+
+async def answering(queue: TaskQueue) -> None:
+    """Until the server answers this queue again."""
+    while True:
+        try:
+            await queue.now()
+        except TransientError:
+            await asyncio.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,579 @@
+"""The SQLite backend: the suite, restarts, a disk that stops at every write, and who may open its file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import islice
+from pathlib import Path
+from unittest.mock import patch
+
+import apsw
+import msgspec
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.queues.disk import Disk, failing_disk
+from unfuse import queues
+from unfuse.core.clock import SystemClock
+from unfuse.core.errors import ConfigError, NotFound, Overloaded, ProtocolError, TransientError
+from unfuse.core.event import Event
+from unfuse.core.request import StageState
+from unfuse.queues import journal
+from unfuse.queues.base import Filter, Limits
+from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.sqlite import SqliteQueue
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    drained,
+    history,
+    leased,
+    raised,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+    worker,
+)
+from unfuse.testing.queue_suite import RULES, Rule, check_rule
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "queue.db"
+
+
+@pytest.fixture
+async def queue(path: Path, clock: ManualClock) -> AsyncIterator[SqliteQueue]:
+    queue = SqliteQueue(path, clock)
+    yield queue
+    await queue.close()
+
+
+async def again(queue: SqliteQueue, clock: ManualClock) -> SqliteQueue:
+    """The same queue in the next process."""
+    await queue.close()
+    return SqliteQueue(queue._path, clock)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+async def test_a_rule_of_the_port(rule: Rule, clock: ManualClock, path: Path) -> None:
+    await check_rule(rule, SqliteQueue.at(f"sqlite:{path}", clock), clock)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+async def test_a_rule_of_the_port_after_a_restart(rule: Rule, clock: ManualClock, path: Path) -> None:
+    """Given a file with a past, whose requests are gone, then the rules hold on it too."""
+    queue = SqliteQueue(path, clock)
+    record = await submitted(queue, "past")
+    await queue.commit(change(record, status="failed"))
+    await queue.drop("past")
+    await check_rule(rule, await again(queue, clock), clock)
+
+
+class TestARestart:
+    async def test_keeps_every_field_of_context_and_task(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        stages = {"s": StageState("queued", 1, b"\0\xff", "w", queued_at=0.1, failures=2, crashes=1, recomputes=3)}
+        context = request("a", tenant="ü", fingerprint="f", deadline=1.5, metadata={"k": "v"}, created_at=0.1)
+        params = {"s": "é", "i": 2**40, "f": 0.1, "n": None, "b": True}
+        context = msgspec.structs.replace(context, stages=stages, params=params)
+        sent = task("a", final=True, room=2**40, priority=-3, order=0.1, deadline=2.5, near="n", affinity="a")
+        await queue.submit(context, [sent], [], LIMITS)
+        queue = await again(queue, clock)
+        assert (await queue.load("a")).context == context
+        assert (await leased(queue)).task == sent
+        await queue.close()
+
+    async def test_keeps_keys_counts_costs_and_the_list(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        tight = Limits(max_active=3, max_queue=2, max_cost=10.0)
+        for name in "abc":
+            await queue.submit(request(name, tenant=name, idempotency_key="k", cost=3.0), [task(name)], [], LIMITS)
+        await queue.commit(change(await queue.load("b"), status="failed", dead=True))
+        queue = await again(queue, clock)
+        assert [record.context.id for record in await queue.list(Filter())] == list("cba")
+        assert [record.context.id for record in await queue.list(Filter(dead=True))] == ["b"]
+        assert (await queue.submit(request("z", tenant="a", idempotency_key="k"), [], [], tight)).context.id == "a"
+        await raised(Overloaded, queue.submit(request("d", cost=5.0), [], [], tight))
+        await raised(Overloaded, queue.submit(request("d"), [task("d")], [], tight))
+        await queue.submit(request("d", cost=4.0), [], [], tight)
+        await raised(Overloaded, queue.submit(request("e"), [], [], tight))
+        await queue.close()
+
+    async def test_keeps_what_is_over_from_running_again(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given a repeated completion that arrives after the restart, then it is known; its history still ends."""
+        record = await submitted(queue, "a")
+        lease = await leased(queue)
+        ending = done(record, lease, status="completed", events=(Event("completed"),))
+        await queue.commit(ending)
+        queue = await again(queue, clock)
+        assert (await queue.commit(ending)).context.version == 1
+        assert [(e.seq, e.type) for e in await history(queue, "a")] == [
+            (1, "queued"), (2, "stage_started"), (3, "completed"),
+        ]  # fmt: skip
+        assert await drained(queue) == []
+        await queue.close()
+
+    async def test_leaves_a_lease_with_its_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given a worker that outlives the scheduler, then it may renew and complete, once, and nobody else starts."""
+        record = await submitted(queue, "a")
+        lease = await leased(queue)
+        for _ in range(2):
+            clock.advance(TTL - 1)
+            queue = await again(queue, clock)
+            (running,) = (await queue.load("a")).running
+            assert (running.stage, running.attempt, running.worker) == ("s", 1, "w")
+            assert (await queue.expired(), await drained(queue)) == ([], [])
+        assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
+        await queue.commit(done(record, lease))
+        assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
+        await queue.close()
+
+    async def test_hands_a_lease_back_whose_worker_is_gone(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given workers that went with the scheduler, when a lease time has passed, then their tasks stand where they
+        stood, uncharged; the lease of one that was heard of since expires as any other."""
+        for name in "abc":
+            await submitted(queue, name)
+        gone, there = await leased(queue), await leased(queue)
+        queue = await again(queue, clock)
+        assert (await queue.renew([there.claim], TTL)).held == (there.claim,)
+        clock.advance(TTL)
+        assert [lease.claim for lease in await queue.expired()] == [there.claim]
+        assert await queue.peek("p") == [task("a", attempt=2), task("c")]
+        assert not await queue.hand_back(gone.claim)
+        queue = await again(queue, clock)
+        assert await queue.peek("p") == [task("a", attempt=2), task("c")]
+        await queue.close()
+
+    async def test_never_gives_a_number_twice(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given a client that saw progress no file ever saw, then all that comes after the restart is news to it."""
+        record = await submitted(queue, "a")
+        lease = await leased(queue)
+        seen = 2
+        for _ in range(3):
+            for step in range(5):
+                await queue.progress(lease.claim, [Event("progress", step=step, steps=5)])
+            numbers = await taken(queue, "a", seen, 5)
+            assert numbers[0] > seen
+            seen = numbers[-1]
+            queue = await again(queue, clock)
+        await queue.commit(done(record, lease, status="completed", events=(Event("completed"),)))
+        assert [event.type for event in await history(queue, "a", after=seen)] == ["completed"]
+        assert [e.type for e in await history(queue, "a")] == ["queued", "stage_started", "completed"]
+        await queue.close()
+
+    async def test_keeps_time_though_the_machines_clock_begins_anew(self, queue: SqliteQueue, path: Path) -> None:
+        """Given a machine that starts again 4 s later, then what was to come in 5 s comes in 1 s."""
+        await submitted(queue, "a", not_before=await queue.now() + 5)
+        await queue.close()
+        restarted = ManualClock(now=7.0, wall=1_700_000_004.0)
+        queue = SqliteQueue(path, restarted)
+        assert (await queue.size("p"), list(await queue.peek("p"))) == (1, [])
+        waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
+        restarted.advance(1)
+        assert [lease.task.request for lease in await waiting] == ["a"]
+        await queue.close()
+
+    async def test_keeps_the_place_of_a_task_that_was_pushed_again(
+        self, queue: SqliteQueue, clock: ManualClock
+    ) -> None:
+        """Given one that went behind the others, then it stays there, and before what comes after the restart."""
+        for name in "abc":
+            await submitted(queue, name)
+        await queue.commit(change(await queue.load("a"), push=(task("a", attempt=2),)))
+        queue = await again(queue, clock)
+        await submitted(queue, "d")
+        assert await drained(queue) == list("bcad")
+        await queue.close()
+
+    async def test_keeps_no_worker(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        await queue.hello(worker("w"))
+        queue = await again(queue, clock)
+        assert await queue.workers() == []
+        await queue.close()
+
+    async def test_leaves_nothing_of_what_was_forgotten(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given a thousand requests that are over and forgotten, then the file is as small as it was before them."""
+        await submitted(queue, "kept")
+        queue = await again(queue, clock)
+        small = queue._path.stat().st_size
+        params = {"prompt": "a red circle on white" * 50}
+        for batch in range(10):
+            names = [f"{batch}-{number}" for number in range(100)]
+            contexts = [msgspec.structs.replace(request(name), params=params) for name in names]
+            await asyncio.gather(*(queue.submit(context, [task(context.id)], [], LIMITS) for context in contexts))
+            over = [change(await queue.load(name), status="completed", completed_at=1.0) for name in names]
+            await asyncio.gather(*(queue.commit(one) for one in over))
+        queue = await again(queue, clock)
+        assert queue._path.stat().st_size > 50 * small
+        assert len(await queue.forget(2.0)) == 1000
+        queue = await again(queue, clock)
+        assert [record.context.id for record in await queue.list(Filter())] == ["kept"]
+        assert queue._path.stat().st_size <= 2 * small
+        await queue.close()
+
+
+async def taken(queue: SqliteQueue, name: str, after: int, number: int) -> list[int]:
+    """The numbers of the next events of a request that is not over."""
+    stream = queue.watch(name, after)
+    return [(await anext(stream)).seq for _ in range(number)]
+
+
+SENT = st.tuples(
+    st.sampled_from("pq"), st.integers(-1, 1), st.sampled_from([0.0, 1.5, 2.5]), st.sampled_from([0, 0, 5])
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(SENT, max_size=12), st.integers(0, 4), st.booleans())
+def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken: int, hand_back: bool) -> None:
+    """Whatever was pushed in whatever order, leased and handed back: both queues give the same tasks from then on."""
+
+    async def lived(queue: MemoryQueue) -> None:
+        now = await queue.now()
+        for number, (pool, priority, order, later) in enumerate(sent):
+            name = f"r{number}"
+            fields = {"priority": priority, "order": order, "not_before": now + later if later else 0.0}
+            await queue.submit(request(name), [task(name, pool=pool, **fields)], [], LIMITS)
+        leases = await queue.lease("w", wanted("p", "q", slots=taken), TTL)
+        for lease in leases if hand_back else ():
+            await queue.hand_back(lease.claim)
+
+    async def left(queue: MemoryQueue, clock: ManualClock) -> list[tuple[str, int]]:
+        now = [lease.task for lease in await queue.lease("w", wanted("p", "q", slots=99), TTL)]
+        await submitted(queue, "new")
+        clock.advance(5)
+        later = [lease.task for lease in await queue.lease("w", wanted("p", "q", slots=99), TTL)]
+        await queue.close()
+        return [(one.request, one.attempt) for one in (*now, *later)]
+
+    async def compare(folder: str) -> None:
+        ours, theirs = ManualClock(), ManualClock()
+        memory, queue = MemoryQueue(theirs), SqliteQueue(Path(folder) / "queue.db", ours)
+        await lived(memory)
+        await lived(queue)
+        assert await left(await again(queue, ours), ours) == await left(memory, theirs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(compare(folder))
+
+
+Step = Callable[[SqliteQueue, ManualClock], Awaitable[object]]
+
+
+async def _complete(queue: SqliteQueue, **fields: object) -> None:
+    lease = await leased(queue)
+    await queue.commit(done(await queue.load(lease.task.request), lease, **fields))
+
+
+async def _fail(queue: SqliteQueue) -> None:
+    lease = await leased(queue)
+    later = task("a", "t", attempt=lease.task.attempt + 1, not_before=await queue.now() + 3)
+    await queue.commit(change(await queue.load("a"), lease.claim, push=(later,), events=(Event("retrying"),)))
+
+
+async def _hand_back(queue: SqliteQueue) -> None:
+    await queue.hand_back((await leased(queue)).claim)
+
+
+async def _expire(queue: SqliteQueue, clock: ManualClock) -> None:
+    await leased(queue)
+    clock.advance(TTL)
+    (lease,) = await queue.expired()
+    again = msgspec.structs.replace(lease.task, attempt=lease.task.attempt + 1)
+    await queue.commit(change(await queue.load(lease.task.request), lease.claim, push=(again,)))
+
+
+async def _end(queue: SqliteQueue, name: str, status: str) -> None:
+    await queue.commit(change(await queue.load(name), status=status, completed_at=1.0, events=(Event(status),)))
+
+
+STEPS: tuple[tuple[bool, Step], ...] = (
+    (True, lambda q, c: q.submit(request("a"), [task("a"), task("a", "u", pool="q")], [Event("queued")], LIMITS)),
+    (True, lambda q, c: _complete(q, push=(task("a", "t"),), close=(("a", "u"),), events=(Event("stage_completed"),))),
+    (False, lambda q, c: _hand_back(q)),
+    (True, lambda q, c: _fail(q)),
+    (True, lambda q, c: submitted(q, "b")),
+    (True, lambda q, c: _expire(q, c)),
+    (True, lambda q, c: submitted(q, "c")),
+    (True, lambda q, c: _end(q, "b", "cancelled")),
+    (False, lambda q, c: q.drop("b")),
+    (True, lambda q, c: _end(q, "a", "failed")),
+    (False, lambda q, c: q.forget(2.0)),
+)
+"""A history with every transition, one after the other, and whether each is to survive a loss of power."""
+
+
+def seen(queue: SqliteQueue) -> object:
+    """What a queue has to do, and what it knows; a lease may or may not be known."""
+    standing = [place.rank for place in queue._queued.values()] + [held.rank for held in queue._leased.values()]
+    tasks = [(rank[3].key, rank[3].attempt, rank[3].not_before) for rank in sorted(standing)]
+    known = [
+        (e.context.id, e.context.version, e.context.status, [x.type for x in e.history.lasting()])
+        for e in queue._requests.values()
+    ]
+    return tasks, [(*one[:3], [kind for kind in one[3] if kind != "stage_started"]) for one in known]
+
+
+async def lived(path: Path, states: list[object] | None, disk: Disk | None = None) -> int:
+    """Live through all steps, or up to where the disk stops. Returns how many were acknowledged."""
+    clock = ManualClock()
+    queue = SqliteQueue(path, clock)
+    if states is not None:
+        states.append(seen(queue))
+    acknowledged = 0
+    try:
+        for _, step in STEPS:
+            await step(queue, clock)
+            acknowledged += 1
+            if states is not None:
+                states.append(seen(queue))
+    except TransientError:
+        assert states is None
+    if disk and not disk.stopped:
+        disk.stops_at = None
+    await queue.close()
+    return acknowledged
+
+
+async def states_of(path: Path) -> list[object]:
+    states: list[object] = []
+    assert await lived(path, states) == len(STEPS)
+    return states
+
+
+@pytest.mark.parametrize("ending", ["kill", "power"])
+async def test_a_crash_at_any_write_leaves_a_state_before_or_after(ending: str, tmp_path: Path) -> None:
+    """Given a disk that does the n-th write by half and none after it, for every n, when the queue is opened again,
+    then it stands where the last acknowledged step left it, or where the one in progress would have; where the power
+    goes too, and with it what was not synced, then no step is lost that is to survive that."""
+    states = await states_of(tmp_path / "whole.db")
+    crashes = 0
+    while True:
+        folder = tmp_path / str(crashes)
+        path = folder / "queue.db"
+        folder.mkdir()
+        with failing_disk() as disk:
+            disk.stops_at = crashes + 1
+            acknowledged = await lived_or_not_opened(path, disk)
+            if disk.stops_at is None:
+                break
+            if ending == "power":
+                disk.lose_power(path)
+        least = acknowledged
+        while ending == "power" and least and not STEPS[least - 1][0]:
+            least -= 1
+        queue = SqliteQueue(path, ManualClock())
+        assert seen(queue) in states[least : acknowledged + 2], f"at write {crashes}, after {acknowledged} steps"
+        await queue.close()
+        crashes += 1
+    assert crashes > 3 * len(STEPS)
+
+
+async def lived_or_not_opened(path: Path, disk: Disk) -> int:
+    try:
+        return await lived(path, None, disk)
+    except ConfigError:
+        return 0
+
+
+class TestADiskThatFails:
+    @pytest.mark.parametrize("error", [apsw.FullError, apsw.IOError])
+    async def test_ends_everything_and_loses_nothing(
+        self, error: type[Exception], path: Path, clock: ManualClock
+    ) -> None:
+        """Given a disk that fails once and recovers, then memory might know what the disk does not: nothing is
+        answered any more, who waits is told, and the next start has all that was acknowledged."""
+        with failing_disk() as disk:
+            queue = SqliteQueue(path, clock)
+            record = await submitted(queue, "a")
+            lease = await leased(queue)
+            await queue.load("a")
+            waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
+            stream = queue.watch("a", after=2)
+            watching = await started(anext(stream))  # type: ignore[arg-type]
+            disk.error, disk.stops_at = error, disk.changes + 1
+            refusal = await raised(TransientError, submitted(queue, "b"))
+            disk.stops_at = None
+            assert "make room or repair the disk, then start the server again" in str(refusal)
+            for work in (waiting, watching):
+                assert str(await raised(TransientError, work)) == str(refusal)
+            for call in (
+                submitted(queue, "c"),
+                queue.lease("w", wanted("p"), TTL),
+                queue.renew([lease.claim], TTL),
+                queue.progress(lease.claim, []),
+                queue.commit(done(record, lease)),
+                queue.hand_back(lease.claim),
+                queue.expired(),
+                queue.load("a"),
+                queue.list(Filter()),
+                queue.workers(),
+            ):
+                assert str(await raised(TransientError, call)) == str(refusal)
+            with pytest.raises(TransientError):
+                queue.watch("a")
+            await queue.close()
+        queue = SqliteQueue(path, clock)
+        assert (await queue.load("a")).context == record.context
+        await queue.commit(done(record, lease))
+        await queue.close()
+
+
+async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> None:
+    """Given text that is not Unicode, then it has no effect, and the others go on."""
+    record = await submitted(queue, "a")
+    await raised(ProtocolError, queue.submit(request("b", metadata={"k": "\ud800"}), [], [], LIMITS))
+    await raised(ProtocolError, queue.submit(request("b"), [task("b", near="\ud800")], [], LIMITS))
+    await raised(ProtocolError, queue.commit(change(record, events=(Event("failed", message="\ud800"),))))
+    await raised(NotFound, queue.load("b"))
+    assert (await queue.load("a")).context.version == 0
+    await submitted(queue, "b")
+
+
+async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None:
+    """Given a commit whose transaction is not over, then readers wait for it as its caller does."""
+    record = await submitted(queue, "a")
+    release = asyncio.Event()
+    loop, write = asyncio.get_running_loop(), queue._journal.write
+
+    def slow(rows: list[tuple[int, object]], durable: bool) -> None:
+        asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
+        write(rows, durable)  # type: ignore[arg-type]
+
+    with patch.object(queue._journal, "write", slow):
+        ending = await started(queue.commit(change(record, status="failed", events=(Event("failed"),))))
+        asking = [
+            await started(work)
+            for work in (queue.load("a"), queue.list(Filter()), history(queue, "a", after=1), submitted(queue, "a"))
+        ]
+        assert not any(one.done() for one in (ending, *asking))
+        release.set()
+        await asyncio.wait([ending, *asking])
+    assert asking[0].result().context.status == "failed"
+
+
+async def test_callers_share_transactions(queue: SqliteQueue) -> None:
+    """Given many callers at once, then far fewer transactions are written than calls made."""
+    with patch.object(queue._journal, "write", side_effect=queue._journal.write) as write:
+        await asyncio.gather(*(submitted(queue, f"r{number}") for number in range(200)))
+    assert write.call_count <= 2
+
+
+class TestTheFile:
+    async def test_belongs_to_one_process(self, queue: SqliteQueue, path: Path) -> None:
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} has it"):
+            queues.open(f"sqlite:{path}")
+        script = f"from unfuse import queues; queues.open('sqlite:{path}')"
+        other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+        assert f"ConfigError: the queue cannot be kept in {path}: process {os.getpid()} has it: end" in other.stderr
+
+    async def test_is_free_again_when_it_is_closed(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        await (await again(queue, clock)).close()
+
+    async def test_is_for_its_owner_alone(self, queue: SqliteQueue, path: Path) -> None:
+        await submitted(queue, "a")
+        files = list(path.parent.iterdir())
+        assert {file.name for file in files} == {"queue.db", "queue.db-wal", "queue.db.lock"}
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+
+    def test_is_named_by_an_address(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        addresses = ("sqlite:a.db", f"sqlite:{tmp_path}/b/b.db", f"sqlite://{tmp_path}/c.db", "sqlite:~/d.db")
+        for address in (*addresses, "unfuse.queues.sqlite:SqliteQueue://e.db"):
+            asyncio.run(queues.open(address).close())
+        assert all((tmp_path / name).exists() for name in ("a.db", "b/b.db", "c.db", "home/d.db", "e.db"))
+        with pytest.raises(ConfigError, match="give its path, as in sqlite:queue.db"):
+            queues.open("sqlite")
+
+    def test_must_be_ours(self, path: Path) -> None:
+        """Another program's database, another layout, no database, a folder: each is refused, and left as it is."""
+        with apsw.Connection(str(path)) as other:
+            other.execute("CREATE TABLE songs (title)")
+        other.close()
+        before = path.read_bytes()
+        with pytest.raises(ConfigError, match="it holds something else"):
+            queues.open(f"sqlite:{path}")
+        assert path.read_bytes() == before
+        path.unlink()
+        asyncio.run(queues.open(f"sqlite:{path}").close())
+        newer = apsw.Connection(str(path))
+        newer.pragma("user_version", journal.SCHEMA + 1)
+        newer.close()
+        with pytest.raises(ConfigError, match="layout 2, this one reads 1"):
+            queues.open(f"sqlite:{path}")
+        path.write_text("a letter to somebody, which is no database" * 100)
+        with pytest.raises(ConfigError, match="file is not a database"):
+            queues.open(f"sqlite:{path}")
+        with pytest.raises(ConfigError, match="cannot be kept in"):
+            queues.open(f"sqlite:{path}/queue.db")
+        with pytest.raises(ConfigError, match="cannot be kept in"):
+            queues.open(f"sqlite:{path.parent}")
+
+    @pytest.mark.parametrize("kind", ["nfs4", "cifs", "9p", "fuse.sshfs"])
+    def test_is_not_kept_on_a_network_file_system(self, kind: str, path: Path, tmp_path: Path) -> None:
+        device = tmp_path.stat().st_dev
+        line = "36 35 {}:{} / /mnt rw,noatime shared:1 - {} host:/share rw\n"
+        table = tmp_path / "mountinfo"
+        table.write_text(line.format(os.major(device), os.minor(device), kind))
+        with patch.object(journal, "MOUNTS", table), pytest.raises(ConfigError, match=f"network file system .{kind}."):
+            queues.open(f"sqlite:{path}")
+        table.write_text(line.format(os.major(device) + 1, 0, kind) + line.format(os.major(device), 0, "ext4"))
+        with patch.object(journal, "MOUNTS", table):
+            asyncio.run(queues.open(f"sqlite:{path}").close())
+
+
+async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> None:
+    queue = queues.open(f"sqlite:{path}")
+    await submitted(queue, "a", not_before=await queue.now() + 0.01)
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p"), TTL, wait=30.0)] == ["a"]
+    await queue.close()
+
+
+async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
+    """Given a process that is killed at any moment, over and over, then every request stands where it was last said
+    to stand or further on, and is whole: what is queued in its context is there to be leased, once, and no more."""
+    told: dict[str, tuple[int, str]] = {}
+    for seed in range(6):
+        child = subprocess.Popen(
+            [sys.executable, "-m", "tests.queues.sqlite_child", str(path), str(seed)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert child.stdout
+        kill_after = random.Random(seed).randint(100, 600)
+        lines = list(islice(child.stdout, kill_after))
+        child.kill()
+        lines += [line for line in child.stdout if line.endswith("\n")]
+        child.wait()
+        child.stdout.close()
+        assert len(lines) >= kill_after
+        told |= {name: (int(version), status) for name, version, status in map(str.split, lines)}
+        queue = SqliteQueue(path, SystemClock())
+        for name, (version, status) in told.items():
+            context = (await queue.load(name)).context
+            assert context.version >= version
+            assert context.version > version or context.status == status
+            waiting = {stage for stage, state in context.stages.items() if state.status == "queued"}
+            there = [key[1] for key in (*queue._queued, *queue._leased) if key[0] == name]
+            assert sorted(there) == ([] if context.over else sorted(waiting))
+            assert context.over or there
+        await queue.close()
+    assert {status for _, status in told.values()} == {"queued", "in_progress", "completed", "cancelled"}

@@ -1,0 +1,142 @@
+"""The file of a SQLite queue: one row a request, one process, one thread that writes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import cast
+
+import apsw
+import msgspec
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.event import Event
+from unfuse.core.request import RequestContext
+from unfuse.core.task import Task
+
+APPLICATION, SCHEMA = 0x756E6675, 1
+"""What marks a file as a queue of unfuse, and how it is laid out."""
+
+TABLES = """
+CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;
+CREATE TABLE starts (number INTEGER NOT NULL) STRICT;
+INSERT INTO starts VALUES (-1);
+"""
+
+MOUNTS = Path("/proc/self/mountinfo")
+REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
+LOCAL_FUSE = "fuse.fuse-overlayfs"
+
+
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """A task that is queued, or leased to the worker it names."""
+
+    arrival: int
+    task: Task
+    worker: str = ""
+    token: bytes = b""
+    ttl: float = 0.0
+    since: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A request as it is stored, whole: whatever changes, one row is replaced."""
+
+    context: RequestContext
+    stages: tuple[str, ...]
+    tasks: tuple[Standing, ...]
+    events: tuple[Event, ...]
+    last: int
+
+
+class Journal:
+    """The file. It is locked as long as it is open, and written by one thread. `rows` is what it held at the start."""
+
+    def __init__(self, path: Path) -> None:
+        decoder = msgspec.msgpack.Decoder(Row)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _refuse_remote(path)
+            with ExitStack() as opened:
+                opened.enter_context(_locked(path.with_name(f"{path.name}.lock")))
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+                self._file = apsw.Connection(str(path))
+                opened.callback(self._file.close, force=True)
+                self.start = self._begin()
+                stored = self._file.execute("SELECT number, body FROM requests ORDER BY number")
+                self.rows = [(cast(int, number), decoder.decode(cast(bytes, body))) for number, body in stored]
+                self._opened = opened.pop_all()
+        except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
+            raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error
+        self.thread = ThreadPoolExecutor(1, "queue")
+
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
+        """Replace these rows, and delete those that are None, as a whole. What is not durable may go with the power."""
+        kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
+        gone = [(number,) for number, row in rows if row is None]
+        self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
+        self._file.execute("BEGIN IMMEDIATE")
+        self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
+        if gone:
+            self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
+            self._file.execute("PRAGMA incremental_vacuum").fetchall()
+        self._file.execute("COMMIT")
+
+    def close(self) -> None:
+        """Let the next process have it."""
+        self.thread.shutdown()
+        self._opened.close()
+
+    def _begin(self) -> int:
+        """Check and prepare the file; returns how often it was opened before."""
+        file = self._file
+        file.pragma("locking_mode", "EXCLUSIVE")
+        is_new = not file.pragma("schema_version")
+        found = file.pragma("application_id"), file.pragma("user_version")
+        if not is_new and found != (APPLICATION, SCHEMA):
+            raise ConfigError(
+                f"it holds something else, or was written by another version of unfuse (layout {found[1]}, this one "
+                f"reads {SCHEMA}): start that version, or give this one a file of its own"
+            )
+        if is_new:
+            file.pragma("auto_vacuum", "INCREMENTAL")
+        file.pragma("journal_mode", "WAL")
+        file.pragma("synchronous", "FULL")
+        file.execute("BEGIN IMMEDIATE")
+        if is_new:
+            file.execute(TABLES)
+            file.pragma("application_id", APPLICATION)
+            file.pragma("user_version", SCHEMA)
+        file.execute("UPDATE starts SET number = number + 1")
+        file.execute("COMMIT")
+        ((start,),) = file.execute("SELECT number FROM starts")
+        return cast(int, start)
+
+
+def _locked(path: Path) -> FileIO:
+    """A file that says which process has it. Raises ConfigError when it is another one."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        with file:
+            holder = file.read().decode()
+        raise ConfigError(f"process {holder} has it: end that one, or give this one a file of its own") from error
+    file.truncate(0)
+    file.write(str(os.getpid()).encode())
+    return file
+
+
+def _refuse_remote(path: Path) -> None:
+    """Raise ConfigError when a path's folder is not on a disk of this machine: locks and syncs mean nothing there."""
+    device = path.parent.stat().st_dev
+    for line in MOUNTS.read_text().splitlines():
+        kind = line.partition(" - ")[2].split()[0]
+        is_remote = kind in REMOTE or (kind.startswith("fuse.") and kind != LOCAL_FUSE)
+        if is_remote and line.split()[2] == f"{os.major(device)}:{os.minor(device)}":
+            raise ConfigError(f"it is on a network file system ({kind}), choose a disk of this machine")

@@ -1,0 +1,108 @@
+"""What the queue in Redis and its Lua scripts say to each other."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+
+from unfuse.core.card import ModelCard
+from unfuse.core.codec import decode, encode
+from unfuse.core.event import Event
+from unfuse.core.request import RequestContext
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.base import Wanted
+
+PARTS = ("common", "requests", "history", "leases", "tasks")
+SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
+SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
+"""All verbs as one script, and what Redis knows it by once it is loaded."""
+
+MAX_CLAIMS = 1024
+"""Tasks of one lease, at most."""
+
+
+def raw(data: bytes) -> msgspec.Raw:
+    """Bytes as a string of msgpack: the scripts' reader knows no other kind."""
+    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
+
+
+def text(value: object) -> str:
+    """A field of a request as it is stored and searched for."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _mark(attempt: int, token: bytes) -> msgspec.Raw:
+    return raw(b"%d:%b" % (attempt, token))
+
+
+def shown(claim: Claim) -> dict[str, Any]:
+    """A claim; the script compares its mark."""
+    mark = _mark(claim.attempt, claim.token)
+    return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
+
+
+def task(task: bytes, attempt: bytes) -> Task:
+    """The stored task; its attempt is kept beside it."""
+    return msgspec.structs.replace(decode(task, Task), attempt=int(attempt))
+
+
+@lru_cache(maxsize=64)
+def cards(brought: bytes) -> tuple[ModelCard, ...]:
+    """A worker's cards, which are read with every answer to who is there and hardly ever change."""
+    return decode(brought, tuple[ModelCard, ...])
+
+
+def pushed(task: Task) -> dict[str, Any]:
+    """A task with its rank, bytes that sort as (−priority, order) does: a float's bits do, its sign out of the way."""
+    (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))
+    rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
+    names = ("stage", "attempt", "pool", "room", "near", "affinity", "priority", "not_before")
+    return {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
+
+
+def facts(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
+    """What `submit` and `commit` send: the context, what of it scripts look at, and what comes with it."""
+    done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
+    names = ("version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at")
+    facts = {name: getattr(context, name) for name in names}
+    stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
+    stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
+    fields = [part for item in stored.items() for part in item]
+    return facts | {"id": context.id, "fields": fields, "push": [pushed(task) for task in push], "events": events}
+
+
+class Waiter:
+    """A caller of `lease`: `asked` for while a call is under way, answered with nothing once it is not `patient`."""
+
+    def __init__(self, worker: str, wanted: Wanted, ttl: float, patient: bool) -> None:
+        self.worker, self.ttl, self.patient = worker, ttl, patient
+        self.above = wanted.above is not None
+        self.pools = wanted.pools.union(*(wanted.behind.get(pool, {}) for pool in wanted.pools))
+        self.tokens = secrets.token_bytes(16 * min(wanted.slots, MAX_CLAIMS))
+        self.ask = msgspec.Raw(encode({"worker": worker, "ttl": ttl, "tokens": raw(self.tokens), "wanted": wanted})[1:])
+        self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
+        self.asked = False
+
+    def leases(self, claims: list[list[bytes]], now: float) -> list[Lease]:
+        """What the script claimed for it, one token after the other."""
+        tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
+        found = zip(claims, tokens, strict=False)
+        return [Lease(task(*claim), self.worker, token, now + self.ttl) for claim, token in found]
+
+    def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
+        """A call for it has ended."""
+        self.asked = False
+        if self.answer.done() or (self.patient and not leases):
+            return
+        if error is not None:
+            self.answer.set_exception(error)
+        else:
+            self.answer.set_result(leases)

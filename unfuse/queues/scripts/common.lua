@@ -1,0 +1,118 @@
+-- What every verb uses. The files are one script: ARGV[1] is the verb, ARGV[2] its arguments as a codec message.
+-- Keys share the hash tag KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal,
+-- so that bytes decide: its rank (8 bytes of priority, 8 of order, 16 of arrival), then its name.
+local P, VERSION, A = KEYS[1], string.sub(ARGV[2], 1, 1), cmsgpack.unpack(string.sub(ARGV[2], 2))
+local call, verbs, RANK = redis.call, {}, 32
+local now, wall = A.now, A.wall
+if not now then
+  local time = call('TIME')
+  now = time[1] + time[2] / 1000000
+  wall = now
+end
+local pools, news = {}, {} -- what this call has changed, told by `tell` at its end
+
+local function exact(number) return string.format('%.17g', number) end
+local function refuse(...) return {err = string.format(...)} end
+local function name_of(first, second) return #first .. ':' .. first .. ':' .. second end
+local function request_key(id) return P .. ':request:' .. id end
+local function stages_key(id) return P .. ':stages:' .. id end
+local function events_key(id) return P .. ':events:' .. id end
+local function droppable_key(id) return P .. ':droppable:' .. id end
+local function task_key(name) return P .. ':task:' .. name end
+local function task_of(member) return task_key(string.sub(member, RANK + 1)) end
+local function ready_key(pool) return P .. ':ready:' .. pool end
+local function delayed_key(pool) return P .. ':delayed:' .. pool end
+local LEASES, META = P .. ':leases', P .. ':meta'
+
+-- Whether a comes before b in their first `count` bytes: Lua's own < follows the server's locale.
+local function before(a, b, count)
+  for i = 1, count do
+    local x, y = string.byte(a, i), string.byte(b, i)
+    if x ~= y then return x < y end
+  end
+  return false
+end
+
+-- Tasks whose time has come join the line.
+local function ripen(pool)
+  local due = call('ZRANGEBYSCORE', delayed_key(pool), '-inf', now)
+  for _, member in ipairs(due) do
+    call('ZADD', ready_key(pool), 0, member)
+    call('ZREM', delayed_key(pool), member)
+  end
+end
+
+local function size(pool) return call('ZCARD', ready_key(pool)) + call('ZCARD', delayed_key(pool)) end
+
+-- A task has left a pool's line: that matters if others stand in it, or if a pool that feeds it was held back.
+local function left(pool)
+  if call('SREM', P .. ':fed', pool) == 1 or call('ZCARD', ready_key(pool)) > 0 then pools[pool] = true end
+end
+
+-- A task takes its place in the line, or waits for its time.
+local function put(name, pool, member, at)
+  if at > now then call('ZADD', delayed_key(pool), at, member) else call('ZADD', ready_key(pool), 0, member) end
+  call('HSET', task_key(name), 'since', math.max(at, now))
+  pools[pool] = true
+end
+
+local function end_lease(name, worker)
+  call('ZREM', LEASES, name)
+  if call('HINCRBY', P .. ':leased', worker, -1) <= 0 then call('HDEL', P .. ':leased', worker) end
+end
+
+-- Takes a task out of the queue, and ends its lease.
+local function remove(name)
+  local pool, member, worker = unpack(call('HMGET', task_key(name), 'pool', 'member', 'worker'))
+  if not pool then return end
+  if worker then
+    end_lease(name, worker)
+  else
+    if call('ZREM', ready_key(pool), member) == 0 then call('ZREM', delayed_key(pool), member) end
+    left(pool)
+  end
+  call('DEL', task_key(name))
+end
+
+local function push(id, tasks)
+  for _, task in ipairs(tasks) do
+    local name = name_of(id, task.stage)
+    remove(name)
+    local member = task.rank .. string.format('%016x', call('HINCRBY', META, 'arrivals', 1)) .. name
+    call('ZADD', stages_key(id), 'NX', call('ZCARD', stages_key(id)), task.stage)
+    call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
+      'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
+      'task', task.task)
+    put(name, task.pool, member, task.not_before)
+  end
+end
+
+-- Numbers an event, dates it if it is not dated, and drops the oldest progress of a log that is full.
+local function publish(id, event)
+  event.seq = call('HINCRBY', request_key(id), 'seq', 1)
+  if not event.at or event.at == 0 then event.at = wall end
+  call('ZADD', events_key(id), event.seq, VERSION .. cmsgpack.pack(event))
+  if event.type == 'progress' or event.type == 'preview' then call('RPUSH', droppable_key(id), event.seq) end
+  if call('ZCARD', events_key(id)) > A.max_events then
+    local old = call('LPOP', droppable_key(id))
+    if old then
+      call('ZREMRANGEBYSCORE', events_key(id), old, old)
+    else
+      call('ZREMRANGEBYRANK', events_key(id), 0, 0)
+    end
+  end
+  news[id] = true
+end
+
+local function unknown(id) return refuse('NOTFOUND no request %s', id) end
+
+-- The name of a task whose lease somebody holds who can show this.
+local function held(claim)
+  local name = name_of(claim.request, claim.stage)
+  return call('HGET', task_key(name), 'mark') == claim.mark and name
+end
+
+local function tell()
+  for pool in pairs(pools) do call('PUBLISH', P .. ':changes', 'pool:' .. pool) end
+  for id in pairs(news) do call('PUBLISH', P .. ':changes', 'request:' .. id) end
+end

@@ -1,0 +1,87 @@
+-- Who takes which task.
+
+-- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
+local function open_lines(wanted)
+  local full, lines = {}, {}
+  for pool, fed in pairs(wanted.behind) do
+    for name, most in pairs(fed) do
+      if size(name) > most then
+        full[pool] = true
+        call('SADD', P .. ':fed', name)
+      end
+    end
+  end
+  for _, pool in ipairs(wanted.pools) do
+    if not full[pool] then lines[#lines + 1] = ready_key(pool) end
+  end
+  return lines
+end
+
+-- Of the first tasks of the first one's priority, the one the worker likes best: inputs that are near, then company.
+local function liked(wanted, lines, first)
+  local among, best, most = {}, first, -1
+  for _, line in ipairs(lines) do
+    for _, member in ipairs(call('ZRANGE', line, 0, A.among - 1)) do among[#among + 1] = member end
+  end
+  table.sort(among, function(a, b) return before(a, b, RANK) end)
+  for i = 1, math.min(A.among, #among) do
+    local near, affinity = unpack(call('HMGET', task_of(among[i]), 'near', 'affinity'))
+    local liking = wanted.affinity ~= '' and affinity == wanted.affinity and 1 or 0
+    if wanted.near ~= '' and near == wanted.near then liking = 2 end
+    if liking > most and not before(first, among[i], 8) then best, most = among[i], liking end
+  end
+  return best
+end
+
+-- The place of the task that a worker takes next, having taken `used` bytes.
+local function next_for(wanted, used)
+  local first
+  local lines = open_lines(wanted)
+  for _, line in ipairs(lines) do
+    local head = call('ZRANGE', line, 0, 0)[1]
+    if head and (not first or before(head, first, RANK)) then first = head end
+  end
+  if not first then return end
+  local priority, since = unpack(call('HMGET', task_of(first), 'priority', 'since'))
+  if wanted.above and tonumber(priority) <= wanted.above then return end
+  if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
+    first = liked(wanted, lines, first)
+  end
+  local room = tonumber(call('HGET', task_of(first), 'room'))
+  if not wanted.room or used + room <= wanted.room then return first, room end
+end
+
+local function claim(ask, member, token)
+  local name = string.sub(member, RANK + 1)
+  local key = task_key(name)
+  local id, stage, pool, attempt, task = unpack(call('HMGET', key, 'request', 'stage', 'pool', 'attempt', 'task'))
+  call('ZREM', ready_key(pool), member)
+  call('ZADD', LEASES, now + ask.ttl, name)
+  call('HSET', key, 'worker', ask.worker, 'mark', attempt .. ':' .. token, 'started', wall, 'step', 0, 'steps', 0)
+  call('HINCRBY', P .. ':leased', ask.worker, 1)
+  left(pool)
+  publish(id, {type = 'stage_started', stage = stage, attempt = tonumber(attempt), worker = ask.worker})
+  return {task, attempt}
+end
+
+-- Serves those who ask, one after the other. Answers now, when the next task ripens for who got nothing, the claims.
+function verbs.lease()
+  local ripens, answers = false, {}
+  for i, ask in ipairs(A.asks) do
+    local claims, used, wanted = {}, 0, ask.wanted
+    for _, pool in ipairs(wanted.pools) do ripen(pool) end
+    while #claims < #ask.tokens / 16 do
+      local member, room = next_for(wanted, used)
+      if not member then break end
+      used = used + room
+      claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
+    end
+    for _, pool in ipairs(#claims == 0 and wanted.pools or {}) do
+      local at = tonumber(call('ZRANGE', delayed_key(pool), 0, 0, 'WITHSCORES')[2])
+      if at and (not ripens or at < ripens) then ripens = at end
+    end
+    answers[i] = claims
+  end
+  return {exact(now), ripens and exact(ripens), answers}
+end
+

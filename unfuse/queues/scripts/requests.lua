@@ -1,0 +1,118 @@
+-- Requests: accepted, changed, read and forgotten.
+local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
+
+-- A request as it stands: its context, what runs of it, and how many go before the first that waits.
+local function record(id)
+  local context, over = unpack(call('HMGET', request_key(id), 'context', 'over'))
+  local running, position = {}, false
+  local waiting = {}
+  for _, stage in ipairs(over == '0' and call('ZRANGE', stages_key(id), 0, -1) or {}) do
+    local pool, member, attempt, worker, started, step, steps =
+      unpack(call('HMGET', task_key(name_of(id, stage)), 'pool', 'member', 'attempt', 'worker', 'started', 'step', 'steps'))
+    if worker then
+      running[#running + 1] = {stage = stage, attempt = tonumber(attempt), worker = worker, since = tonumber(started),
+        step = tonumber(step), steps = tonumber(steps)}
+    elseif pool then
+      waiting[#waiting + 1] = {pool, member}
+    end
+  end
+  for _, place in ipairs(#running == 0 and waiting or {}) do
+    ripen(place[1])
+    local ahead = call('ZLEXCOUNT', ready_key(place[1]), '-', '(' .. place[2])
+    if not position or ahead < position then position = ahead end
+  end
+  return {context, VERSION .. cmsgpack.pack(running), position}
+end
+
+-- Writes a context with what queries ask of it; `was_active` says how it counted until now.
+local function store(id, number, was_active)
+  call('HSET', request_key(id), unpack(A.fields))
+  local cost = tonumber(call('HGET', META, 'cost') or 0)
+  if A.over then
+    call('ZREM', ACTIVE, id)
+    call('ZADD', OVER, A.completed_at or 0, id)
+    if was_active then cost = cost - A.cost end
+  else
+    call('ZREM', OVER, id)
+    call('ZADD', ACTIVE, number, id)
+    if not was_active then cost = cost + A.cost end
+  end
+  call('HSET', META, 'cost', exact(call('ZCARD', ACTIVE) > 0 and cost or 0))
+end
+
+local function overload()
+  local active, cost, most = call('ZCARD', ACTIVE), tonumber(call('HGET', META, 'cost') or 0), A.limits
+  local say, later = 'OVERLOADED %s', ': try again later'
+  if active >= most.max_active then
+    return refuse(say, active .. ' requests are in progress, as many as are accepted' .. later)
+  elseif most.max_cost and active > 0 and cost + A.cost > most.max_cost then
+    return refuse(say, 'what is in progress and this together cost more than ' .. most.max_cost .. later)
+  end
+  for pool, more in pairs(A.more) do
+    if size(pool) + more > most.max_queue then
+      return refuse(say, size(pool) .. ' tasks wait in pool ' .. pool .. ', up to ' .. most.max_queue .. ' may' .. later)
+    end
+  end
+end
+
+function verbs.submit()
+  local keyed = A.idempotency_key ~= '' and name_of(A.tenant, A.idempotency_key)
+  local known = call('EXISTS', request_key(A.id)) == 1 and A.id or keyed and call('HGET', KEYED, keyed)
+  if known then return record(known) end
+  local overloaded = overload()
+  if overloaded then return overloaded end
+  local number = call('HINCRBY', META, 'arrivals', 1)
+  call('ZADD', ALL, number, A.id)
+  call('HSET', request_key(A.id), 'number', number)
+  if keyed then call('HSET', KEYED, keyed, A.id) end
+  store(A.id, number, false)
+  push(A.id, A.push)
+  for _, event in ipairs(A.events) do publish(A.id, event) end
+  return record(A.id)
+end
+
+function verbs.commit()
+  local id, claim = A.id, A.claim
+  local version, over, done, number = unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number'))
+  if not version then return unknown(id) end
+  if claim then
+    if cmsgpack.unpack(done)[claim.stage] == claim.mark then return record(id) end
+    if not held(claim) then
+      return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
+    end
+  end
+  if A.version ~= version + 1 then
+    return refuse('CONFLICT %s is at version %d: %d does not follow it', id, version, A.version)
+  end
+  store(id, number, over == '0')
+  if claim then remove(held(claim)) end
+  for _, key in ipairs(A.close) do remove(name_of(key[1], key[2])) end
+  push(id, A.push)
+  if A.over then
+    for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do remove(name_of(id, stage)) end
+    news[id] = true
+  end
+  for _, event in ipairs(A.events) do publish(id, event) end
+  return record(id)
+end
+
+function verbs.load()
+  return call('EXISTS', request_key(A.id)) == 1 and record(A.id) or unknown(A.id)
+end
+
+-- One page of at most `scan` requests below a number; answers where the next one begins, and what was found.
+function verbs.list()
+  local below = A.below
+  if A.after then below = call('HGET', request_key(A.after), 'number') end
+  if not below then return unknown(A.after) end
+  local from, found, last = A.which.over == '0' and ACTIVE or ALL, {}, false
+  local ids = call('ZREVRANGEBYSCORE', from, '(' .. below, '-inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
+  for i = 1, #ids, 2 do
+    local fits = true
+    for field, value in pairs(A.which) do fits = fits and call('HGET', request_key(ids[i]), field) == value end
+    if fits then found[#found + 1] = record(ids[i]) end
+    if #found == A.limit then return {false, found} end
+    last = ids[i + 1]
+  end
+  return {#ids == 2 * A.scan and last, found}
+end

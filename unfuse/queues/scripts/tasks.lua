@@ -1,0 +1,59 @@
+-- Tasks: held, handed back, looked at.
+function verbs.renew()
+  local answers = {}
+  for i, one in ipairs(A.claims) do
+    local name = held(one)
+    if name then call('ZADD', LEASES, now + A.ttl, name) end
+    answers[i] = name and 1 or 0
+  end
+  return answers
+end
+
+function verbs.progress()
+  local name = held(A.claim)
+  if not name then return 0 end
+  for _, event in ipairs(A.events) do
+    call('HSET', task_key(name), 'step', event.step, 'steps', event.steps)
+    publish(A.claim.request, event)
+  end
+  return 1
+end
+
+-- With `undo`, nobody has ever heard of the claim, and the attempt is the same again.
+function verbs.hand_back()
+  local name = held(A.claim)
+  if not name then return 0 end
+  local key = task_key(name)
+  local pool, member, worker = unpack(call('HMGET', key, 'pool', 'member', 'worker'))
+  end_lease(name, worker)
+  call('HDEL', key, 'worker', 'mark', 'started', 'step', 'steps')
+  if not A.undo then call('HINCRBY', key, 'attempt', 1) end
+  put(name, pool, member, now)
+  return 1
+end
+
+function verbs.expired()
+  local late, found = call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES'), {}
+  for i = 1, #late, 2 do
+    local task, attempt, worker, mark = unpack(call('HMGET', task_key(late[i]), 'task', 'attempt', 'worker', 'mark'))
+    found[#found + 1] = {task, attempt, worker, mark, late[i + 1]}
+  end
+  return found
+end
+
+function verbs.size() return size(A.pool) end
+
+function verbs.peek()
+  ripen(A.pool)
+  local found = {}
+  for i, member in ipairs(call('ZRANGE', ready_key(A.pool), 0, A.limit - 1)) do
+    found[i] = call('HMGET', task_of(member), 'task', 'attempt')
+  end
+  return found
+end
+
+function verbs.now() return exact(now) end
+
+local answer = verbs[ARGV[1]]()
+tell()
+return answer

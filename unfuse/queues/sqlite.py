@@ -1,0 +1,268 @@
+"""The queue on disk, for one scheduler process: the memory queue decides, and SQLite is its journal.
+
+A method decides and applies in memory, as MemoryQueue does, and returns once what it changed is committed; readers too
+are told only what is. All that changed while one transaction was being written goes into the next one, as it stands
+in memory at one moment: the file always holds what memory held at some moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from unfuse.core.clock import AlarmClock, Clock
+from unfuse.core.codec import encode
+from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.event import Event
+from unfuse.core.request import Change, Record, RequestContext, Running
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.base import Filter, Limits, Member, Renewal, Wanted
+from unfuse.queues.history import History
+from unfuse.queues.journal import Journal, Row, Standing
+from unfuse.queues.memory import MemoryQueue, _Entry, _Held
+
+EVENTS_A_START = 2**24
+"""More events than one request publishes between two starts: numbers continue at the next multiple."""
+
+
+class _UnixClock:
+    """A clock whose readings mean the same after a restart: Unix time at the start, and what has passed since."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._shift = clock.wall() - clock.now()
+
+    def now(self) -> float:
+        return self._clock.now() + self._shift
+
+    def wall(self) -> float:
+        return self._clock.wall()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
+        if isinstance(self._clock, AlarmClock):
+            return self._clock.call_at(when - self._shift - 1e-6, callback)  # readings are rounded to 0.2 µs
+        return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback).cancel
+
+
+@dataclass(eq=False, slots=True)
+class _Batch:
+    """What one transaction writes: requests that have changed, by number."""
+
+    done: asyncio.Future[None]
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    durable: bool = False
+
+
+class SqliteQueue(MemoryQueue):
+    """A queue that survives its process. When its file cannot be written any more, it does nothing any more."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        super().__init__(_UnixClock(clock))
+        self._path = path
+        self._journal = Journal(path)
+        self._writing: _Batch | None = None
+        self._coming: _Batch | None = None
+        self._broken = ""
+        self._ttl = 0.0
+        self._restored: set[Claim] = set()
+        rows, self._journal.rows = self._journal.rows, []
+        for number, row in rows:
+            self._restore(number, row)
+        last = max((entry.number for entry in self._requests.values()), default=-1)
+        ranks = [place.rank for place in self._queued.values()] + [held.rank for held in self._leased.values()]
+        self._arrivals = count(max(last, *(rank[2] for rank in ranks), -1) + 1)
+
+    @classmethod
+    def at(cls, url: str, clock: Clock) -> SqliteQueue:
+        """The queue in the file `sqlite:PATH`. Raises ConfigError when it cannot be kept there."""
+        path = url.partition("://" if "://" in url else ":")[2]
+        if not path:
+            raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
+        return cls(Path(path).expanduser().absolute(), clock)
+
+    async def submit(
+        self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
+    ) -> Record:
+        """Store a new request, once. Raises ProtocolError for what cannot be stored."""
+        for part in (context, *tasks, *events):
+            encode(part)
+        return await self._kept(await super().submit(context, tasks, events, limits))
+
+    async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
+        """Claim tasks. This is written with what comes next and not waited for: at worst a task is leased twice."""
+        self._ttl = ttl
+        leases = await super().lease(worker, wanted, ttl, wait)
+        self._check()
+        for lease in leases:
+            self._note(self._requests[lease.task.request])
+        return leases
+
+    async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
+        """Extend what is held, in memory."""
+        self._restored.difference_update(claims)
+        return await super().renew(claims, ttl)
+
+    async def commit(self, change: Change) -> Record:
+        """Apply a transition. Raises ProtocolError for what cannot be stored."""
+        for part in (change.context, *change.push, *change.events):
+            encode(part)
+        return await self._kept(await super().commit(change))
+
+    async def hand_back(self, claim: Claim) -> bool:
+        """Put a leased task back where it stood."""
+        was_held = await super().hand_back(claim)
+        if was_held:
+            await self._settled(self._note(self._entry(claim.request)))
+        return was_held
+
+    async def expired(self) -> builtins.list[Lease]:
+        """Leases whose time has passed. One from before the start that nobody has renewed since is handed back."""
+        self._check()
+        late = await super().expired()
+        for lease in late:
+            if lease.claim in self._restored:
+                await self.hand_back(lease.claim)
+        return [lease for lease in late if lease.claim not in self._restored]
+
+    async def load(self, request: str) -> Record:
+        """The stored request."""
+        record = await super().load(request)
+        await self._settled(self._requests[request])
+        return record
+
+    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
+        """Requests, newest first."""
+        records = await super().list(which, after=after, limit=limit)
+        for record in records:
+            if entry := self._requests.get(record.context.id):
+                await self._settled(entry)
+        return records
+
+    def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
+        """Follow a request's history, behind what is written of it."""
+        return self._watch(self._entry(request), after)
+
+    async def workers(self) -> Sequence[Member]:
+        """The registry, which is new after a start: workers say that they live."""
+        self._check()
+        return await super().workers()
+
+    async def drop(self, request: str) -> None:
+        """Drop one that is over."""
+        entry = self._requests.get(request)
+        await super().drop(request)
+        if entry is not None and request not in self._requests:
+            await self._settled(self._note(entry))
+
+    async def close(self) -> None:
+        """Wake everyone who waits, write what is not written, and let go of the file."""
+        await super().close()
+        while batch := self._coming or self._writing:
+            await batch.done
+        self._journal.close()
+
+    def _entry(self, request: str) -> _Entry:
+        self._check()
+        return super()._entry(request)
+
+    def _held(self, claim: Claim) -> _Held | None:
+        self._check()
+        return super()._held(claim)
+
+    def _check(self) -> None:
+        if self._broken:
+            raise TransientError(self._broken)
+
+    async def _watch(self, entry: _Entry, after: int) -> AsyncIterator[Event]:
+        async for event in entry.history.follow(after):
+            await self._settled(entry)
+            yield event
+        self._check()
+
+    async def _kept(self, record: Record) -> Record:
+        """The record, once it is on the disk."""
+        await self._settled(self._note(self._requests[record.context.id], durable=True))
+        return record
+
+    async def _settled(self, entry: _Entry) -> None:
+        """Wait until an entry is written as it is now."""
+        batches = [batch for batch in (self._writing, self._coming) if batch and entry.number in batch.entries]
+        for batch in batches[-1:]:
+            await asyncio.shield(batch.done)
+        self._check()
+
+    def _note(self, entry: _Entry, durable: bool = False) -> _Entry:
+        """An entry has changed: the next transaction writes it."""
+        if not self._broken:
+            if self._coming is None:
+                loop = asyncio.get_running_loop()
+                self._coming = _Batch(loop.create_future())
+                loop.call_soon(self._flush)
+            self._coming.entries[entry.number] = entry
+            self._coming.durable |= durable
+        return entry
+
+    def _flush(self) -> None:
+        """Have the next transaction written, unless one still is."""
+        if self._writing is None and self._coming is not None:
+            batch, self._coming = self._coming, None
+            self._writing = batch
+            rows = [(number, self._row(entry)) for number, entry in batch.entries.items()]
+            loop = asyncio.get_running_loop()
+            writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable)
+            writing.add_done_callback(self._written)
+
+    def _written(self, written: asyncio.Future[None]) -> None:
+        if error := written.exception():
+            self._broken = (
+                f"the queue's file {self._path} cannot be written ({error}): make room or repair the disk, then start "
+                "the server again; all that was accepted is kept"
+            )
+        batches, self._writing = [self._writing], None
+        if self._broken:
+            batches, self._coming = [*batches, self._coming], None
+            self._closing = asyncio.ensure_future(super().close())
+        for batch in filter(None, batches):
+            batch.done.set_result(None)
+        self._flush()
+
+    def _row(self, entry: _Entry) -> Row | None:
+        context = entry.context
+        if self._requests.get(context.id) is not entry:
+            return None
+        standing = []
+        for key in ((context.id, stage) for stage in entry.stages):
+            if place := self._queued.get(key):
+                standing.append(Standing(place.rank[2], place.rank[3]))
+            if held := self._leased.get(key):
+                lease, since = held.lease, held.running.since
+                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, self._ttl, since))
+        return Row(context, tuple(entry.stages), tuple(standing), entry.history.lasting(), entry.history.last)
+
+    def _restore(self, number: int, row: Row) -> None:
+        """Take in a stored request. Leases get a full time: the workers of other machines are still there."""
+        context = row.context
+        last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
+        entry = _Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
+        self._requests[context.id] = entry
+        if context.idempotency_key:
+            self._by_idempotency_key[context.tenant, context.idempotency_key] = entry
+        self._count(context, not context.over)
+        self._publish(entry, ())
+        for standing in row.tasks:
+            self._restore_task(standing)
+
+    def _restore_task(self, stood: Standing) -> None:
+        task = stood.task
+        rank = (-task.priority, task.order, stood.arrival, task)
+        if not stood.token:
+            self._put(rank)
+            return
+        self._ttl = stood.ttl
+        lease = Lease(task, stood.worker, stood.token, self._clock.now() + stood.ttl)
+        self._leased[task.key] = _Held(lease, rank, Running(task.stage, task.attempt, stood.worker, stood.since))
+        self._restored.add(lease.claim)
