@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
-BENCHES ?= hop split start
+BENCHES ?= hop split start steps load arrivals interrupt
 
 .PHONY: demo test lint bench nightly clean
 

@@ -13,6 +13,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 from bench.report import ratio, show, spread
 from tests.integration.harness import Server, environment, serving
@@ -21,31 +22,44 @@ ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "unfuse" / "models" / "shapes"
 BATCH = 32
 ROUNDS = 3
+Case = dict[str, object]
 STEPS = (20, 100)
 """Steps of a request: the model's default, and a request of most of a second."""
 
 
 class Undivided:
-    """Processes that each hold the whole pipeline."""
+    """Processes that each hold the whole pipeline. `options` are what bench/undivided.py takes after the threads."""
 
-    def __init__(self, processes: int, threads: int) -> None:
-        command = [sys.executable, str(ROOT / "bench" / "undivided.py"), str(SHAPES), str(threads)]
+    def __init__(self, processes: int, threads: int, folder: Path = SHAPES, *options: str) -> None:
+        command = [sys.executable, str(ROOT / "bench" / "undivided.py"), str(folder), str(threads), *options]
         variables = environment(Path(tempfile.gettempdir())) | {"OMP_NUM_THREADS": str(threads)}
         self.processes = [
             subprocess.Popen(command, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             for _ in range(processes)
         ]
-        for process in self.processes:
+        self.free: SimpleQueue[int] = SimpleQueue()
+        for index, process in enumerate(self.processes):
             assert process.stdout and process.stdout.readline() == b"ready\n"
+            self.free.put(index)
 
-    def run(self, index: int, case: dict[str, object]) -> None:
+    def run(self, index: int, case: Case | list[Case]) -> Case:
+        """What a process answers when it has made a case, or several together."""
         process = self.processes[index]
         assert process.stdin and process.stdout
         process.stdin.write(json.dumps(case).encode() + b"\n")
         process.stdin.flush()
-        process.stdout.readline()
+        answer: Case = json.loads(process.stdout.readline())
+        return answer
 
-    def batch(self, cases: list[dict[str, object]]) -> float:
+    def next(self, case: Case | list[Case]) -> Case:
+        """Have the next process that is free make it."""
+        index = self.free.get()
+        try:
+            return self.run(index, case)
+        finally:
+            self.free.put(index)
+
+    def batch(self, cases: list[Case]) -> float:
         began = time.perf_counter()
         shares = [cases[index :: len(self.processes)] for index in range(len(self.processes))]
 
@@ -64,7 +78,7 @@ class Undivided:
             process.wait()
 
 
-def case(seed: int, steps: int) -> dict[str, object]:
+def case(seed: int, steps: int) -> Case:
     defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
     defaults.pop("fps")
     return defaults | {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}

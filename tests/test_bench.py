@@ -1,0 +1,145 @@
+"""The benches stay runnable: their parts at tiny sizes, in this process. What they measure is not asserted."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench import arrivals, gpu, load, steps
+from bench.model import PROMPTS, Case, Model
+from bench.undivided import load as load_undivided, make
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    for subject in gpu.TINY:
+        gpu.build(subject, root / subject.kind, "cpu")
+    return {subject.kind: root / subject.kind for subject in gpu.TINY}
+
+
+@pytest.fixture(scope="module")
+def case(folders: dict[str, Path]) -> Case:
+    model = Model(folders["wan"])
+    return Case(model, [model.encode(model.params(seed)) for seed in range(len(PROMPTS))], (32, 32, 1), 5)
+
+
+def test_steps_are_timed_and_bytes_compared(case: Case) -> None:
+    cost = steps.cost(case, 1, (1, 2))
+    found = steps.independence(case, "fused", trials=2)
+
+    assert set(cost) == {"1", "2"} and cost["1"]["apart"]["throughput_over_alone"] == 1.0
+    assert [one["latents_furthest_from_alone"] < 1e-3 for one in found.values()] == [True] * 3
+    assert all(0 < one["same_bytes_each_time"] <= one["seen_again"] for one in [found["padded, fused"]])
+
+
+def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:
+    slots: dict[int, set[int]] = {}
+    for row in steps.companies("slots kept", 20):
+        for slot, seed in enumerate(row):
+            slots.setdefault(seed, set()).add(slot)
+
+    assert all(len(found) == 1 for seed, found in slots.items() if seed != steps.POOL)
+    assert all(len(row) == steps.PADDED for row in steps.companies("padded", 20))
+
+
+@pytest.mark.parametrize("subject", gpu.TINY, ids=lambda subject: subject.kind)
+def test_what_is_measured_on_a_gpu_can_be_measured(subject: gpu.Subject, folders: dict[str, Path]) -> None:
+    parts = ("stages", "batching", "bytes", "offload")
+    found = gpu.measure(subject, folders[subject.kind], "cpu", parts)
+
+    assert [part for part in parts if "failed" in found[part]] == []
+    said = gpu.markdown({subject.kind: found, "copies": gpu.copies("cpu", 1 << 20)})
+    assert f"{subject.kind}: stages" in said and "| arena | 1 MiB |" in said
+
+
+@pytest.mark.parametrize("subject", gpu.REAL, ids=lambda subject: subject.kind)
+def test_models_of_real_size_have_as_many_parameters_as_the_published_ones(subject: gpu.Subject) -> None:
+    for name, make_one in subject.components.items():
+        model = gpu.created(make_one, "meta")
+        millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+        assert round(millions) == subject.parameters[name], name
+
+
+def test_a_component_takes_the_place_of_the_tiny_one(tmp_path: Path) -> None:
+    def deeper() -> object:
+        from transformers import T5Config, T5EncoderModel
+
+        return T5EncoderModel(
+            T5Config(vocab_size=300, d_model=tiny.TEXT_DIM, d_kv=8, d_ff=64, num_layers=3, num_heads=4)
+        )
+
+    def longer() -> object:
+        from transformers import CLIPTextConfig, CLIPTextModel
+
+        ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1, "num_attention_heads": 4}
+        sizes = {"hidden_size": tiny.POOLED_DIM, "intermediate_size": 48, "num_hidden_layers": 1}
+        return CLIPTextModel(CLIPTextConfig(vocab_size=600, max_position_embeddings=77, **sizes, **ends))
+
+    components = {"text_encoder": longer, "text_encoder_2": deeper}
+    subject = gpu.Subject("flux", ("apart",), (32, 32, 1), 2, components=components)
+    gpu.build(subject, tmp_path, "cpu")
+
+    model = Model(tmp_path)
+    made = model.encode(model.params(1, max_sequence_length=16))
+    assert isinstance(made["prompt_embeds"], Tensor) and made["prompt_embeds"].shape == (1, 16, tiny.TEXT_DIM)
+
+
+def test_the_undivided_side_makes_the_same_pixels_of_requests_made_alone(case: Case, folders: dict[str, Path]) -> None:
+    seed, params = 3, case.params(3)
+    asked = {name: params[name] for name in ("prompt", "seed", "height", "width", "num_frames", "num_inference_steps")}
+    given = {"guidance_scale": params["guidance_scale"], "max_sequence_length": params["max_sequence_length"]}
+
+    (pixels,) = make(load_undivided(str(folders["wan"])), [{**asked, **given}])
+
+    (latents,) = case.denoised("apart", [seed])
+    assert (steps.pictures(case, latents, seed) == pixels).all()
+
+
+def test_a_dispatcher_gives_a_free_pipeline_what_waits_and_is_alike() -> None:
+    class Pipelines:
+        """One process that has just been given the first request."""
+
+        processes = [None]
+
+        def __init__(self) -> None:
+            self.batches: list[list[object]] = []
+
+        def run(self, index: int, cases: list[dict[str, object]]) -> None:
+            while not self.batches and len(dispatcher._waiting) < 3:
+                time.sleep(0.001)
+            self.batches.append([case["seed"] for case in cases])
+
+    pipelines = Pipelines()
+    dispatcher = arrivals.Dispatcher(pipelines, 8)  # type: ignore[arg-type]
+    kinds = (20, 10, 20, 10)
+    trace = [arrivals.Arrival(0.01 * place, place, kind, 64, 4.0) for place, kind in enumerate(kinds)]
+    arrivals.replay(dispatcher.ask, trace, 1.0)
+    dispatcher.close()
+
+    assert pipelines.batches == [[0], [1, 3], [2]]
+
+
+def test_the_trace_is_the_same_every_time() -> None:
+    assert arrivals.trace() == arrivals.trace()
+    assert len({arrival.kind for arrival in arrivals.trace()}) > 8
+
+
+def test_clients_wait_for_their_picture_before_they_ask_again() -> None:
+    asked: list[int] = []
+
+    wall, each = load.closed_loop(asked.append, 1, 5)
+
+    assert asked == [*range(5)] and len(each) == 5 and wall >= sum(each)
