@@ -99,7 +99,7 @@ class Service:
         if not is_loopback(options.host) and not options.keys:
             raise ConfigError(f"--host {options.host} can be reached by others: set --api-key, or use 127.0.0.1")
         names = public_names(options)
-        listener = _listen(options.host, options.port)
+        listener = listen(options.host, options.port)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             scheduler, router = await stack.enter_async_context(self._scheduler())
@@ -236,9 +236,10 @@ def public_names(options: ServeOptions) -> dict[str, str]:
     return dict(zip(names, models, strict=False))
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for the gateway. Raises ConfigError when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
