@@ -24,7 +24,8 @@ BATCH = 32
 ROUNDS = 3
 Case = dict[str, object]
 STEPS = (20, 100)
-"""Steps of a request: the model's default, and a request of most of a second."""
+SIDES = (64, 128)
+"""Steps and pixels of a request: the model's defaults, a request of most of a second, and one of more than a second."""
 
 
 class Undivided:
@@ -78,16 +79,16 @@ class Undivided:
             process.wait()
 
 
-def case(seed: int, steps: int) -> Case:
+def case(seed: int, steps: int, side: int = SIDES[0]) -> Case:
     defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
     defaults.pop("fps")
-    return defaults | {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
+    size = {"width": side, "height": side}
+    return defaults | size | {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
 
 
-def ours(server: Server, seed: int, steps: int) -> None:
-    server.post(
-        "/v1/images/generations", {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
-    )
+def ours(server: Server, seed: int, steps: int, side: int = SIDES[0]) -> None:
+    asked = {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps, "size": f"{side}x{side}"}
+    server.post("/v1/images/generations", asked)
 
 
 def timed(work: object, *arguments: object) -> float:
@@ -101,14 +102,14 @@ def batch(server: Server, steps: int) -> float:
         return timed(lambda: list(pool.map(lambda seed: ours(server, seed, steps), range(BATCH))))
 
 
-def latency(server: Server, fused: Undivided, pairs: int, steps: int) -> dict[str, object]:
+def latency(server: Server, fused: Undivided, pairs: int, steps: int, side: int = SIDES[0]) -> dict[str, object]:
     for seed in range(3):
-        ours(server, seed, steps)
-        fused.run(0, case(seed, steps))
+        ours(server, seed, steps, side)
+        fused.run(0, case(seed, steps, side))
     split, whole = [], []
     for seed in range(pairs):
-        split.append(timed(ours, server, seed, steps))
-        whole.append(timed(fused.run, 0, case(seed, steps)))
+        split.append(timed(ours, server, seed, steps, side))
+        whole.append(timed(fused.run, 0, case(seed, steps, side)))
     return {"split_s": spread(split), "undivided_s": spread(whole), "split_over_undivided": ratio(split, whole)}
 
 
@@ -135,7 +136,10 @@ def main() -> None:
                     "split",
                     threads_per_stage=threads,
                     denoisers=denoisers,
-                    latency={steps: latency(server, fused, pairs, steps) for steps in STEPS},
+                    latency={
+                        f"{side} px, {steps} steps": latency(server, fused, pairs, steps, side)
+                        for side, steps in ((SIDES[0], STEPS[0]), (SIDES[0], STEPS[1]), (SIDES[1], STEPS[1]))
+                    },
                     throughput_of_32=throughput(server, fused, twins),
                 )
     fused.close()
