@@ -109,3 +109,12 @@ def test_freeing_twice_is_an_error() -> None:
 def test_a_span_without_room_for_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="15 bytes"):
         Buddy(15, BLOCK)
+
+
+def test_gaps_between_extents_are_fragmentation_and_rounding_is_waste() -> None:
+    buddy = Buddy(8 * BLOCK, BLOCK)
+    offsets = [buddy.allocate(BLOCK // 2) for _ in range(8)]
+    for offset in sorted(offsets)[::2]:
+        buddy.free(offset)
+    usage = buddy.usage()
+    assert (usage.occupancy, usage.waste, usage.fragmentation) == (0.5, 0.5, 0.75)

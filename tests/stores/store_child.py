@@ -20,7 +20,7 @@ class Child:
 
     def __init__(self, options: dict[str, Any]) -> None:
         options["write_token"] = bytes.fromhex(options.get("write_token", ""))
-        self.store = TensorStore.create("shared_memory", **options)
+        self.store = TensorStore.create(options.pop("name", "shared_memory"), **options)
         self.held: dict[str, Held] = {}
 
     def where(self) -> dict[str, str]:

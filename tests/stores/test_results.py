@@ -1,16 +1,20 @@
 """Results on disk: whole or not at all, found by request and index only."""
 
 import errno
+import gc
 import hashlib
 import os
+import secrets
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.stores.servers import S3Server
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.core.request import new_request_id
 from unfuse.stores.results import REQUEST_ID, ResultStore, open_results
@@ -26,20 +30,36 @@ def results(folder: Path) -> ResultStore:
     return open_results(f"disk:{folder}")
 
 
-def test_a_result_comes_back_by_request_and_index(results: ResultStore) -> None:
+@pytest.fixture(params=["disk", "s3"])
+def place(request: pytest.FixtureRequest, folder: Path) -> str:
+    """A place that is empty."""
+    if request.param == "disk":
+        return f"disk:{folder}"
+    server: S3Server = request.getfixturevalue("s3_server")
+    return server.url.replace("/unfuse", f"/results-{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+def kept(place: str) -> ResultStore:
+    """The result store at every kind of place."""
+    return open_results(place)
+
+
+def test_a_result_comes_back_by_request_and_index(kept: ResultStore) -> None:
     request = new_request_id()
-    file = results.put(request, 1, "image/png", b"picture")
+    file = kept.put(request, 1, "image/png", b"picture")
     assert (file.index, file.content_type, file.bytes) == (1, "image/png", 7)
     assert file.sha256 == hashlib.sha256(b"picture").hexdigest()
-    assert results.read(request, 1) == results.path(request, 1).read_bytes() == b"picture"
+    assert kept.read(request, 1) == kept.path(request, 1).read_bytes() == b"picture"
 
 
-def test_another_attempt_replaces_the_result(results: ResultStore) -> None:
+def test_another_attempt_replaces_the_result(kept: ResultStore) -> None:
     request = new_request_id()
     for data in (b"first", b"second"):
-        results.put(request, 0, "image/png", data)
-    assert results.read(request, 0) == b"second"
-    assert os.listdir(results.path(request, 0).parent) == ["0"]
+        kept.put(request, 0, "image/png", data)
+        assert kept.path(request, 0).read_bytes() == data
+    assert kept.read(request, 0) == b"second"
+    assert os.listdir(kept.path(request, 0).parent) == ["0"]
 
 
 def test_results_are_private(results: ResultStore, folder: Path) -> None:
@@ -50,20 +70,20 @@ def test_results_are_private(results: ResultStore, folder: Path) -> None:
     assert modes == [0o700, 0o700, 0o600]
 
 
-def test_a_store_opened_again_has_what_was_put(results: ResultStore, folder: Path) -> None:
+def test_a_store_opened_again_has_what_was_put(kept: ResultStore, place: str) -> None:
     request = new_request_id()
-    results.put(request, 0, "image/png", b"x")
-    assert open_results(f"disk:{folder}").read(request, 0) == b"x"
+    kept.put(request, 0, "image/png", b"x")
+    assert open_results(place).read(request, 0) == b"x"
 
 
-def test_what_is_not_there_is_not_found(results: ResultStore) -> None:
+def test_what_is_not_there_is_not_found(kept: ResultStore) -> None:
     request = new_request_id()
-    results.put(request, 0, "image/png", b"x")
+    kept.put(request, 0, "image/png", b"x")
     for missing, index in ((request, 1), (new_request_id(), 0)):
         with pytest.raises(NotFound, match=missing):
-            results.read(missing, index)
+            kept.read(missing, index)
         with pytest.raises(NotFound, match=missing):
-            results.path(missing, index)
+            kept.path(missing, index)
 
 
 @pytest.mark.parametrize(
@@ -88,27 +108,72 @@ def test_only_our_own_ids_are_ids(text: str) -> None:
     assert not REQUEST_ID.fullmatch(text) or text.startswith(("req_", "video_"))
 
 
-def test_deleting_is_idempotent_and_leaves_the_others(results: ResultStore) -> None:
+def test_deleting_is_idempotent_and_leaves_the_others(kept: ResultStore) -> None:
     mine, other = new_request_id(), new_request_id()
     for request in (mine, other):
-        results.put(request, 0, "image/png", b"x")
-    results.delete(mine)
-    results.delete(mine)
+        kept.put(request, 0, "image/png", b"x")
+    kept.delete(mine)
+    kept.delete(mine)
     with pytest.raises(NotFound):
-        results.path(mine, 0)
-    assert results.read(other, 0) == b"x"
+        kept.path(mine, 0)
+    assert kept.read(other, 0) == b"x"
 
 
 def test_forgetting_takes_the_old_and_names_them(results: ResultStore, folder: Path) -> None:
     old, new = new_request_id(), new_request_id()
     for request, age in ((old, 1000), (new, 3000)):
         results.put(request, 0, "image/png", b"x")
-        os.utime(folder / request, (age, age))
+        os.utime(folder / request / "0", (age, age))
     (folder / "notes of somebody").mkdir()
     os.utime(folder / "notes of somebody", (0, 0))
     assert results.forget(2000) == [old]
     assert results.forget(2000) == []
     assert sorted(os.listdir(folder)) == sorted([new, "notes of somebody"])
+
+
+def test_forgetting_goes_by_the_last_result_at_every_place(kept: ResultStore) -> None:
+    first, second = new_request_id(), new_request_id()
+    for request in (first, second):
+        kept.put(request, 0, "image/png", b"x")
+        kept.attach(request, "image", b"upload")
+    assert kept.forget(0.0) == []
+    assert sorted(kept.forget(time.time() + 3600)) == sorted([first, second])
+    assert kept.forget(time.time() + 3600) == []
+    with pytest.raises(NotFound):
+        kept.read(first, 0)
+
+
+def test_a_file_with_a_copy_is_gone_after_an_hour(s3_server: S3Server) -> None:
+    results = open_results(s3_server.url)
+    old, new = new_request_id(), new_request_id()
+    for request in (old, new):
+        results.put(request, 0, "video/mp4", b"film")
+    path = results.path(old, 0)
+    long_ago = time.time() - 4000
+    os.utime(path, (long_ago, long_ago))
+    results.path(new, 0)
+    assert not path.exists()
+    assert results.path(old, 0).read_bytes() == b"film"
+    del results
+    gc.collect()
+    assert not path.parent.parent.exists()
+
+
+def test_results_out_of_reach_are_said_and_are_back_with_the_server(s3_server: S3Server) -> None:
+    results, request = open_results(s3_server.url), new_request_id()
+    results.put(request, 0, "image/png", b"picture")
+    s3_server.kill()
+    for attempt in (
+        lambda: results.put(request, 1, "image/png", b"x"),
+        lambda: results.read(request, 0),
+        lambda: results.path(request, 0),
+        lambda: results.delete(request),
+        lambda: results.forget(0.0),
+    ):
+        with pytest.raises(TransientError):
+            attempt()
+    s3_server.start()
+    assert results.read(request, 0) == b"picture"
 
 
 @pytest.mark.parametrize("broken", ["fsync", "replace"])
@@ -165,20 +230,20 @@ def test_the_file_and_its_name_are_on_disk_before_put_returns(
     assert Path(temporary).parent == Path(parent) == folder / request
 
 
-@pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "/plain/path"])
+@pytest.mark.parametrize("url", ["", "disk:", "s3:bucket", "redis://host", "/plain/path"])
 def test_an_unknown_place_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError, match="give disk:PATH"):
+    with pytest.raises(ConfigError, match="give disk:PATH|give s3://BUCKET/PREFIX"):
         open_results(url)
 
 
 def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="choose another --results"):
+    with pytest.raises(ConfigError, match="choose another folder"):
         open_results(f"disk:{tmp_path}/file/results")
 
 
-def test_what_is_attached_is_read_back_until_it_is_detached_and_results_stay(tmp_path: Path) -> None:
-    store, request = open_results(f"disk:{tmp_path}"), new_request_id()
+def test_what_is_attached_is_read_back_until_it_is_detached_and_results_stay(kept: ResultStore) -> None:
+    store, request = kept, new_request_id()
     store.put(request, 0, "image/png", b"picture")
     store.attach(request, "image", b"upload")
     store.attach(request, "preview-denoise.0-3", b"sketch")

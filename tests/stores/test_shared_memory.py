@@ -2,83 +2,18 @@
 
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.stores.processes import Process, Refused, Start
 from unfuse.arena.client import ArenaClient
 from unfuse.core.errors import ObjectLost
 from unfuse.stores.tensor_store import TensorStore
-
-CHILD = Path(__file__).with_name("store_child.py")
-ROOT = Path(__file__).parents[2]
-
-
-class Process:
-    """A store in a process of its own, which does what is asked of it."""
-
-    def __init__(self, **options: Any) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, CHILD, json.dumps(options)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        self.where: dict[str, str] = self._answer()
-
-    def __call__(self, verb: str, *arguments: Any) -> Any:
-        assert self.process.stdin
-        self.process.stdin.write(json.dumps([verb, arguments]) + "\n")
-        self.process.stdin.flush()
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout
-        answer = json.loads(self.process.stdout.readline())
-        if "error" in answer:
-            raise Refused(answer["error"], answer["message"])
-        return answer["answer"]
-
-    def kill(self) -> int:
-        """Kill −9, wait, and return the exit status."""
-        self.process.kill()
-        return self.end()
-
-    def end(self) -> int:
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream
-            stream.close()
-        return self.process.wait(20)
-
-
-class Refused(Exception):
-    """A child's answer was an error of this name."""
-
-
-Start = Callable[..., Process]
-
-
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start children that end with the test."""
-    children: list[Process] = []
-
-    def start(**options: Any) -> Process:
-        children.append(Process(**options))
-        return children[-1]
-
-    yield start
-    for child in children:
-        if child.process.poll() is None:
-            child.kill()
 
 
 def used(owner: Process | dict[str, str]) -> int:

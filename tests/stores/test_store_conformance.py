@@ -1,17 +1,20 @@
 """Every backend, and every way to it, is a tensor store; the suite notices one that is not."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.stores.servers import Server
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.base import Draft, Hold, StoreOptions
 from unfuse.stores.memory import MemoryBackend
+from unfuse.stores.shelf import Entry, open_shelf
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing import check_store
 
@@ -22,6 +25,40 @@ assert torch, "the suite checks torch tensors where torch has been imported"
 @pytest.mark.parametrize("name", ["memory", "shared_memory"])
 def test_a_backend_is_a_tensor_store(name: str) -> None:
     check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY))
+
+
+@pytest.fixture(params=["disk", "redis", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a store that outlives its process keeps objects."""
+    if request.param == "disk":
+        return f"disk:{tmp_path}/kept"
+    server: Server = request.getfixturevalue(f"{request.param}_server")
+    return server.url
+
+
+def behind_the_back(place: str) -> Callable[[ObjectRef, bytes | None], None]:
+    """Replace what a place keeps of an object, as somebody does who is not the store."""
+    shelf, found = open_shelf(place), dict[str, Entry]()
+
+    def overwrite(ref: ObjectRef, data: bytes | None) -> None:
+        if ref.id not in found:
+            (found[ref.id],) = (entry for entry in shelf.entries() if entry.name.startswith(ref.id))
+        folder, name, *_ = found[ref.id]
+        shelf.remove(folder, name) if data is None else shelf.write(folder, name, data, durable=False)
+
+    return overwrite
+
+
+def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(place: str) -> None:
+    opened = lambda: TensorStore.create(place, owner="w/1", node="n1", capacity=CAPACITY)  # noqa: E731
+    check_store(opened, behind_the_back(place))
+
+
+@pytest.mark.parametrize("fast", ["memory", "shared_memory"])
+def test_a_store_that_spills_is_a_tensor_store(fast: str, place: str) -> None:
+    check_store(
+        lambda: TensorStore.create(f"spill:{fast}+{place}", owner="w1", capacity=CAPACITY // 2, spill_capacity=CAPACITY)
+    )
 
 
 @pytest.fixture

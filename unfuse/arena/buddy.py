@@ -20,6 +20,21 @@ class Usage(msgspec.Struct, frozen=True):
     largest_free: int
     high_water: int
 
+    @property
+    def occupancy(self) -> float:
+        """The share of the span that is taken."""
+        return self.used / self.capacity
+
+    @property
+    def waste(self) -> float:
+        """The share of what is taken that nobody asked for: rounding, inside of allocations."""
+        return 1 - self.requested / self.used if self.used else 0.0
+
+    @property
+    def fragmentation(self) -> float:
+        """The share of what is free that one allocation cannot have: gaps, between allocations."""
+        return 1 - self.largest_free / self.free if self.free else 0.0
+
 
 class Buddy:
     """Extents of `capacity` bytes in multiples of `block`; a capacity that is no multiple loses its rest.

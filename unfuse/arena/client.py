@@ -115,6 +115,10 @@ class ArenaClient:
         """How full the arena is."""
         return self._look().usage
 
+    def idle(self) -> list[Extent]:
+        """Sealed objects that nobody holds, least recently used first."""
+        return self._look().idle
+
     def close(self) -> None:
         """End the connection and with it every hold and everything half-written; what is mapped stays readable."""
         with self._turn:

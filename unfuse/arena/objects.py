@@ -6,6 +6,8 @@ import hmac
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from threading import Condition
 from typing import Literal, Protocol
 
 import msgspec
@@ -22,6 +24,8 @@ OBJECT_MOVES: dict[State, frozenset[State]] = {
     "deleted": frozenset(),
 }
 """Legal moves of an object. A deleted one keeps its bytes until nobody holds it; a writer does until seal or abort."""
+
+MOST_IDLE = 256
 
 
 class Space(Protocol):
@@ -48,32 +52,35 @@ class Extent(msgspec.Struct, frozen=True):
     generation: int
     offset: int
     nbytes: int
+    request: str = ""
 
 
 @dataclass(slots=True)
 class _Entry:
     extent: Extent
-    request: str
     state: State = "writing"
     holds: int = 1
+    written: tuple[int, ...] | None = None
+    whole: bool = False
 
 
 class ObjectTable:
-    """The objects in one space. Thread-safe; every method is atomic."""
+    """The objects in one space, the least recently used first. Thread-safe; every method is atomic."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
         self._turn = Turn()
         self._entries: dict[str, _Entry] = {}
         self._generation = 0
+        self._changed = Condition()
 
     def create(self, nbytes: int, request: str) -> Extent:
         """Make room for an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
         with self._turn:
             offset = self._space.allocate(nbytes)
             self._generation += 1
-            extent = Extent(secrets.token_hex(16), secrets.token_bytes(16), self._generation, offset, nbytes)
-            self._entries[extent.id] = _Entry(extent, request)
+            extent = Extent(secrets.token_hex(16), secrets.token_bytes(16), self._generation, offset, nbytes, request)
+            self._entries[extent.id] = _Entry(extent)
             return extent
 
     def seal(self, id: str) -> None:
@@ -83,7 +90,9 @@ class ObjectTable:
             released = entry.state == "deleted"
             if not released:
                 self._move(entry, "sealed")
+                entry.whole = True
             self._drop(id)
+        self._tell()
         if released:
             raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
 
@@ -94,16 +103,47 @@ class ObjectTable:
             if entry.state != "deleted":
                 self._move(entry, "deleted")
             self._drop(id)
+        self._tell()
 
-    def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
-        """Keep a sealed object where it is until `unhold`. Raises ObjectLost unless all of this is its own."""
+    def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
+        """Let an object be held while it is written: the chunks with these checksums are, and do not change any more.
+
+        Each call names all chunks written so far. Raises ObjectLost if the object was released meanwhile.
+        """
+        with self._turn:
+            entry = self._entry(id)
+            if entry.state == "deleted":
+                raise _lost(id)
+            entry.written = written
+        self._tell()
+
+    def written(self, id: str, known: int = 0, wait: float = 0.0) -> tuple[tuple[int, ...], bool]:
+        """The checksums of an announced object's chunks, and whether it is whole; of any other none, and that it is.
+
+        Waits up to `wait` seconds for more chunks than `known`. Raises ObjectLost when the writer gave it up.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._news(id, known), wait)
+        with self._turn:
+            entry = self._entry(id)
+            if entry.state == "deleted" and not entry.whole:
+                raise ObjectLost(f"object {id} was given up while it was written", id)
+            return entry.written or (), entry.whole
+
+    def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
+        """Keep a sealed object where it is until `unhold`. Raises ObjectLost unless all of this is its own.
+
+        With `announced`, also one that is announced; what of it may be read is what `written` says.
+        """
         with self._turn:
             entry = self._entry(id)
             extent = entry.extent
             known = hmac.compare_digest(extent.key, key) and (extent.generation, extent.nbytes) == (generation, nbytes)
-            if entry.state != "sealed" or not known:
+            early = announced and entry.state == "writing" and entry.written is not None
+            if not (known and (early or entry.state == "sealed")):
                 raise _lost(id)
             entry.holds += 1
+            self._entries[id] = self._entries.pop(id)
             return extent
 
     def unhold(self, id: str) -> None:
@@ -119,18 +159,33 @@ class ObjectTable:
     def release(self, request: str) -> None:
         """Delete every object of a request, those being written included."""
         with self._turn:
-            for entry in [entry for entry in self._entries.values() if entry.request == request]:
+            for entry in [entry for entry in self._entries.values() if entry.extent.request == request]:
                 self._delete(entry)
 
     def requests(self) -> frozenset[str]:
         """Ids of the requests that objects exist for, deleted ones not counted."""
         with self._turn:
-            return frozenset(entry.request for entry in self._entries.values() if entry.state != "deleted")
+            return frozenset(entry.extent.request for entry in self._entries.values() if entry.state != "deleted")
+
+    def idle(self) -> list[Extent]:
+        """Sealed objects that nobody holds, least recently used first: the first MOST_IDLE of them."""
+        with self._turn:
+            idle = (entry for entry in self._entries.values() if entry.state == "sealed" and not entry.holds)
+            return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def usage(self) -> Usage:
         """How full the space is."""
         with self._turn:
             return self._space.usage()
+
+    def _news(self, id: str, known: int) -> bool:
+        with self._turn:
+            entry = self._entries.get(id)
+            return entry is None or entry.state != "writing" or len(entry.written or ()) > known
+
+    def _tell(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _entry(self, id: str) -> _Entry:
         try:

@@ -103,10 +103,11 @@ class Full(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """How full the arena is, and the requests it holds objects for."""
+    """How full the arena is, the requests it holds objects for, and objects that could be moved elsewhere."""
 
     usage: Usage
     requests: frozenset[str]
+    idle: list[Extent]
 
 
 ToOwner = Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Look

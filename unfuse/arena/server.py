@@ -169,7 +169,7 @@ class ArenaServer:
             case Release(request):
                 self._arena.release(request)
             case Look():
-                return Seen(self._arena.usage(), self._arena.requests())
+                return Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
         return Done()
 
     def _create(self, connection: _Connection, nbytes: int, request: str) -> FromOwner:

@@ -6,34 +6,43 @@ and the memory backend its plainest reading.
 
 from __future__ import annotations
 
+import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.registry import resolve
+from unfuse.stores import BACKENDS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 DEFAULT_CAPACITY = 256 * 1024 * 1024
+SPILL_CAPACITY = 64 * DEFAULT_CAPACITY
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
     """What a backend is opened with.
 
     `owner` names the objects' owner in refs; `capacity` is bytes. With `address` and `write_token` the store puts into
-    memory that another process owns.
+    memory that another process owns. `url` is the name it was opened by. A store that spills does so above the share
+    `threshold` of its fast part, into at most `spill_capacity` bytes.
     """
 
     owner: str
     capacity: int = DEFAULT_CAPACITY
     address: str = ""
     write_token: bytes = b""
+    url: str = ""
+    threshold: float = 0.8
+    spill_capacity: int = SPILL_CAPACITY
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -119,6 +128,10 @@ class StorageBackend(ABC):
     def holding(self) -> frozenset[str]:
         """Ids of the requests that this owner has objects of (deleted ones not counted)."""
 
+    def idle(self) -> Sequence[Extent]:
+        """Some sealed objects of this owner that nobody holds, least recently used first: those `spill` may move."""
+        return ()
+
     @abstractmethod
     def usage(self) -> Usage:
         """How full it is."""
@@ -126,3 +139,13 @@ class StorageBackend(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything; the store is not used afterwards, arrays got from it may be."""
+
+
+def open_backend(url: str, options: StoreOptions) -> StorageBackend:
+    """The backend of that name, or at that URL; "auto" is shared memory where the kernel has it. Raises ConfigError."""
+    if url == "auto":
+        url = "shared_memory" if hasattr(os, "memfd_create") else "memory"
+    scheme = url.partition(":")[0]
+    factory = resolve(BACKENDS, scheme if scheme in BACKENDS else url, "store")
+    backend: StorageBackend = factory(msgspec.structs.replace(options, url=url))
+    return backend

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unfuse.arena.buddy import Usage
-from unfuse.arena.objects import ObjectTable
+from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
@@ -82,6 +82,10 @@ class MemoryBackend(StorageBackend):
     def holding(self) -> frozenset[str]:
         """See StorageBackend."""
         return self._objects.requests()
+
+    def idle(self) -> list[Extent]:
+        """See StorageBackend."""
+        return self._objects.idle()
 
     def usage(self) -> Usage:
         """See StorageBackend."""

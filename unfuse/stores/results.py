@@ -3,153 +3,134 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import secrets
 import shutil
+import tempfile
+import time
+import weakref
 from abc import ABC, abstractmethod
-from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 
-from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.core.errors import ConfigError, NotFound
 from unfuse.core.request import ResultFile
+from unfuse.stores.disk import DiskShelf
+from unfuse.stores.shelf import Shelf, open_shelf
 
 ATTACHED = "attached-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
 
+COPY_S = 3600
+"""How long a file with a copy of a result is there: longer than anybody reads it."""
+
 
 class ResultStore(ABC):
-    """Results by request and index. A result is there as a whole or not at all; putting it again replaces it."""
+    """Results by request and index. A result is there as a whole or not at all; putting it again replaces it.
 
-    @abstractmethod
+    Every method raises TransientError when the place fails, and NotFound for what is not a request's id.
+    """
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
     def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
         """Keep `data`; it is safe when this returns. Raises TransientError, nothing kept, when there is no room."""
+        self._shelf.write(_folder(request), str(index), data)
+        return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
 
     @abstractmethod
     def path(self, request: str, index: int) -> Path:
-        """A file that holds the result. Raises NotFound."""
+        """A file that holds the result, for reading. Raises NotFound."""
 
-    @abstractmethod
     def read(self, request: str, index: int) -> bytes:
         """The bytes of a result. Raises NotFound."""
+        return self._read(request, str(index), f"result {index}")
 
-    @abstractmethod
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
         """Keep bytes beside a request's results until it is over: an upload, a preview, which need not be durable.
 
         Raises TransientError when there is no room.
         """
+        self._shelf.write(_folder(request), _attachment(name), data, durable=durable)
 
-    @abstractmethod
     def attached(self, request: str, name: str) -> bytes:
         """What was attached under that name. Raises NotFound."""
+        return self._read(request, _attachment(name), name)
 
-    @abstractmethod
     def detach(self, request: str) -> None:
         """Forget what was attached to a request, but not its results. Idempotent."""
+        for entry in self._shelf.entries(_folder(request)):
+            if entry.name.startswith(ATTACHED):
+                self._shelf.remove(request, entry.name)
 
-    @abstractmethod
     def delete(self, request: str) -> None:
         """Forget a request's results and attachments. Idempotent."""
+        self._shelf.drop(_folder(request))
 
-    @abstractmethod
     def forget(self, before: float) -> list[str]:
         """Delete the results of requests that got their last one before Unix time `before`; returns their ids."""
-
-
-class DiskResults(ResultStore):
-    """Results as files: one folder per request, one file per index, readable by their owner only.
-
-    A file appears whole or not at all, and survives a power cut once `put` has returned.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        try:
-            _make_folder(folder)
-        except OSError as error:
-            reason = f"{error.strerror}; choose another --results"
-            raise ConfigError(f"results cannot be kept in {folder}: {reason}") from error
-
-    def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
-        """See ResultStore."""
-        self._write(request, str(index), data)
-        return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
-
-    def path(self, request: str, index: int) -> Path:
-        """See ResultStore."""
-        path = self._of(request) / str(index)
-        if not path.is_file():
-            raise NotFound(f"request {request} has no result {index}, or it is kept no longer")
-        return path
-
-    def read(self, request: str, index: int) -> bytes:
-        """See ResultStore."""
-        path = self.path(request, index)
-        with suppress(FileNotFoundError):
-            return path.read_bytes()
-        raise NotFound(f"result {index} of request {request} is kept no longer")
-
-    def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
-        """See ResultStore."""
-        self._write(request, _attachment(name), data, durable)
-
-    def attached(self, request: str, name: str) -> bytes:
-        """See ResultStore."""
-        with suppress(FileNotFoundError):
-            return (self._of(request) / _attachment(name)).read_bytes()
-        raise NotFound(f"request {request} has no {name}, or it is kept no longer")
-
-    def detach(self, request: str) -> None:
-        """See ResultStore."""
-        for file in self._of(request).glob(f"{ATTACHED}*"):
-            file.unlink(missing_ok=True)
-
-    def delete(self, request: str) -> None:
-        """See ResultStore."""
-        shutil.rmtree(self._of(request), ignore_errors=True)
-
-    def forget(self, before: float) -> list[str]:
-        """See ResultStore."""
-        old = [
-            folder.name
-            for folder in self._folder.iterdir()
-            if REQUEST_ID.fullmatch(folder.name) and folder.stat().st_mtime < before
-        ]
+        last: dict[str, float] = {}
+        for entry in self._shelf.entries():
+            if REQUEST_ID.fullmatch(entry.folder):
+                last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
+        old = [request for request, modified in last.items() if modified < before]
         for request in old:
             self.delete(request)
         return old
 
-    def _write(self, request: str, name: str, data: bytes, durable: bool = True) -> None:
-        folder = self._of(request)
-        partial = folder / f".{name}.{secrets.token_hex(8)}"
+    def _read(self, request: str, name: str, what: str) -> bytes:
+        folder = _folder(request)
         try:
-            _make_folder(folder)
-            _write_new(partial, data, durable)
-            partial.replace(folder / name)
-            if durable:
-                _sync_folder(folder)
-        except OSError as error:
-            with suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise TransientError(
-                f"file {name} of {request} ({len(data)} bytes) cannot be written: {error.strerror}; "
-                f"make room under {self._folder}"
-            ) from error
+            return b"".join(self._shelf.read(folder, name)[1])
+        except NotFound:
+            raise _none(request, what) from None
 
-    def _of(self, request: str) -> Path:
-        if not REQUEST_ID.fullmatch(request):
-            raise NotFound(f"{request[:100]!r} is not a request's id")
-        return self._folder / request
+
+class DiskResults(ResultStore):
+    """Results as files: one folder per request, one file per index, readable by their owner only."""
+
+    _shelf: DiskShelf
+
+    def path(self, request: str, index: int) -> Path:
+        """See ResultStore."""
+        path = self._shelf.path(_folder(request), str(index))
+        if not path.is_file():
+            raise _none(request, f"result {index}")
+        return path
+
+
+class RemoteResults(ResultStore):
+    """Results in S3. One that is asked for as a file is copied to this machine, for an hour, to be read in ranges."""
+
+    def path(self, request: str, index: int) -> Path:
+        """See ResultStore."""
+        self._near.forget(time.time() - COPY_S)
+        self._near.put(request, index, "", self.read(request, index))
+        return self._near.path(request, index)
+
+    @cached_property
+    def _near(self) -> DiskResults:
+        folder = tempfile.mkdtemp(prefix="unfuse-results-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return DiskResults(DiskShelf(f"disk:{folder}?fsync=no"))
 
 
 def open_results(url: str) -> ResultStore:
-    """The result store at `disk:PATH`. Raises ConfigError for any other url, and for a folder that cannot be made."""
-    scheme, _, path = url.partition(":")
-    if scheme != "disk" or not path:
-        raise ConfigError(f"--results {url!r}: give disk:PATH")
-    return DiskResults(Path(path).expanduser().absolute())
+    """The result store at `disk:PATH` or `s3://BUCKET/PREFIX`.
+
+    Raises ConfigError for any other url, and for a folder that cannot be made.
+    """
+    if not url.startswith(("disk:", "s3:")):
+        raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
+    shelf = open_shelf(url)
+    return DiskResults(shelf) if isinstance(shelf, DiskShelf) else RemoteResults(shelf)
+
+
+def _folder(request: str) -> str:
+    if not REQUEST_ID.fullmatch(request):
+        raise NotFound(f"{request[:100]!r} is not a request's id")
+    return request
 
 
 def _attachment(name: str) -> str:
@@ -158,25 +139,5 @@ def _attachment(name: str) -> str:
     return ATTACHED + name
 
 
-def _make_folder(folder: Path) -> None:
-    if folder.is_dir():
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    _sync_folder(folder.parent)
-
-
-def _write_new(path: Path, data: bytes, durable: bool) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        if durable:
-            os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _none(request: str, what: str) -> NotFound:
+    return NotFound(f"request {request} has no {what}, or it is kept no longer")

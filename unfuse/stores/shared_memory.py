@@ -88,6 +88,10 @@ class SharedMemoryBackend(StorageBackend):
         """See StorageBackend."""
         return self._home.requests()
 
+    def idle(self) -> list[Extent]:
+        """See StorageBackend."""
+        return self._home.idle()
+
     def usage(self) -> Usage:
         """See StorageBackend."""
         return self._home.usage()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from unfuse.arena.buddy import Usage
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import ObjectLost
+from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, ObjectRef, TensorMeta, lay_out
-from unfuse.core.registry import resolve
-from unfuse.stores import BACKENDS
-from unfuse.stores.base import DEFAULT_CAPACITY, Hold, StorageBackend, StoreOptions
+from unfuse.stores.base import (
+    DEFAULT_CAPACITY,
+    SPILL_CAPACITY,
+    Draft,
+    Hold,
+    StorageBackend,
+    StoreOptions,
+    open_backend,
+)
 from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import copy_into, describe, flat_bytes, numpy_over, torch_over
 
 if TYPE_CHECKING:
@@ -22,6 +30,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from unfuse.stores.tensors import Value
+
+
+LOOK_AGAIN_S = 0.005
+"""How often a put that waits for room looks."""
 
 
 class Held(Mapping[str, Any]):
@@ -58,8 +70,10 @@ class Held(Mapping[str, Any]):
 class TensorStore:
     """Objects of one owner, and for reading those of others. Synchronous, thread-safe, a context manager."""
 
-    def __init__(self, backend: StorageBackend, owner: str, node: str, clock: Clock) -> None:
-        self._backend, self._clock = backend, clock
+    def __init__(
+        self, backend: StorageBackend, owner: str, node: str, clock: Clock, copies: KeyedBackend | None = None
+    ) -> None:
+        self._backend, self._clock, self._copies = backend, clock, copies
         self.owner, self.node = owner, node
 
     @classmethod
@@ -72,18 +86,21 @@ class TensorStore:
         capacity: int = DEFAULT_CAPACITY,
         address: str = "",
         write_token: bytes = b"",
+        threshold: float = 0.8,
+        spill_capacity: int = SPILL_CAPACITY,
+        durable: str = "none",
         clock: Clock | None = None,
     ) -> TensorStore:
-        """Open a store: "memory", "shared_memory", "auto" (shared memory where the kernel has it) or `module:attr`.
+        """Open a store: "memory", "shared_memory", "auto" (shared memory where the kernel has it), `disk:PATH`,
+        `redis://HOST:PORT/DATABASE`, `s3://BUCKET/PREFIX`, `spill:FAST+SLOW` of two of these, or `module:attr`.
 
         `owner` and `node` go into refs (default: a random owner). Without `address` the store owns `capacity` bytes;
-        with it, and the `write_token` of the process that owns them, it puts into that one's. Raises ConfigError.
+        with it, and the `write_token` of the process that owns them, it puts into that one's. A spilling store moves
+        objects above the share `threshold` of the fast one. `durable` is where `save` keeps copies. Raises ConfigError.
         """
-        if name == "auto":
-            name = "shared_memory" if hasattr(os, "memfd_create") else "memory"
         owner = owner or f"store-{secrets.token_hex(4)}"
-        options = StoreOptions(owner, capacity, address, write_token)
-        return cls(resolve(BACKENDS, name, "store")(options), owner, node, clock or SystemClock())
+        options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity)
+        return cls(open_backend(name, options), owner, node, clock or SystemClock(), open_copies(durable))
 
     @property
     def address(self) -> str:
@@ -99,14 +116,17 @@ class TensorStore:
         """Where other owners are, as {owner: (node, address)}: their objects can be got from now on."""
         self._backend.learn(peers)
 
-    def put(self, tensors: Mapping[str, Value], *, request: str, stage: str, attempt: int) -> ObjectRef:
+    def put(
+        self, tensors: Mapping[str, Value], *, request: str, stage: str, attempt: int, wait: float = 0.0
+    ) -> ObjectRef:
         """Store one stage's output, copying each tensor once.
 
-        Raises ArenaFull when there is no room now, ObjectLost when the request was released meanwhile,
-        TypeError or ValueError for what may not cross a stage border.
+        Waits up to `wait` seconds for room. Raises ArenaFull when there is none, TransientError when the store cannot
+        keep it, ObjectLost when the request was released meanwhile, TypeError or ValueError for what may not cross a
+        stage border.
         """
         metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
-        draft = self._backend.create(nbytes, request)
+        draft = self._room(nbytes, request, wait)
         try:
             checksums = _write(draft.memory, metas, tensors)
         except BaseException:
@@ -134,14 +154,33 @@ class TensorStore:
         Raises ObjectLost when it is not there any more, or not what the ref says; with `verify`, also when a byte of it
         is not the one that was written.
         """
-        if not _consistent(ref):
-            raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
-        hold = self._backend.hold(ref)
-        if verify and checksums_of(hold.bytes()) != ref.checksums:
-            hold.release()
-            raise ObjectLost(f"object {ref.id} is damaged: its bytes are not the ones that were written", ref.id)
+        hold = self.hold(ref, verify=verify)
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
         return Held({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
+
+    def hold(self, ref: ObjectRef, *, verify: bool = False) -> Hold:
+        """The bytes of an object as in `get`, from its store or else from its durable copy. Raises ObjectLost."""
+        if not _consistent(ref):
+            raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
+        try:
+            hold = self._backend.hold(ref)
+            if verify and checksums_of(hold.bytes()) != ref.checksums:
+                hold.release()
+                raise ObjectLost(f"object {ref.id} is damaged: its bytes are not the ones that were written", ref.id)
+            return hold
+        except ObjectLost:
+            if self._copies:
+                with suppress(ObjectLost):
+                    return self._copies.hold(ref)
+            raise
+
+    def save(self, ref: ObjectRef) -> None:
+        """Keep a durable copy of an object, if there is a place for such; it is read when the object is lost.
+
+        Raises ObjectLost when it is lost already, TransientError when the copy cannot be written.
+        """
+        if self._copies:
+            self._copies.keep(ref, self._backend.hold(ref).bytes(), durable=True)
 
     def delete(self, ref: ObjectRef) -> None:
         """Give an object of this owner up; its memory is free when the last reader closes. Idempotent."""
@@ -162,6 +201,16 @@ class TensorStore:
     def close(self) -> None:
         """Give everything up. Arrays that were got stay valid, as long as they live."""
         self._backend.close()
+
+    def _room(self, nbytes: int, request: str, wait: float) -> Draft:
+        until = self._clock.now() + wait
+        while True:
+            try:
+                return self._backend.create(nbytes, request)
+            except ArenaFull as full:
+                if nbytes > full.capacity or self._clock.now() >= until:
+                    raise
+            time.sleep(LOOK_AGAIN_S)
 
     def __enter__(self) -> TensorStore:
         return self

@@ -10,6 +10,7 @@ _SUITES = {
     "ManualClock": "unfuse.testing.clock:ManualClock",
     "check_queue": "unfuse.testing.queue_suite:check_queue",
     "check_store": "unfuse.testing.store_suite:check_store",
+    "check_transfer": "unfuse.testing.transfer_suite:check_transfer",
 }
 
 

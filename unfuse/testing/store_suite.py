@@ -5,37 +5,46 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from unfuse.core.errors import ArenaFull, ObjectLost, UnfuseError
-from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef
+from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef, lay_out
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import RAW
 
 Open = Callable[[], TensorStore]
+Overwrite = Callable[[ObjectRef, bytes | None], None]
+
+FLIPS = 1000
+WITHIN_S = 60
 
 
-def check_store(open: Open) -> None:
+def check_store(open: Open, overwrite: Overwrite | None = None) -> None:
     """Raise AssertionError where a store breaks the contract.
 
     `open` returns a new, empty store of at least 32 MiB, which the suite closes. torch tensors are checked where torch
-    has been imported.
+    has been imported. `overwrite` replaces what is kept of an object behind the store's back, by None removes it; with
+    it, damage at rest is checked, too.
     """
-    for check in CHECKS:
+    checks: dict[str, Callable[[TensorStore], None]] = {check.__name__: check for check in CHECKS}
+    if overwrite:
+        checks |= {check.__name__: partial(check, overwrite=overwrite) for check in (check_flips, check_wreckage)}
+    for name, check in checks.items():
         with open() as store:
             try:
                 check(store)
             except UnfuseError as error:
-                raise AssertionError(f"{check.__name__}: {error}") from error
+                raise AssertionError(f"{name}: {error}") from error
             for request in store.holding():
                 store.release(request)
-            assert store.usage().used == 0, f"{check.__name__} left something behind: {store.usage()}"
+            assert store.usage().used == 0, f"{name} left something behind: {store.usage()}"
 
 
 def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
@@ -251,6 +260,7 @@ def check_forged(store: TensorStore) -> None:
         {"tensors": (x, msgspec.structs.replace(y, offset=1 << 40))},
         {"tensors": (msgspec.structs.replace(x, shape=(1 << 50,)), y)},
         {"tensors": (msgspec.structs.replace(x, dtype="object"), y)},
+        dict(zip(("tensors", "nbytes"), lay_out([("x", "uint8", (1 << 50,))]), strict=True)),
     ]
     for change in changed:
         forged = msgspec.structs.replace(ref, **change)
@@ -261,12 +271,13 @@ def check_forged(store: TensorStore) -> None:
 
 
 def check_damage(store: TensorStore) -> None:
-    """With `verify`, bytes that do not have the checksums of the ref are never handed out; without, nothing is read."""
+    """With `verify`, bytes that do not have the checksums of the ref are never handed out, and nothing stays held."""
     ref = put(store, {"x": np.arange(1000)})
-    damaged = msgspec.structs.replace(ref, checksums=(ref.checksums[0] ^ 1,))
-    with lost(damaged):
-        store.get(damaged, verify=True)
-    store.get(damaged).close()
+    for checksums in ((ref.checksums[0] ^ 1,), (), ref.checksums * 2):
+        damaged = msgspec.structs.replace(ref, checksums=checksums)
+        with lost(damaged):
+            store.get(damaged, verify=True)
+    store.get(ref, verify=True).close()
     store.delete(ref)
     assert store.usage().used == 0
 
@@ -289,7 +300,63 @@ def check_threads(store: TensorStore) -> None:
     assert store.usage().used == 0
 
 
+def check_wait(store: TensorStore) -> None:
+    """A put that may wait gets the room that comes back meanwhile; for what never fits nothing waits."""
+    capacity = store.usage().capacity
+    piece = np.zeros(capacity // 8, np.uint8)
+    refs: list[ObjectRef] = []
+    with suppress(ArenaFull):
+        while len(refs) < 9:
+            refs.append(put(store, {"x": piece}))
+    assert len(refs) < 9
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(store.put, {"x": piece}, request=new_request_id(), stage="s", attempt=1, wait=WITHIN_S)
+        wait([patient], 0.05)  # so that it has most likely found no room before there is some
+        for ref in refs:
+            store.delete(ref)
+        store.get(patient.result()).close()
+    for never in (capacity, capacity * 2):
+        try:
+            put(store, {"x": np.broadcast_to(np.uint8(1), (never + 1,))})
+        except ArenaFull as error:
+            assert error.needed > error.capacity
+        else:
+            raise AssertionError("more than everything was stored")
+
+
+def check_flips(store: TensorStore, overwrite: Overwrite) -> None:
+    """Of FLIPS single bits flipped at rest, in a small object and across chunks of a large one, each is noticed."""
+    rng = np.random.default_rng(5)
+    for nbytes, flips in ((40_000, FLIPS - 10), (2 * CHUNK_BYTES + 999, 10)):
+        ref = put(store, {"x": rng.integers(0, 255, nbytes, np.uint8)})
+        kept = bytearray(store.hold(ref).bytes())
+        for bit in rng.choice(len(kept) * 8, flips, replace=False).tolist():
+            kept[bit // 8] ^= 1 << bit % 8
+            overwrite(ref, bytes(kept))
+            kept[bit // 8] ^= 1 << bit % 8
+            with lost(ref):
+                store.get(ref)
+        overwrite(ref, bytes(kept))
+        store.get(ref, verify=True).close()
+
+
+def check_wreckage(store: TensorStore, overwrite: Overwrite) -> None:
+    """What is shorter, longer or gone is lost, and never read in part; what is whole again is read again."""
+    ref = put(store, {"x": np.arange(CHUNK_BYTES // 8 + 500)})
+    kept = bytes(store.hold(ref).bytes())
+    for wreck in (b"", kept[:1], kept[:-1], kept[:CHUNK_BYTES], kept + b"x", kept * 2, None):
+        overwrite(ref, wreck)
+        with lost(ref):
+            store.get(ref)
+        overwrite(ref, kept)
+        store.get(ref, verify=True).close()
+    overwrite(ref, None)
+    store.delete(ref)
+    store.release(ref.request)
+    assert not store.holding() and store.usage().used == 0
+
+
 CHECKS = (
     check_dtypes, check_torch, check_shapes, check_refusals, check_ref, check_large, check_read_only, check_delete,
-    check_garbage, check_release, check_full, check_forged, check_damage, check_threads,
+    check_garbage, check_release, check_full, check_forged, check_damage, check_threads, check_wait,
 )  # fmt: skip

@@ -1,0 +1,385 @@
+"""Objects on a disk, in Redis and in S3: they outlive their owner, and what fails is said and heals."""
+
+import errno
+import os
+import resource
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.stores.processes import Start
+from tests.stores.servers import RedisServer, S3Server
+from tests.stores.test_shared_memory import decoded
+from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.stores.keyed import open_copies
+from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
+from unfuse.stores.tensor_store import TensorStore
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=["disk", "redis", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "disk":
+        return f"disk:{tmp_path}/kept"
+    url: str = request.getfixturevalue(f"{request.param}_server").url
+    return url
+
+
+@pytest.fixture
+def shelf(place: str) -> Shelf:
+    return open_shelf(place)
+
+
+def put(store: TensorStore, value: int, nbytes: int = 1000, request: str = "") -> ObjectRef:
+    tensors = {"x": np.full(nbytes, value, np.uint8)}
+    return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
+
+
+def check(store: TensorStore, ref: ObjectRef, value: int) -> None:
+    with store.get(ref) as held:
+        assert (held["x"] == value).all()
+
+
+def test_what_an_owner_kept_is_read_by_others_and_survives_kill_9(start: Start, place: str) -> None:
+    owner = start(name=place, owner="a", capacity=16 * MIB)
+    refs = [owner("put", value, 700_000) for value in (5, 6)]
+    assert owner.kill() == -9
+
+    reader = start(name=place, owner="b", capacity=MIB)
+    assert reader("get", refs[0]) == [5, 5 * 700_000]
+    with TensorStore.create(place, owner="a", capacity=16 * MIB) as again:
+        assert again.holding() == {decoded(ref).request for ref in refs}
+        with again.get(decoded(refs[1])) as held:
+            assert (held["x"] == 6).all()
+        for ref in refs:
+            again.delete(decoded(ref))
+        assert again.usage().used == 0 and not again.holding()
+
+
+def test_an_owner_that_dies_while_it_writes_leaves_nothing_to_read(start: Start, place: str) -> None:
+    owner = start(name=place, owner="half", capacity=16 * MIB)
+    owner("begin", 5 * MIB)
+    owner.kill()
+    with TensorStore.create(place, owner="half") as again:
+        assert not again.holding() and again.usage().used == 0
+
+
+def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
+    with TensorStore.create(place, owner="one") as one, TensorStore.create(place, owner="two") as two:
+        ref = put(one, 3)
+        two.delete(ref)
+        two.release(ref.request)
+        check(two, ref, 3)
+        assert not two.holding() and two.usage().used == 0
+        one.release(ref.request)
+        with pytest.raises(ObjectLost):
+            two.get(ref)
+
+
+def test_any_text_names_an_owner_and_a_request(shelf: Shelf, place: str) -> None:
+    for odd in ("../../etc", "..", "a/b", "~", "%2E", "ü x\n", "."):
+        with TensorStore.create(place, owner=odd, capacity=MIB) as store:
+            ref = put(store, 1, request=odd)
+            check(store, ref, 1)
+            assert store.holding() == {odd}
+            store.release(odd)
+            assert not store.holding()
+        assert last_part(folder_of("a", odd)) == odd and ".." not in folder_of(odd)
+
+
+def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(shelf: Shelf) -> None:
+    def read(folder: str, name: str) -> bytes:
+        nbytes, parts = shelf.read(folder, name)
+        data = b"".join(parts)
+        assert nbytes == len(data)
+        return data
+
+    large = os.urandom(9 * MIB)
+    for data in (b"first", b"", large, b"last"):
+        shelf.write("shelf/a", "x", data)
+        assert read("shelf/a", "x") == data
+    shelf.write("shelf/a", "y", b"12")
+    shelf.write("shelf/b", "x", b"123")
+    assert sorted((entry.folder, entry.name, entry.nbytes) for entry in shelf.entries("shelf")) == [
+        ("shelf/a", "x", 4), ("shelf/a", "y", 2), ("shelf/b", "x", 3)]  # fmt: skip
+    shelf.remove("shelf/a", "x")
+    shelf.remove("shelf/a", "x")
+    shelf.drop("shelf/b")
+    shelf.drop("shelf/b")
+    for folder in ("shelf/a", "shelf/b"):
+        with pytest.raises(NotFound):
+            read(folder, "x")
+    assert [entry.name for entry in shelf.entries("shelf")] == ["y"]
+    shelf.drop("shelf")
+    assert list(shelf.entries("shelf")) == []
+
+
+def test_a_part_that_redis_lost_is_an_object_lost(redis_server: RedisServer) -> None:
+    with TensorStore.create(redis_server.url, owner="w", capacity=64 * MIB) as store:
+        ref = put(store, 1, 9 * MIB)
+        (key,) = redis_server.client.keys(f"*{ref.id}*")
+        redis_server.client.hdel(key, str(4 * MIB))
+        with pytest.raises(ObjectLost, match="is not in Redis at .* any more"):
+            store.get(ref)
+        store.release(ref.request)
+
+
+def test_redis_forgets_by_itself(redis_server: RedisServer) -> None:
+    with TensorStore.create(redis_server.url + "?prefix=long&ttl=600", owner="w") as store:
+        put(store, 1)
+        (key,) = redis_server.client.keys("{long}:w/*")
+        assert 0 < redis_server.client.ttl(key) <= 600
+    with TensorStore.create(redis_server.url + "?prefix=brief&ttl=1", owner="w") as store:
+        ref = put(store, 1)
+        gone = threading.Event()
+        while store.holding():
+            gone.wait(0.05)
+        with pytest.raises(ObjectLost):
+            store.get(ref)
+        assert redis_server.client.keys("{brief}*") == []
+
+
+def test_a_full_redis_is_said_and_nothing_is_left(redis_server: RedisServer) -> None:
+    client = redis_server.client
+    with TensorStore.create(redis_server.url, owner="full", capacity=64 * MIB) as store:
+        small = put(store, 1)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + 24 * MIB)
+        try:
+            with pytest.raises(TransientError, match="does not take .*maxmemory"):
+                put(store, 2, 60 * MIB)
+        finally:
+            client.config_set("maxmemory", 0)
+        assert store.holding() == {small.request} and len(client.keys("*full*")) == 1
+        check(store, put(store, 3, 30 * MIB), 3)
+        check(store, small, 1)
+        for request in store.holding():
+            store.release(request)
+
+
+@contextmanager
+def no_file_above(nbytes: int) -> Iterator[None]:
+    """A disk that is full after so many bytes of a file: the kernel refuses to write more."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, most))
+
+
+def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(tmp_path: Path) -> None:
+    with TensorStore.create(f"disk:{tmp_path}/kept", owner="w", capacity=64 * MIB) as store:
+        small = put(store, 1)
+        with no_file_above(MIB), pytest.raises(TransientError, match="File too large; make room under"):
+            put(store, 2, 3 * MIB)
+        assert store.holding() == {small.request}
+        assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+        check(store, put(store, 3, 3 * MIB), 3)
+        check(store, small, 1)
+
+
+def test_a_file_system_that_is_full_is_said_and_is_used_again_when_it_is_not(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("file systems cannot be mounted here")
+    try:
+        with TensorStore.create(f"disk:{tmp_path}/kept", owner="w", capacity=64 * MIB) as store:
+            first = put(store, 1, 3 * MIB)
+            with pytest.raises(TransientError, match=os.strerror(errno.ENOSPC)):
+                put(store, 2, 2 * MIB)
+            check(store, first, 1)
+            store.release(first.request)
+            check(store, put(store, 3, 3 * MIB), 3)
+    finally:
+        subprocess.run(["umount", "-l", tmp_path], check=True)
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_back(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    server: RedisServer | S3Server = request.getfixturevalue(f"{kind}_server")
+    if isinstance(server, RedisServer):
+        server.sync()
+    with TensorStore.create(server.url, owner="k", capacity=64 * MIB) as store:
+        kept = put(store, 1, 5 * MIB)
+        server.kill()
+        with pytest.raises(ObjectLost) as lost:
+            store.get(kept)
+        assert lost.value.object_id == kept.id
+        for attempt in (lambda: put(store, 2), store.holding, store.usage, lambda: store.release(kept.request)):
+            with pytest.raises(TransientError):
+                attempt()
+        server.start()
+        check(store, kept, 1)
+        check(store, put(store, 3, 5 * MIB), 3)
+        for over in store.holding():
+            store.release(over)
+        assert store.usage().used == 0
+
+
+@pytest.mark.parametrize("kind", ["redis", "s3"])
+def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_errors(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    server: RedisServer | S3Server = request.getfixturevalue(f"{kind}_server")
+    if isinstance(server, RedisServer):
+        server.sync()
+    with TensorStore.create(server.url, owner="m", capacity=256 * MIB) as store:
+        kept: list[ObjectRef] = []
+        some, failed = threading.Event(), threading.Event()
+
+        def write() -> None:
+            try:
+                for value in range(10_000):
+                    kept.append(put(store, value % 251, 2 * MIB, "of this test"))
+                    if len(kept) == 3:
+                        some.set()
+                    if len(kept) > 20:
+                        store.delete(kept.pop(3))
+            except TransientError:
+                failed.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert some.wait(60)
+        server.kill()
+        assert failed.wait(100)
+        thread.join()
+        server.start()
+        for value, ref in enumerate(kept[:3]):
+            check(store, ref, value)
+        store.release("of this test")
+        assert store.usage().used == 0 and not store.holding()
+
+
+def test_a_store_on_a_disk_has_the_bound_it_was_given(tmp_path: Path) -> None:
+    with TensorStore.create(f"disk:{tmp_path}", owner="w", capacity=3000) as store:
+        first = put(store, 1, 2000)
+        with pytest.raises(ArenaFull):
+            put(store, 2, 2000)
+        with TensorStore.create(f"disk:{tmp_path}", owner="w", capacity=3000) as again:
+            assert again.usage().free == 3000 - first.nbytes, "what is there counts, whoever put it there"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("disk", "give disk:PATH"),
+        ("disk:/tmp/x?fsync=maybe", "give disk:PATH"),
+        ("disk:/proc/nothing/here", "choose another folder"),
+        ("redis://host:0", "a place in Redis is"),
+        ("redis://host/?ttl=0", "a place in Redis is"),
+        ("redis://host/?speed=9", "a place in Redis is"),
+        ("s3://", "give s3://BUCKET/PREFIX"),
+        ("s3://Bucket", "give s3://BUCKET/PREFIX"),
+        ("tape:/x", "cannot be loaded"),
+    ],
+)
+def test_a_place_that_is_none_is_refused(url: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TensorStore.create(url)
+
+
+@pytest.mark.parametrize(("option", "synced"), [("", False), ("?fsync=yes", True), ("?fsync=no", False)])
+def test_files_are_synced_by_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, synced: bool) -> None:
+    with TensorStore.create(f"disk:{tmp_path}/kept{option}", owner="w") as store:
+        names: list[str] = []
+        monkeypatch.setattr(os, "fsync", lambda fd: names.append(os.readlink(f"/proc/self/fd/{fd}")))
+        ref = put(store, 1)
+        assert any(ref.id in name for name in names) == synced
+
+
+Durable = Callable[[], TensorStore]
+
+
+@pytest.fixture
+def durable(place: str) -> Iterator[Durable]:
+    """Stores in memory with copies at the place."""
+    stores: list[TensorStore] = []
+
+    def create() -> TensorStore:
+        stores.append(TensorStore.create("memory", capacity=64 * MIB, durable=place))
+        return stores[-1]
+
+    yield create
+    for store in stores:
+        store.close()
+
+
+def test_an_object_that_is_lost_is_read_from_its_copy_by_anybody(durable: Durable) -> None:
+    one, two = durable(), durable()
+    request = new_request_id()
+    ref, other = put(one, 7, 5 * MIB, request), put(one, 8, 10, request)
+    one.save(ref)
+    check(two, ref, 7)
+    one.release(request)
+    check(one, ref, 7)
+    for store in (one, two):
+        with pytest.raises(ObjectLost) as lost:
+            store.get(other)
+        assert lost.value.object_id == other.id
+
+
+def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable, place: str) -> None:
+    store, copies = durable(), open_copies(place)
+    assert copies is not None
+    refs = [put(store, 1), put(store, 2)]
+    for ref in refs:
+        store.save(ref)
+        store.delete(ref)
+    assert copies.holding() >= {ref.request for ref in refs}
+    copies.release(refs[0].request)
+    copies.release(refs[0].request)
+    with pytest.raises(ObjectLost):
+        store.get(refs[0])
+    check(store, refs[1], 2)
+    copies.release(refs[1].request)
+
+
+def test_a_damaged_copy_is_never_read(durable: Durable, shelf: Shelf) -> None:
+    store = durable()
+    ref = put(store, 1)
+    store.save(ref)
+    store.delete(ref)
+    (entry,) = (entry for entry in shelf.entries() if entry.name.startswith(ref.id))
+    shelf.write(entry.folder, entry.name, bytes(999) + b"\1")
+    with pytest.raises(ObjectLost):
+        store.get(ref)
+    shelf.drop(entry.folder)
+
+
+def test_an_object_that_is_damaged_is_read_from_its_copy(durable: Durable) -> None:
+    store = durable()
+    ref = put(store, 7)
+    store.save(ref)
+    (buffer,) = store._backend._heap.buffers.values()  # type: ignore[attr-defined]
+    buffer[500] ^= 4
+    with store.get(ref, verify=True) as held:
+        assert (held["x"] == 7).all()
+
+
+def test_a_copy_of_what_is_lost_cannot_be_made(durable: Durable) -> None:
+    store = durable()
+    ref = put(store, 1)
+    store.delete(ref)
+    with pytest.raises(ObjectLost):
+        store.save(ref)
+
+
+def test_without_a_place_for_copies_there_are_none() -> None:
+    assert open_copies("none") is None
+    with TensorStore.create("memory") as store:
+        ref = put(store, 1)
+        store.save(ref)
+        store.delete(ref)
+        with pytest.raises(ObjectLost, match="is not here"):
+            store.get(ref)

@@ -1,0 +1,129 @@
+"""A shelf of files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+
+if TYPE_CHECKING:
+    from unfuse.stores.shelf import Data
+
+FSYNC = {"yes": True, "no": False, "": None}
+
+
+class DiskShelf(Shelf):
+    """`disk:PATH[?fsync=yes|no]`: one file for each name, readable by its owner only.
+
+    A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without a
+    word in the URL, only what is to be durable is synced.
+    """
+
+    def __init__(self, url: str) -> None:
+        path, _, fsync = url.partition(":")[2].partition("?fsync=")
+        if not path or fsync not in FSYNC:
+            raise ConfigError(f"{url!r} is no folder: give disk:PATH")
+        self._root, self._fsync = Path(path).expanduser().absolute(), FSYNC[fsync]
+        try:
+            _make(self._root)
+        except OSError as error:
+            raise ConfigError(f"nothing can be kept in {path}: {error.strerror}; choose another folder") from error
+
+    def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
+        """See Shelf."""
+        fsync = durable if self._fsync is None else self._fsync
+        try:
+            try:
+                self._write(folder, name, data, fsync)
+            except FileNotFoundError:  # the folder was dropped meanwhile
+                self._write(folder, name, data, fsync)
+        except OSError as error:
+            raise TransientError(
+                f"file {name} of {folder} ({len(data)} bytes) cannot be written: {error.strerror}; "
+                f"make room under {self._root}"
+            ) from error
+
+    def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
+        """See Shelf."""
+        path = self.path(folder, name)
+        with _explained(path):
+            return path.stat().st_size, _parts(path)
+
+    def path(self, folder: str, name: str) -> Path:
+        """Where the file is, if there is one."""
+        return self._root / folder / name
+
+    def remove(self, folder: str, name: str) -> None:
+        """See Shelf."""
+        with suppress(OSError):
+            self.path(folder, name).unlink()
+            self.path(folder, name).parent.rmdir()
+
+    def drop(self, folder: str) -> None:
+        """See Shelf."""
+        shutil.rmtree(self._root / folder, ignore_errors=True)
+
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        """See Shelf."""
+        for folder, _, names in os.walk(self._root / under):
+            for name in names:
+                with suppress(FileNotFoundError):  # removed meanwhile
+                    stat = os.stat(os.path.join(folder, name))
+                    yield Entry(os.path.relpath(folder, self._root), name, stat.st_size, stat.st_mtime)
+
+    def _write(self, folder: str, name: str, data: Data, fsync: bool) -> None:
+        target = self._root / folder
+        _make(target)
+        partial = target / f".{name}.{secrets.token_hex(8)}"
+        try:
+            with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+                file.write(data)  # type: ignore[arg-type]  # an array is a buffer
+                file.flush()
+                if fsync:
+                    os.fsync(file.fileno())
+            partial.replace(target / name)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        if fsync:
+            _sync(target)
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    with _explained(path), path.open("rb", buffering=0) as file:
+        while part := file.read(PART_BYTES):
+            yield part
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"there is no file {path}") from None
+    except OSError as error:
+        raise TransientError(f"file {path} cannot be read: {error.strerror}") from error
+
+
+def _make(folder: Path) -> None:
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    _sync(folder.parent)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

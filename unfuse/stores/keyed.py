@@ -1,0 +1,167 @@
+"""Objects on a shelf: they outlive their owner's process, and are verified whenever they come back."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
+from unfuse.arena.turn import Turn
+from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
+from unfuse.core.object_ref import ObjectRef
+from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.checksums import Checksums
+from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class KeyedBackend(StorageBackend):
+    """At most `capacity` bytes of one owner's objects on a shelf, where any process that reaches it reads them.
+
+    Without an `owner` they are copies of everybody's, unbounded. What is written, and what is held, lies in this
+    process's memory: `usage` counts it beside what is kept.
+    """
+
+    def __init__(self, shelf: Shelf, owner: str = "", capacity: int = 0) -> None:
+        self._shelf, self._owner, self._capacity = shelf, owner, capacity
+        self._turn = Turn()
+        self._writing: dict[str, tuple[Draft, str]] = {}
+        self._generations = count(1)
+        self._held = self._high_water = 0
+
+    def create(self, nbytes: int, request: str) -> Draft:
+        """See StorageBackend."""
+        self._admit(nbytes)
+        memory = np.empty(nbytes, np.uint8)
+        draft = Draft(secrets.token_hex(16), secrets.token_bytes(16), next(self._generations), memory)
+        self._writing[draft.id] = draft, request
+        return draft
+
+    def seal(self, id: str) -> None:
+        """See StorageBackend. Raises TransientError when the shelf cannot take it; nothing is kept then."""
+        draft, request = self._writing.get(id) or (None, "")
+        if draft is not None:
+            folder, name = folder_of(self._owner, request), _name(draft)
+            try:
+                self._shelf.write(folder, name, draft.memory, durable=False)
+            except TransientError:
+                self.abort(id)
+                raise
+            if self._writing.pop(id, None):
+                return
+            self._shelf.remove(folder, name)
+        raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
+
+    def abort(self, id: str) -> None:
+        """See StorageBackend."""
+        self._writing.pop(id, None)
+
+    def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
+        """Keep a sealed object of another store. Raises ArenaFull, or TransientError when the shelf cannot take it."""
+        if self._owner:
+            self._admit(ref.nbytes)
+        self._shelf.write(folder_of(self._owner, ref.request), _name(ref), memory, durable=durable)
+
+    def hold(self, ref: ObjectRef) -> Hold:
+        """See StorageBackend. Raises ObjectLost also when a byte is not the one that was written."""
+        try:
+            memory = self._read(folder_of(self._owner and ref.owner, ref.request), ref)
+        except (NotFound, TransientError) as error:
+            raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
+        with self._turn:
+            self._held += ref.nbytes
+        return Hold(memory, partial(self._turn.post, partial(self._let_go, ref.nbytes)))
+
+    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        """See StorageBackend: whose objects are on this shelf can be read without."""
+
+    def delete(self, ref: ObjectRef) -> None:
+        """See StorageBackend."""
+        if self._owner in ("", ref.owner):
+            self._shelf.remove(folder_of(self._owner, ref.request), _name(ref))
+
+    def release(self, request: str) -> None:
+        """See StorageBackend."""
+        for id in [id for id, (_, other) in tuple(self._writing.items()) if other == request]:
+            self.abort(id)
+        self._shelf.drop(folder_of(self._owner, request))
+
+    def holding(self) -> frozenset[str]:
+        """See StorageBackend."""
+        begun = {request for _, request in tuple(self._writing.values())}
+        return frozenset(begun | {last_part(entry.folder) for entry in self._shelf.entries(folder_of(self._owner))})
+
+    def usage(self) -> Usage:
+        """See StorageBackend."""
+        used = self._used()
+        self._high_water = max(self._high_water, used + self._held)
+        free = max(0, self._capacity - used)
+        used += self._held
+        return Usage(self._capacity, used, used, free, free, self._high_water)
+
+    def close(self) -> None:
+        """See StorageBackend. What is sealed stays."""
+
+    def clear(self) -> None:
+        """Forget every object of this owner."""
+        self._shelf.drop(folder_of(self._owner))
+
+    def forget(self, before: float) -> None:
+        """Forget what was kept before Unix time `before`, whoever its owner is. Raises TransientError."""
+        for entry in [entry for entry in self._shelf.entries() if entry.modified < before]:
+            self._shelf.remove(entry.folder, entry.name)
+
+    def _used(self) -> int:
+        begun: int = sum(draft.memory.nbytes for draft, _ in tuple(self._writing.values()))
+        return begun + sum(entry.nbytes for entry in self._shelf.entries(folder_of(self._owner)))
+
+    def _admit(self, nbytes: int) -> None:
+        used = self._used()
+        if used + nbytes > self._capacity:
+            raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity)
+        self._high_water = max(self._high_water, used + nbytes)
+
+    def _read(self, folder: str, ref: ObjectRef) -> NDArray[np.uint8]:
+        nbytes, parts = self._shelf.read(folder, _name(ref))
+        if nbytes != ref.nbytes:
+            raise TransientError(f"{nbytes} bytes of {ref.nbytes} are there")
+        memory, end = np.empty(nbytes, np.uint8), 0
+        checksums = Checksums(memory)
+        for part in parts:
+            memory[end : end + len(part)] = np.frombuffer(part, np.uint8)[: nbytes - end]
+            end += len(part)
+            checksums.filled(min(end, nbytes))
+        if end != nbytes or checksums.finish() != ref.checksums:
+            raise TransientError("it is damaged: its bytes are not the ones that were written")
+        return memory
+
+    def _let_go(self, nbytes: int) -> None:
+        self._held -= nbytes
+
+
+def open_keyed(options: StoreOptions) -> KeyedBackend:
+    """The owner's objects on the shelf at the URL. Raises ConfigError."""
+    return KeyedBackend(open_shelf(options.url), options.owner, options.capacity)
+
+
+def open_copies(url: str) -> KeyedBackend | None:
+    """Durable copies of everybody's objects at `disk:PATH`, `redis://…`, `s3://…`; "none" is none. Raises ConfigError.
+
+    They last until they are released with their request, by whoever knows that it is over.
+    """
+    return None if url == "none" else KeyedBackend(open_shelf(url))
+
+
+def _name(object: ObjectRef | Extent | Draft) -> str:
+    """What an object is called: who does not have its whole ref does not find it."""
+    secret = hashlib.blake2b(b"%d " % object.generation + object.key, digest_size=16).hexdigest()
+    return f"{folder_of(object.id)}.{secret}"

@@ -1,0 +1,118 @@
+"""A shelf in Redis (6.2 or later) or Valkey."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, urlsplit
+
+from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+
+try:
+    from redis import Redis
+    from redis.backoff import NoBackoff
+    from redis.exceptions import RedisError
+    from redis.retry import Retry
+except ImportError as error:
+    raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
+
+if TYPE_CHECKING:
+    from unfuse.stores.shelf import Data
+
+ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
+SILENT_S = 30
+"""How long a server may say nothing before it counts as gone."""
+
+
+class RedisShelf(Shelf):
+    """A hash of parts for each name, and one that lists them. All ends after `ttl` seconds (default: a day).
+
+    How durable it is until then, is the server's setting.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            where = urlsplit(url)
+            options = {"prefix": "unfuse-kept", "ttl": "86400", **dict(parse_qsl(where.query, keep_blank_values=True))}
+            self._prefix, self._ttl = f"{{{options.pop('prefix')}}}", int(options.pop("ttl"))
+            if options or self._ttl < 1 or where.port == 0 or not re.fullmatch(r"/?\d*", where.path):
+                raise ValueError
+        except ValueError:
+            raise ConfigError(f"a place in Redis is {ADDRESS}") from None
+        self._list, self._place = f"{self._prefix}:kept", f"Redis at {where.hostname}"
+        self._redis = Redis.from_url(
+            where._replace(query="").geturl(),
+            retry=Retry(NoBackoff(), 1),
+            socket_timeout=SILENT_S,
+            socket_connect_timeout=5,
+        )
+
+    def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
+        """See Shelf."""
+        path, view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
+        draft = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
+        with self._explained(f"take {path} ({len(data)} bytes)"):
+            try:
+                for start in range(0, len(data) or 1, PART_BYTES):
+                    self._redis.hset(draft, str(start), view[start : start + PART_BYTES])
+                    self._redis.expire(draft, self._ttl)
+                with self._redis.pipeline() as together:
+                    together.rename(draft, f"{self._prefix}:{path}")
+                    together.hset(self._list, path, f"{len(data)} {time.time()}")
+                    together.execute()
+            except RedisError:
+                with suppress(RedisError):
+                    self._redis.unlink(draft)
+                raise
+
+    def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
+        """See Shelf."""
+        path = f"{folder}/{name}"
+        with self._explained(f"say whether it has {path}"):
+            found = self._redis.hget(self._list, path)
+        if not isinstance(found, bytes):
+            raise NotFound(f"there is no {path} in {self._place}")
+        nbytes = int(found.split()[0])
+        return nbytes, self._parts(path, nbytes)
+
+    def remove(self, folder: str, name: str) -> None:
+        """See Shelf."""
+        with self._explained("forget"), self._redis.pipeline() as together:
+            together.unlink(f"{self._prefix}:{folder}/{name}")
+            together.hdel(self._list, f"{folder}/{name}")
+            together.execute()
+
+    def drop(self, folder: str) -> None:
+        """See Shelf."""
+        for entry in list(self.entries(folder)):
+            self.remove(entry.folder, entry.name)
+
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        """See Shelf."""
+        with self._explained("say what it has"):
+            for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
+                (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())
+                if modified + self._ttl < time.time():
+                    self._redis.hdel(self._list, path)
+                else:
+                    yield Entry(folder, name, int(nbytes), modified)
+
+    def _parts(self, path: str, nbytes: int) -> Iterator[bytes]:
+        for start in range(0, nbytes, PART_BYTES):
+            with self._explained(f"send {path}"):
+                part = self._redis.hget(f"{self._prefix}:{path}", str(start))
+            if not isinstance(part, bytes):
+                raise NotFound(f"a part of {path} is not in {self._place} any more")
+            yield part
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            raise TransientError(f"{self._place} does not {what}: {error}") from error

@@ -1,0 +1,100 @@
+"""A shelf in S3, or in whatever speaks its protocol."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+
+try:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+except ImportError as error:
+    raise ConfigError("keeping things in S3 needs the library obstore: pip install 'unfuse[s3]'") from error
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig
+
+    from unfuse.stores.shelf import Data
+
+URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.+))?")
+TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
+"""To connect, without a byte, for one call in all."""
+
+AGAIN = timedelta(seconds=10)
+"""How long a server that fails is asked again."""
+
+
+class S3Shelf(Shelf):
+    """`s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each name; S3 makes whole and durable ones only.
+
+    Credentials, region and endpoint come from the usual AWS_ variables.
+    """
+
+    def __init__(self, url: str) -> None:
+        match = URL.fullmatch(url)
+        if match is None:
+            raise ConfigError(f"{url!r} is no place in S3: give s3://BUCKET/PREFIX, and ?endpoint=URL if it is not AWS")
+        self._place = url.partition("?")[0]
+        self._store = S3Store(
+            match[1],
+            prefix=match[2] or None,
+            config={"endpoint": match[3]} if match[3] else {},
+            client_options={"allow_http": True, **TIMES},
+            retry_config={"max_retries": 3, "retry_timeout": AGAIN},
+        )
+
+    def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
+        """See Shelf."""
+        with self._explained(f"written to {folder}/{name} ({len(data)} bytes)"):
+            obstore.put(self._store, f"{folder}/{name}", memoryview(data))  # type: ignore[arg-type]
+
+    def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
+        """See Shelf."""
+        try:
+            with self._explained(f"read from {folder}/{name}"):
+                found = obstore.get(self._store, f"{folder}/{name}")
+        except FileNotFoundError:
+            raise NotFound(f"there is no {folder}/{name} in {self._place}") from None
+        return found.meta["size"], self._parts(found)
+
+    def remove(self, folder: str, name: str) -> None:
+        """See Shelf."""
+        self._delete([f"{folder}/{name}"])
+
+    def drop(self, folder: str) -> None:
+        """See Shelf."""
+        if paths := [f"{entry.folder}/{entry.name}" for entry in self.entries(folder)]:
+            self._delete(paths)
+
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        """See Shelf."""
+        with self._explained(f"listed under {under or '/'}"):
+            for page in obstore.list(self._store, under or None, chunk_size=1000):
+                for meta in page:
+                    folder, _, name = meta["path"].rpartition("/")
+                    yield Entry(folder, name, meta["size"], meta["last_modified"].timestamp())
+
+    def _parts(self, found: obstore.GetResult) -> Iterator[bytes]:
+        with self._explained("read any more"):
+            yield from found.stream(PART_BYTES)
+
+    def _delete(self, paths: list[str]) -> None:
+        with suppress(FileNotFoundError), self._explained("deleted"):
+            obstore.delete(self._store, paths)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            reason = re.split(r"\n|: <\?xml", str(error))[0]
+            raise TransientError(f"{self._place} cannot be {what}: {reason}") from error

@@ -1,0 +1,126 @@
+"""A store made of two: what nobody reads at the moment moves from the fast one to the slow one when room is short."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from time import time
+
+import msgspec
+
+from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
+from unfuse.core.object_ref import ObjectRef
+from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
+from unfuse.stores.keyed import KeyedBackend, open_keyed
+
+SPILLED_S = 24 * 3600
+"""After this long whoever moved an object is over, however that one ended."""
+
+
+class SpillBackend(StorageBackend):
+    """Objects are put into `fast`; above the share `threshold` of it, the least recently used idle ones go to `slow`.
+
+    From there they are read where they are, verified.
+    """
+
+    def __init__(self, fast: StorageBackend, slow: KeyedBackend, options: StoreOptions) -> None:
+        self._fast, self._slow, self._options = fast, slow, options
+        self.address, self.write_token = fast.address, fast.write_token
+
+    def create(self, nbytes: int, request: str) -> Draft:
+        """See StorageBackend. Raises TransientError when there is no room because the slow store takes no more."""
+        usage, idle = self._fast.usage(), self._idle()
+        excess = usage.used + nbytes - self._options.threshold * usage.capacity
+        with suppress(TransientError):  # until the fast one is full it does not matter that the slow one fails
+            while excess > 0 and (moved := self._move(idle)):
+                excess -= moved
+        while True:
+            try:
+                return self._fast.create(nbytes, request)
+            except ArenaFull:
+                if nbytes > usage.capacity or not self._move(idle):
+                    raise
+
+    def seal(self, id: str) -> None:
+        """See StorageBackend."""
+        self._fast.seal(id)
+
+    def abort(self, id: str) -> None:
+        """See StorageBackend."""
+        self._fast.abort(id)
+
+    def hold(self, ref: ObjectRef) -> Hold:
+        """See StorageBackend."""
+        try:
+            return self._fast.hold(ref)
+        except ObjectLost:
+            return self._slow.hold(ref)
+
+    def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
+        """See StorageBackend."""
+        self._fast.learn(peers)
+
+    def delete(self, ref: ObjectRef) -> None:
+        """See StorageBackend."""
+        self._fast.delete(ref)
+        self._slow.delete(ref)
+
+    def release(self, request: str) -> None:
+        """See StorageBackend. The fast one first: what is on its way to the slow one is then not left there."""
+        self._fast.release(request)
+        self._slow.release(request)
+
+    def holding(self) -> frozenset[str]:
+        """See StorageBackend."""
+        return self._fast.holding() | self._slow.holding()
+
+    def usage(self) -> Usage:
+        """See StorageBackend: both together."""
+        fast, slow = (msgspec.structs.astuple(store.usage()) for store in (self._fast, self._slow))
+        return Usage(*map(sum, zip(fast, slow, strict=True)))
+
+    def close(self) -> None:
+        """See StorageBackend. With its owner's arena, what was moved out of it goes, too."""
+        self._fast.close()
+        if not self._options.address:
+            with suppress(TransientError):
+                self._slow.clear()
+
+    def _idle(self) -> Iterator[Extent]:
+        yield from self._fast.idle()  # asked only when the first is wanted
+
+    def _move(self, idle: Iterator[Extent]) -> int:
+        """Move the next of `idle` that is still there, and return its bytes, at least 1; 0 if there is none."""
+        for extent in idle:
+            with suppress(ObjectLost):  # it was released meanwhile
+                self._move_one(extent)
+                return max(extent.nbytes, 1)
+        return 0
+
+    def _move_one(self, extent: Extent) -> None:
+        id, nbytes = extent.id, extent.nbytes
+        ref = ObjectRef(
+            id, self._options.owner, "", extent.request, "", 0, extent.generation, nbytes, (), (), extent.key, 0.0
+        )
+        hold = self._fast.hold(ref)
+        self._slow.keep(ref, hold.bytes())
+        hold.release()
+        try:
+            self._fast.hold(ref).release()
+        except ObjectLost:
+            self._slow.delete(ref)
+            raise
+        self._fast.delete(ref)
+
+
+def open_spill(options: StoreOptions) -> SpillBackend:
+    """`spill:FAST+SLOW`, say `spill:auto+disk:/scratch`: the two stores. Raises ConfigError."""
+    fast, _, slow = options.url.removeprefix("spill:").partition("+")
+    if not slow or not 0 < options.threshold <= 1:
+        raise ConfigError(f"{options.url!r}: give spill:FAST+SLOW, like spill:auto+disk:/scratch; threshold is 0 to 1")
+    below = open_keyed(msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity))
+    if not options.address:
+        below.forget(time() - SPILLED_S)
+    return SpillBackend(open_backend(fast, options), below, options)

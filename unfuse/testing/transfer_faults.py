@@ -1,0 +1,124 @@
+"""Faults on purpose: any engine, made as bad as the worst network, and the same at every run with the same seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from contextlib import closing
+from random import Random
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from unfuse.arena.arena import Arena
+from unfuse.core.errors import ArenaFull, ObjectLost
+from unfuse.core.object_ref import ObjectRef
+from unfuse.transfer.base import Link, LinkBroken, TransferEngine
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Faults(msgspec.Struct, frozen=True):
+    """How probable each fault is at every pull, from 0 to 1; delays are up to `seconds`.
+
+    drop: nothing comes. cut: it ends in mid-range. corrupt: one bit is wrong. delay: it comes late. slow: it comes
+    slowly. refuse: the owner says no. dead: the owner never answers again. full: the arena has no room.
+    """
+
+    seed: int = 0
+    drop: float = 0.0
+    cut: float = 0.0
+    corrupt: float = 0.0
+    delay: float = 0.0
+    slow: float = 0.0
+    refuse: float = 0.0
+    dead: float = 0.0
+    full: float = 0.0
+    seconds: float = 0.01
+
+
+class FaultyEngine(TransferEngine):
+    """`engine`, with the links of this end at fault."""
+
+    name = "faulty"
+
+    def __init__(self, engine: TransferEngine, faults: Faults) -> None:
+        super().__init__(engine.options)
+        self._engine, self.faults = engine, faults
+        self._random, self._lock = Random(faults.seed), Lock()
+        self.injected: list[str] = []
+
+    def serve(self, arena: Arena) -> str:
+        """See TransferEngine."""
+        return self._engine.serve(arena)
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """See TransferEngine."""
+        self._engine.register(memory)
+
+    def connect(self, address: str) -> Link:
+        """See TransferEngine."""
+        return FaultyLink(self._engine.connect(address), self)
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        self._engine.close()
+
+    def draw(self) -> tuple[set[str], Random]:
+        """The faults of the next pull, and chance for their details."""
+        with self._lock:
+            names = ("drop", "cut", "corrupt", "delay", "slow", "refuse", "dead", "full")
+            drawn = {name for name in names if self._random.random() < getattr(self.faults, name)}
+            self.injected += sorted(drawn)
+            return drawn, Random(self._random.random())
+
+
+class FaultyLink(Link):
+    """A link that fails as its engine draws."""
+
+    def __init__(self, link: Link, engine: FaultyEngine) -> None:
+        self._link, self._engine = link, engine
+        self._dead = False
+
+    def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        """See Link."""
+        drawn, random = self._engine.draw()
+        seconds = self._engine.faults.seconds
+        self._dead |= "dead" in drawn
+        self.ping()
+        if "drop" in drawn:
+            raise LinkBroken("dropped on purpose")
+        if "refuse" in drawn:
+            raise ObjectLost(f"object {ref.id} is refused on purpose", ref.id)
+        if "full" in drawn:
+            raise ArenaFull(stop - start, 0, 0)
+        time.sleep(random.random() * seconds * ("delay" in drawn))
+        end = random.randrange(stop - start + 1) if "cut" in drawn else None
+        wrong = random.randrange(stop - start) if "corrupt" in drawn and stop > start else None
+        with closing(self._link.pull(ref, start, stop, into)) as pull:
+            for filled in pull:
+                time.sleep(random.random() * seconds * ("slow" in drawn))
+                if wrong is not None and wrong < filled:
+                    into[wrong] ^= 1 << random.randrange(8)
+                    wrong = None
+                if end is not None and end < filled:
+                    raise LinkBroken("cut on purpose")
+                yield filled
+
+    def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
+        """See Link."""
+        self.ping()
+        return self._link.written(ref, known, wait)
+
+    def ping(self) -> None:
+        """See Link."""
+        if self._dead:
+            raise LinkBroken("dead on purpose")
+        self._link.ping()
+
+    def close(self) -> None:
+        """See Link."""
+        self._link.close()

@@ -1,0 +1,397 @@
+"""The conformance suite of transfer engines: whoever writes a TransferEngine runs `check_transfer` on it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import numpy as np
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.objects import Extent
+from unfuse.core.errors import ObjectLost, UnfuseError
+from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.stores.checksums import checksums_of
+from unfuse.testing.transfer_faults import Faults, FaultyEngine
+from unfuse.transfer.base import Link, LinkBroken, TransferEngine
+from unfuse.transfer.session import Transfers
+from unfuse.transfer.sinks import ArenaSink, Window
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+CAPACITY = 64 << 20
+WITHIN_S = 60
+
+
+class Owner(Protocol):
+    """The end that serves, in this process or another. Objects are of pattern bytes: `pattern(seed, nbytes)`."""
+
+    def start(self) -> str:
+        """Serve the arena (again); returns the address."""
+        ...
+
+    def stop(self) -> None:
+        """Serve no more; the objects stay."""
+        ...
+
+    def put(self, seed: int, nbytes: int) -> ObjectRef:
+        """A sealed object."""
+        ...
+
+    def begin(self, seed: int, nbytes: int) -> ObjectRef:
+        """An object that is being written; its ref has no checksums."""
+        ...
+
+    def write(self, ref: ObjectRef, chunks: int) -> None:
+        """Announce it, with so many chunks written."""
+        ...
+
+    def seal(self, ref: ObjectRef) -> None:
+        """It is whole."""
+        ...
+
+    def abort(self, ref: ObjectRef) -> None:
+        """It will never be."""
+        ...
+
+    def delete(self, ref: ObjectRef) -> None:
+        """Give a sealed one up."""
+        ...
+
+    def used(self) -> int:
+        """Bytes of the arena in use."""
+        ...
+
+
+class Pair(msgspec.Struct):
+    """An owner, and an engine that pulls from it into `arena`, which it was told of by `register`."""
+
+    owner: Owner
+    engine: TransferEngine
+    arena: Arena
+
+
+OpenPair = Callable[[], AbstractContextManager[Pair]]
+
+
+def check_transfer(open_pair: OpenPair) -> None:
+    """Raise AssertionError where an engine breaks the contract.
+
+    `open_pair` opens two ends of it, each with an empty arena of 64 MiB, for the suite to use and then to close.
+    """
+    with open_pair() as pair:
+        for check in CHECKS:
+            address = pair.owner.start()
+            try:
+                with closing(pair.engine.connect(address)) as link:
+                    check(pair, link, address)
+            except UnfuseError as error:
+                raise AssertionError(f"{check.__name__}: {error}") from error
+            soon(lambda: pair.owner.used() == 0, f"{check.__name__}: the owner still holds something")
+            assert pair.arena.usage().used == 0, f"{check.__name__} left something behind: {pair.arena.usage()}"
+            pair.owner.stop()
+
+
+class ArenaOwner:
+    """An owner of this process."""
+
+    def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:
+        self._open = open_engine
+        self._engine: TransferEngine | None = None
+        self.arena = Arena(CAPACITY)
+        self._extents: dict[str, tuple[Extent, NDArray[np.uint8]]] = {}
+
+    def start(self) -> str:
+        """See Owner."""
+        self._engine = self._open()
+        return self._engine.serve(self.arena)
+
+    def stop(self) -> None:
+        """See Owner."""
+        if self._engine:
+            self._engine.close()
+        self._engine = None
+
+    def put(self, seed: int, nbytes: int) -> ObjectRef:
+        """See Owner."""
+        ref = self.begin(seed, nbytes)
+        extent, data = self._extents[ref.id]
+        self.arena.memory[extent.offset : extent.offset + nbytes] = data
+        self.arena.seal(ref.id)
+        return msgspec.structs.replace(ref, checksums=checksums_of(data))
+
+    def begin(self, seed: int, nbytes: int) -> ObjectRef:
+        """See Owner."""
+        extent = self.arena.create(nbytes, request := new_request_id())
+        self._extents[extent.id] = extent, pattern(seed, nbytes)
+        return ObjectRef(
+            extent.id, "owner", "node", request, "s", 1, extent.generation, nbytes, (), (), extent.key, 0.0
+        )
+
+    def write(self, ref: ObjectRef, chunks: int) -> None:
+        """See Owner."""
+        extent, data = self._extents[ref.id]
+        end = min(chunks * CHUNK_BYTES, ref.nbytes)
+        self.arena.memory[extent.offset : extent.offset + end] = data[:end]
+        self.arena.announce(ref.id, checksums_of(data)[:chunks])
+
+    def seal(self, ref: ObjectRef) -> None:
+        """See Owner."""
+        self.arena.seal(ref.id)
+
+    def abort(self, ref: ObjectRef) -> None:
+        """See Owner."""
+        self.arena.abort(ref.id)
+
+    def delete(self, ref: ObjectRef) -> None:
+        """See Owner."""
+        self.arena.delete(ref.id)
+
+    def used(self) -> int:
+        """See Owner."""
+        return self.arena.usage().used
+
+
+def pattern(seed: int, nbytes: int) -> NDArray[np.uint8]:
+    """Bytes that no other seed has."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def soon(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait until something is so; AssertionError if it is never."""
+    end = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < end, otherwise
+        time.sleep(0.005)
+
+
+@contextmanager
+def room(pair: Pair, nbytes: int) -> Iterator[NDArray[np.uint8]]:
+    """Memory of the reader's arena that pulls may end in."""
+    extent = pair.arena.create(nbytes, new_request_id())
+    try:
+        yield pair.arena.memory[extent.offset : extent.offset + nbytes]
+    finally:
+        pair.arena.abort(extent.id)
+
+
+@contextmanager
+def raises(kind: type[UnfuseError], what: str) -> Iterator[None]:
+    """What is done inside must raise this."""
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__}: {what}")
+
+
+def pull(pair: Pair, link: Link, ref: ObjectRef, start: int, stop: int) -> bytes:
+    """Bytes of an object, pulled between guards that must not change."""
+    with room(pair, stop - start + 128) as memory:
+        memory[:] = 0xA5
+        numbers = list(link.pull(ref, start, stop, memory[64 : 64 + stop - start]))
+        assert numbers == sorted(set(numbers)) and (numbers or [0])[-1] == stop - start, numbers
+        assert (memory[:64] == 0xA5).all() and (memory[64 + stop - start :] == 0xA5).all(), "it wrote beyond its room"
+        return bytes(memory[64 : 64 + stop - start])
+
+
+def refused(pair: Pair, link: Link, ref: ObjectRef, start: int, stop: int) -> None:
+    """Nothing of this may be read."""
+    with raises(ObjectLost, f"{start} to {stop} of {ref}"):
+        pull(pair, link, ref, start, stop)
+
+
+def check_bytes(pair: Pair, link: Link, address: str) -> None:
+    """Every range of every size comes bit for bit, and nothing beyond it is touched."""
+    for nbytes in (0, 1, 4097, CHUNK_BYTES + 1, 3 * CHUNK_BYTES):
+        ref, data = pair.owner.put(nbytes, nbytes), bytes(pattern(nbytes, nbytes))
+        for start, stop in ((0, nbytes), (0, nbytes // 2), (nbytes // 3, nbytes), (nbytes // 2, nbytes // 2)):
+            assert pull(pair, link, ref, start, stop) == data[start:stop], f"{start} to {stop} of {nbytes}"
+        pair.owner.delete(ref)
+
+
+def check_refs(pair: Pair, link: Link, address: str) -> None:
+    """Who does not show the very ref gets nothing, nor what lies beside the object; the link stays good."""
+    other, ref = pair.owner.put(1, 5000), pair.owner.put(2, 5000)
+    changes: list[dict[str, Any]] = [
+        {"key": other.key}, {"key": b""}, {"generation": ref.generation + 1}, {"id": other.id}, {"id": "x" * 100},
+        {"nbytes": 4096}, {"nbytes": 1 << 62},
+    ]  # fmt: skip
+    for change in changes:
+        refused(pair, link, msgspec.structs.replace(ref, **change), 0, 100)
+    for start, stop in ((0, 5001), (4999, 5002), (-1, 10)):
+        refused(pair, link, ref, start, stop)
+    assert pull(pair, link, ref, 0, 5000) == bytes(pattern(2, 5000))
+    pair.owner.delete(ref)
+    refused(pair, link, ref, 0, 5000)
+    pair.owner.delete(other)
+
+
+def check_unsealed(pair: Pair, link: Link, address: str) -> None:
+    """What is being written cannot be read, before it is announced or sealed."""
+    ref = pair.owner.begin(1, 5000)
+    refused(pair, link, ref, 0, 1)
+    pair.owner.abort(ref)
+    refused(pair, link, ref, 0, 1)
+
+
+def check_growing(pair: Pair, link: Link, address: str) -> None:
+    """Of an announced object the chunks that are written can be read; an owner that gives it up says so."""
+    nbytes = 3 * CHUNK_BYTES - 7
+    whole, data = checksums_of(pattern(4, nbytes)), bytes(pattern(4, nbytes))
+    ref = pair.owner.begin(4, nbytes)
+    pair.owner.write(ref, 0)
+    refused(pair, link, ref, 0, 1)
+    for chunks in (1, 3):
+        pair.owner.write(ref, chunks)
+        assert link.written(ref, chunks - 1, WITHIN_S) == (whole[:chunks], False)
+        end = min(chunks * CHUNK_BYTES, nbytes)
+        assert pull(pair, link, ref, 0, end) == data[:end]
+        if end < nbytes:
+            refused(pair, link, ref, 0, end + 1)
+    pair.owner.seal(ref)
+    assert link.written(ref, 3, 0) == (whole, True)
+    pair.owner.delete(ref)
+    broken = pair.owner.begin(5, nbytes)
+    pair.owner.write(broken, 1)
+    pair.owner.abort(broken)
+    with raises(ObjectLost, "its writer gave it up"):
+        link.written(broken, 1, 0)
+
+
+def check_given_up(pair: Pair, link: Link, address: str) -> None:
+    """A pull that nobody wants any more ends, and its hold with it; the next one comes whole."""
+    ref = pair.owner.put(6, 3 * CHUNK_BYTES)
+    with room(pair, ref.nbytes) as memory:
+        for _ in range(8):
+            with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
+                next(numbers)
+    assert pull(pair, link, ref, 0, ref.nbytes) == bytes(pattern(6, ref.nbytes))
+    pair.owner.delete(ref)
+
+
+def check_threads(pair: Pair, link: Link, address: str) -> None:
+    """More threads than connections pull over one link; each gets its own bytes."""
+
+    def work(number: int) -> None:
+        ref = pair.owner.put(number, 300_000 * number + 17)
+        for turn in range(6):
+            start = turn * 1000
+            assert pull(pair, link, ref, start, ref.nbytes) == bytes(pattern(number, ref.nbytes)[start:])
+        pair.owner.delete(ref)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(1, 9)))
+
+
+def check_gone(pair: Pair, link: Link, address: str) -> None:
+    """An owner that is gone breaks the link, and one that is back serves what it still has."""
+    ref = pair.owner.put(7, CHUNK_BYTES)
+    link.ping()
+    assert len(pull(pair, link, ref, 0, 10)) == 10
+    pair.owner.stop()
+    with raises(LinkBroken, "nobody is there to be pinged"):
+        link.ping()
+    with raises(LinkBroken, "nobody is there to pull from"):
+        pull(pair, link, ref, 0, 10)
+    with closing(pair.engine.connect(pair.owner.start())) as again:
+        assert pull(pair, again, ref, 0, ref.nbytes) == bytes(pattern(7, ref.nbytes))
+    pair.owner.delete(ref)
+
+
+def check_closed(pair: Pair, link: Link, address: str) -> None:
+    """A link that was closed reaches nothing any more."""
+    ref = pair.owner.put(8, 10)
+    assert pull(pair, link, ref, 0, 10) == bytes(pattern(8, 10))
+    link.close()
+    with raises(LinkBroken, "the link is closed"):
+        pull(pair, link, ref, 0, 10)
+    pair.owner.delete(ref)
+
+
+def check_whole(pair: Pair, link: Link, address: str) -> None:
+    """A session brings an object here, verified and sealed, also one that is written meanwhile; or leaves nothing."""
+    with sessions(pair, address) as transfers:
+        for nbytes in (0, 100, 2 * CHUNK_BYTES + 5):
+            ref = pair.owner.put(nbytes, nbytes)
+            sink = ArenaSink(pair.arena, ref)
+            transfers.fetch(ref, sink).result(WITHIN_S)
+            check_here(pair, sink, nbytes)
+            damaged = msgspec.structs.replace(ref, checksums=tuple(value ^ 1 for value in ref.checksums))
+            if nbytes:
+                with raises(ObjectLost, "its bytes are not the ones of the ref"):
+                    transfers.fetch(damaged, ArenaSink(pair.arena, damaged)).result(WITHIN_S)
+            pair.owner.delete(ref)
+        ref = pair.owner.begin(9, 2 * CHUNK_BYTES + 5)
+        pair.owner.write(ref, 0)
+        session = transfers.fetch(ref, sink := ArenaSink(pair.arena, ref))
+        for chunks in (1, 2, 3):
+            pair.owner.write(ref, chunks)
+            soon(lambda: session.good >= min(chunks * CHUNK_BYTES, ref.nbytes), f"{chunks} chunks did not come")  # noqa: B023
+        session.result(WITHIN_S)
+        check_here(pair, sink, 9)
+        pair.owner.seal(ref)
+        pair.owner.delete(ref)
+
+
+def check_window(pair: Pair, link: Link, address: str) -> None:
+    """An object of any length comes through a buffer that has room for little more than a chunk of it."""
+    ref = pair.owner.put(10, 6 * CHUNK_BYTES + 3)
+    with sessions(pair, address) as transfers, room(pair, CHUNK_BYTES + 1000) as buffer:
+        session = transfers.fetch(ref, window := Window(buffer, ref))
+        assert b"".join(map(bytes, window)) == bytes(pattern(10, ref.nbytes))
+        session.result(WITHIN_S)
+    pair.owner.delete(ref)
+
+
+def check_faults(pair: Pair, link: Link, address: str) -> None:
+    """Whatever breaks on the way: the right bytes after all, or an error; and nothing is left."""
+    faults = Faults(seed=11, drop=0.1, cut=0.2, corrupt=0.2, delay=0.1, slow=0.1, refuse=0.02, full=0.05, dead=0.0)
+    ref = pair.owner.put(11, 3 * CHUNK_BYTES // 2)
+    engine = FaultyEngine(pair.engine, faults)
+    with sessions(pair, address, engine) as transfers:
+        for _ in range(12):
+            sink = ArenaSink(pair.arena, ref)
+            session = transfers.fetch(ref, sink)
+            try:
+                session.result(WITHIN_S)
+            except ObjectLost as error:
+                assert error.object_id == ref.id
+            else:
+                check_here(pair, sink, 11)
+    assert {"drop", "cut", "corrupt"} <= set(engine.injected)
+    pair.owner.delete(ref)
+
+
+@contextmanager
+def sessions(pair: Pair, address: str, engine: TransferEngine | None = None) -> Iterator[Transfers]:
+    """Transfers from the owner."""
+    engine = engine or pair.engine
+    options = msgspec.structs.replace(pair.engine.options, bootstrap_s=float(WITHIN_S), attempts=4)
+    transfers = Transfers({engine.name: engine}, lambda owner: {engine.name: address}, options)
+    try:
+        yield transfers
+    finally:
+        transfers.close()
+
+
+def check_here(pair: Pair, sink: ArenaSink, seed: int) -> None:
+    """A session's object is sealed here, bit for bit; it is deleted then."""
+    extent = sink.extent
+    assert extent is not None
+    pair.arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
+    assert (pair.arena.view[extent.offset : extent.offset + extent.nbytes] == pattern(seed, extent.nbytes)).all()
+    pair.arena.unhold(extent.id)
+    pair.arena.delete(extent.id)
+
+
+CHECKS = (
+    check_bytes, check_refs, check_unsealed, check_growing, check_given_up, check_threads, check_gone, check_closed,
+    check_whole, check_window, check_faults,
+)  # fmt: skip

@@ -1,0 +1,37 @@
+"""Transfer: bytes between nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.registry import resolve
+from unfuse.transfer.base import TransferEngine, TransferOptions
+
+BACKENDS = {
+    "fake": "unfuse.transfer.fake:FakeEngine",
+    "mooncake": "unfuse.transfer.mooncake:MooncakeEngine",
+    "nixl": "unfuse.transfer.nixl:NixlEngine",
+    "tcp": "unfuse.transfer.tcp:TcpEngine",
+    "zmq": "unfuse.transfer.zmq:ZmqEngine",
+}
+
+PREFERENCE = ("nixl", "mooncake", "tcp", "zmq")
+"""Best first. The first two run only where somebody asked for them; others, and those of third parties, come last."""
+
+
+def open_engine(name: str, options: TransferOptions) -> TransferEngine:
+    """The engine of that name, or `module:attr`. Raises ConfigError if it cannot run, or must not."""
+    engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
+    if not engine.enforces_refs and not options.trusted_network:
+        raise ConfigError(
+            f"with the transfer engine {name} every machine that reaches this one can read and overwrite all of its "
+            "objects: say --trusted-network if only machines you trust can, or use tcp"
+        )
+    return engine(options)
+
+
+def agree(ours: Iterable[str], theirs: Iterable[str]) -> list[str]:
+    """The engines both peers have, best first."""
+    order = {name: place for place, name in enumerate(PREFERENCE)}
+    return sorted(set(ours) & set(theirs), key=lambda name: (order.get(name, len(order)), name))

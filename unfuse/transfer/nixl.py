@@ -1,0 +1,69 @@
+"""Transfer by NIXL over UCX, RDMA where there is hardware. It enforces nothing: for trusted networks only."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import TYPE_CHECKING, Any
+
+from unfuse.core.errors import ConfigError
+from unfuse.transfer.base import LinkBroken, TransferOptions
+from unfuse.transfer.onesided import OneSidedEngine
+
+try:
+    from nixl import _bindings  # type: ignore[import-untyped]
+    from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-untyped]
+except ImportError as error:
+    raise ConfigError(f"the transfer engine nixl needs its library: pip install 'unfuse[nixl]' ({error})") from error
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+POLL_S = 0.0001
+ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception))
+"""What the library raises; its errors have no common root."""
+
+
+class NixlEngine(OneSidedEngine):
+    """One agent, with a thread that answers the others' reads: without it, they hang."""
+
+    name = "nixl"
+
+    def __init__(self, options: TransferOptions) -> None:
+        super().__init__(options)
+        self._agent = nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"], enable_prog_thread=True))
+        self._registered: list[Any] = []
+
+    def publish(self) -> bytes:
+        """See OneSidedEngine."""
+        metadata: bytes = self._agent.get_agent_metadata()
+        return metadata
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        """See TransferEngine."""
+        self._registered.append(self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM"))
+
+    def read(self, name: bytes, address: int, to: int, count: int) -> None:
+        """See OneSidedEngine."""
+        try:
+            owner = self._agent.add_remote_agent(name)
+            ours, theirs = (self._agent.get_xfer_descs([(place, count, 0)], "DRAM") for place in (to, address))
+            handle = self._agent.initialize_xfer("READ", ours, theirs, owner)
+            try:
+                state, give_up = self._agent.transfer(handle), time.monotonic() + self.options.silence_s
+                while state == "PROC" and time.monotonic() < give_up:
+                    time.sleep(POLL_S)
+                    state = self._agent.check_xfer_state(handle)
+            finally:
+                self._agent.release_xfer_handle(handle)
+        except ERRORS as error:
+            raise LinkBroken(f"NIXL could not read: {error}") from error
+        if state != "DONE":
+            raise LinkBroken(f"NIXL could not read: {state}")
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        super().close()
+        while self._registered:
+            self._agent.deregister_memory(self._registered.pop())

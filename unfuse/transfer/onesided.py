@@ -1,0 +1,74 @@
+"""Engines whose bytes come by reads that the owner has no part in: they enforce nothing, but still ask for a hold."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from unfuse.arena.arena import Arena
+from unfuse.transfer.base import Link, TransferEngine
+from unfuse.transfer.channel import ChannelLink, Connection, Owner
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PIECE = 16 * 1024 * 1024
+"""Bytes read between two reports."""
+
+
+class _About(msgspec.Struct, frozen=True):
+    """What a reader must know of an owner: its name in the library, and where its arena begins in its memory."""
+
+    name: bytes
+    base: int
+
+
+class OneSidedEngine(TransferEngine):
+    """What may be read is agreed on as by tcp; a library moves the bytes, between memory that both ends registered."""
+
+    enforces_refs = False
+    _owner: Owner | None = None
+
+    @abstractmethod
+    def publish(self) -> bytes:
+        """What peers need to `read` from here, once memory is registered."""
+
+    @abstractmethod
+    def read(self, name: bytes, address: int, to: int, count: int) -> None:
+        """Copy `count` bytes from an address of the process that published `name` to one of ours, or LinkBroken."""
+
+    def serve(self, arena: Arena) -> str:
+        """See TransferEngine."""
+        self.register(arena.view)
+        about = msgspec.msgpack.encode(_About(self.publish(), arena.view.ctypes.data))
+        self._owner = Owner(arena, self.options, lambda *_: None, about)
+        return self._owner.address
+
+    def connect(self, address: str) -> Link:
+        """See TransferEngine."""
+        return _OneSidedLink(address, self)
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        if self._owner:
+            self._owner.close()
+
+
+class _OneSidedLink(ChannelLink):
+    """Reads where the owner says that the object lies."""
+
+    def __init__(self, address: str, engine: OneSidedEngine) -> None:
+        super().__init__(address, engine.options)
+        self._engine = engine
+
+    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        """See ChannelLink."""
+        owner = msgspec.msgpack.decode(connection.about, type=_About)
+        for start in range(0, into.nbytes, PIECE):
+            count = min(PIECE, into.nbytes - start)
+            self._engine.read(owner.name, owner.base + offset + start, into.ctypes.data + start, count)
+            yield start + count

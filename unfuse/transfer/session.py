@@ -1,0 +1,323 @@
+"""Transfers: objects of other nodes brought here whole and verified, whatever happens on the way, or one error."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from sched import scheduler
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+import xxhash
+
+from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError, UnfuseError
+from unfuse.core.object_ref import ObjectRef, chunk_bytes
+from unfuse.transfer import agree
+from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.sinks import Sink
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+State = Literal["bootstrapping", "waiting_for_input", "transferring", "success", "failed"]
+
+SESSION_MOVES: dict[State, frozenset[State]] = {
+    "bootstrapping": frozenset({"waiting_for_input", "failed"}),
+    "waiting_for_input": frozenset({"transferring", "bootstrapping", "failed"}),
+    "transferring": frozenset({"waiting_for_input", "bootstrapping", "success", "failed"}),
+    "success": frozenset(),
+    "failed": frozenset(),
+}
+"""Legal moves of a session: back to bootstrapping when a link breaks, to waiting when room or input runs out."""
+
+BACKOFF_S = 0.1
+MAX_BACKOFF_S = 2.0
+MAX_PULL = 64 * 1024 * 1024
+"""Bytes of a pull, or of a chunk if that is more: then the thread looks after its other sessions."""
+LOOK_AGAIN_S = 0.01
+"""Seconds until a session that waits for room, or for its object to be written, looks again."""
+
+Peers = Callable[[str], Mapping[str, str]]
+"""An owner's engines and their addresses, as far as the registry knows them now: {"tcp": "tcp://…"}."""
+
+log = structlog.get_logger(__name__)
+
+
+class Session:
+    """One transfer: the first `good` bytes, always whole chunks or everything, are here and verified."""
+
+    def __init__(self, ref: ObjectRef, sink: Sink, links: Links, options: TransferOptions, good: int) -> None:
+        self.id, self.ref, self.good = secrets.token_hex(8), ref, good
+        self.state: State = "bootstrapping"
+        self.error: Exception | None = None
+        self.setbacks = 0
+        self._sink, self._links, self._options = sink, links, options
+        self._chunk, self._checksums = chunk_bytes(ref.nbytes), ref.checksums
+        self._failures = 0
+        self._trouble_since: float | None = None
+        self._cancelled = False
+        self._over = Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it is over, one way or the other, after at most `timeout` seconds."""
+        return self._over.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Return when everything is here. Raises what it failed with (ObjectLost, ArenaFull, …), or TimeoutError."""
+        if not self.wait(timeout):
+            raise TimeoutError(f"object {self.ref.id} is not here after {timeout} s")
+        if self.error:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Have it fail soon, if it is not over."""
+        self._cancelled = True
+
+    def step(self) -> float | None:
+        """Go on a little; returns in how many seconds to go on, None when it is over. Never raises."""
+        try:
+            self._check_wanted()
+            return self._connect() if self.state == "bootstrapping" else self._bring()
+        except LinkBroken as error:
+            return self._set_back(error)
+        except ArenaFull as error:
+            return self._wait_for_room(error)
+        except Exception as error:  # one bad session harms no other
+            if not isinstance(error, UnfuseError):
+                log.exception("a transfer failed by a defect", object=self.ref.id)
+            return self._end(error)
+
+    def _connect(self) -> float:
+        if self.ref.nbytes < 0 or len(self._checksums) > -(-self.ref.nbytes // self._chunk):
+            raise ObjectLost(f"object {self.ref.id} cannot be read: its ref contradicts itself", self.ref.id)
+        self._link = self._links.find(self.ref, self._failures)
+        self._move("waiting_for_input")
+        return 0
+
+    def _bring(self) -> float | None:
+        pieces = self._room()
+        if not pieces:
+            return LOOK_AGAIN_S
+        self._move("transferring")
+        at, hasher = self.good, xxhash.xxh3_64()
+        for piece in pieces:
+            with closing(self._link.pull(self.ref, at, at + piece.nbytes, piece)) as pull:
+                before = 0
+                for filled in pull:
+                    self._verify(hasher, at + before, piece[before:filled])
+                    self._check_wanted()
+                    before = filled
+            at += piece.nbytes
+        if self.good == self.ref.nbytes:
+            self._sink.finish()
+            return self._end(None)
+        self._move("waiting_for_input")
+        return 0
+
+    def _room(self) -> list[NDArray[np.uint8]]:
+        """Where to put what can be asked for now: whole chunks whose checksums are known, as far as there is room."""
+        room = self._sink.room(self.good)
+        stop = min(self.good + min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk)), self._written())
+        if stop < self.ref.nbytes:
+            stop -= stop % self._chunk
+        if stop <= self.good < self.ref.nbytes:
+            return []
+        pieces, left = [], stop - self.good
+        for piece in room:
+            pieces.append(piece[:left])
+            left -= pieces[-1].nbytes
+        return [piece for piece in pieces if piece.nbytes] or pieces[:1]
+
+    def _written(self) -> int:
+        """How many bytes there are to ask for: all, but of an object that is still written."""
+        if len(self._checksums) * self._chunk < self.ref.nbytes:
+            checksums, whole = self._link.written(self.ref, len(self._checksums), LOOK_AGAIN_S)
+            known = len(self._checksums)
+            if checksums[:known] != self._checksums or (whole and len(checksums) * self._chunk < self.ref.nbytes):
+                raise ObjectLost(f"object {self.ref.id} is not the one that was announced", self.ref.id)
+            self._checksums = checksums
+        return min(len(self._checksums) * self._chunk, self.ref.nbytes)
+
+    def _verify(self, hasher: xxhash.xxh3_64, at: int, data: NDArray[np.uint8]) -> None:
+        """Take in the bytes from `at` on; each chunk that is complete counts, or is damaged."""
+        while data.nbytes:
+            end = min(self.good + self._chunk, self.ref.nbytes)
+            part, data = data[: end - at], data[end - at :]
+            hasher.update(part.data)
+            at += part.nbytes
+            if at == end:
+                if hasher.intdigest() != self._checksums[self.good // self._chunk]:
+                    raise LinkBroken(f"its bytes {self.good} to {end} are damaged")
+                hasher.reset()
+                self.good, self._failures, self._trouble_since = end, 0, None
+                self._sink.verified(end)
+
+    def _set_back(self, error: LinkBroken) -> float | None:
+        self._failures += 1
+        self.setbacks += 1
+        if self._failures >= self._options.attempts or self._in_trouble():
+            text = f"object {self.ref.id} cannot be brought here from its owner {self.ref.owner}: {error}"
+            return self._end(ObjectLost(text, self.ref.id))
+        if self.state != "bootstrapping":
+            self._move("bootstrapping")
+        return min(BACKOFF_S * 2.0 ** (self._failures - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1)
+
+    def _wait_for_room(self, error: ArenaFull) -> float | None:
+        if self._in_trouble():
+            return self._end(error)
+        if self.state != "waiting_for_input":
+            self._move("waiting_for_input")
+        return LOOK_AGAIN_S
+
+    def _in_trouble(self) -> bool:
+        """Whether nothing has come for too long."""
+        now = time.monotonic()
+        if self._trouble_since is None:
+            self._trouble_since = now
+        return now - self._trouble_since > self._options.bootstrap_s
+
+    def _check_wanted(self) -> None:
+        if self._cancelled:
+            raise TransientError(f"the transfer of object {self.ref.id} was cancelled")
+
+    def _move(self, state: State) -> None:
+        if state not in SESSION_MOVES[self.state]:
+            raise IllegalMove(f"a transfer that is {self.state} cannot become {state}")
+        self.state = state
+
+    def _end(self, error: Exception | None) -> None | float:
+        if error:
+            with suppress(UnfuseError):
+                self._sink.fail(error)
+        self.error = error
+        self._move("failed" if error else "success")
+        self._over.set()
+        return None
+
+
+class Links:
+    """The ways to peers, which sessions share. A thread pings them, and drops those whose owner is gone."""
+
+    def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
+        self._engines, self._peers, self._options = engines, peers, options
+        self._links: dict[tuple[str, str], Link] = {}
+        self._missed: Counter[tuple[str, str]] = Counter()
+        self._lock = Lock()
+        self._stop = Event()
+        self._thread = Thread(target=self._beat, name="transfer-heartbeat", daemon=True)
+        self._thread.start()
+
+    def find(self, ref: ObjectRef, failures: int) -> Link:
+        """A link to the owner, by the best engine both have, or after failures by the next; pinged unless it worked.
+
+        Raises ObjectLost when there is no way to the owner, LinkBroken when it does not answer.
+        """
+        addresses = self._peers(ref.owner)
+        names = agree(self._engines, addresses)
+        if not names:
+            text = f"its owner {ref.owner} is not known here, or has none of our transfer engines"
+            raise ObjectLost(f"object {ref.id} cannot be reached: {text} ({', '.join(self._engines)})", ref.id)
+        name = names[failures % len(names)]
+        key = name, addresses[name]
+        with self._lock:
+            link = self._links.get(key)
+            if link and not failures:
+                return link
+            link = self._links[key] = link or self._engines[name].connect(addresses[name])
+        link.ping()
+        return link
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._stop.set()
+        for key in list(self._links):
+            self._drop(key)
+        self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._options.heartbeat_s):
+            for key, link in list(self._links.items()):
+                try:
+                    link.ping()
+                    self._missed.pop(key, None)
+                except LinkBroken:
+                    self._missed[key] += 1
+                if self._missed[key] >= self._options.max_missed:
+                    self._drop(key)
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        with self._lock:
+            link = self._links.pop(key, None)
+            self._missed.pop(key, None)
+        if link:
+            link.close()
+
+
+class Transfers:
+    """The reader's end of a node: fetches objects, each in a session that one of `threads` threads moves on.
+
+    A session that waits, for room, for its owner or after a failure, keeps no other one waiting.
+    """
+
+    def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
+        self._options = options
+        self._links = Links(engines, peers, options)
+        self._shards = [Shard() for _ in range(options.threads)]
+
+    def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0) -> Session:
+        """Begin to bring an object here; the first `good` bytes, whole chunks, are here already."""
+        session = Session(ref, sink, self._links, self._options, good)
+        self._shards[int(session.id, 16) % len(self._shards)].add(session)
+        return session
+
+    def close(self) -> None:
+        """End every session that is not over, and disconnect."""
+        for shard in self._shards:
+            shard.stop()
+        self._links.close()
+        for shard in self._shards:
+            shard.join()
+
+
+class Shard:
+    """A thread that moves its sessions on, each when its time has come."""
+
+    def __init__(self) -> None:
+        self._plan = scheduler(time.monotonic)
+        self._wake, self._stopped = Event(), False
+        self._thread = Thread(target=self._run, name="transfer", daemon=True)
+        self._thread.start()
+
+    def add(self, session: Session, delay: float = 0) -> None:
+        """Move a session on until it is over."""
+        self._plan.enter(delay, 0, self._go, (session,))
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End every session soon."""
+        self._stopped = True
+        self._wake.set()
+
+    def join(self) -> None:
+        """Wait until that is so."""
+        self._thread.join()
+        for event in self._plan.queue:
+            self._go(*event.argument)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._wake.wait(self._plan.run(blocking=False))
+            self._wake.clear()
+
+    def _go(self, session: Session) -> None:
+        if self._stopped:
+            session.cancel()
+        delay = session.step()
+        if delay is not None:
+            self._plan.enter(delay, 0, self._go, (session,))

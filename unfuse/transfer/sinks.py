@@ -1,0 +1,123 @@
+"""Where what is pulled goes: a whole object into an arena, or a range after the other through a small buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from threading import Condition
+from typing import TYPE_CHECKING, Protocol
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.client import ArenaClient
+from unfuse.arena.objects import Extent
+from unfuse.core.errors import ObjectLost
+from unfuse.core.object_ref import ObjectRef, chunk_bytes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Sink(Protocol):
+    """A session's end, which one thread at a time calls; after `finish` or `fail` nothing more."""
+
+    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+        """Memory for the bytes from `start` on, in order; none of it when there is none now. Raises ArenaFull."""
+        ...
+
+    def verified(self, stop: int) -> None:
+        """All bytes before `stop` are here, and are the ones that were written."""
+        ...
+
+    def finish(self) -> None:
+        """That was all. Raises ObjectLost when nobody wants it any more."""
+        ...
+
+    def fail(self, error: Exception) -> None:
+        """No more comes."""
+        ...
+
+
+class ArenaSink:
+    """Makes the object anew in an arena: `extent` says where, once the session is done, and it is sealed there."""
+
+    extent: Extent | None = None
+
+    def __init__(self, arena: Arena | ArenaClient, ref: ObjectRef) -> None:
+        self._arena, self._ref = arena, ref
+
+    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+        """See Sink."""
+        if self.extent is None:
+            self.extent = self._arena.create(self._ref.nbytes, self._ref.request)
+        offset = self.extent.offset
+        return (self._arena.memory[offset + start : offset + self._ref.nbytes],)
+
+    def verified(self, stop: int) -> None:
+        """See Sink: nobody reads it before it is whole."""
+
+    def finish(self) -> None:
+        """See Sink."""
+        assert self.extent
+        try:
+            self._arena.seal(self.extent.id)
+        except ObjectLost:
+            self.extent = None
+            raise
+
+    def fail(self, error: Exception) -> None:
+        """See Sink."""
+        if self.extent:
+            self._arena.abort(self.extent.id)
+            self.extent = None
+
+
+class Window:
+    """A ring for an object of any length: iterating gives it piece after piece, each valid until the next.
+
+    `buffer` must have room for one chunk of the object, since nothing is given out that is not verified; it is the
+    caller's again when the iteration is over. Iterating raises what the session failed with.
+    """
+
+    def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:
+        if buffer.nbytes < (needed := min(chunk_bytes(ref.nbytes), ref.nbytes)):
+            raise ValueError(f"a window of {buffer.nbytes} bytes: {needed} are needed to verify what comes")
+        self._buffer, self._nbytes = buffer, ref.nbytes
+        self._taken = self._verified = 0
+        self._error: Exception | None = None
+        self._moved = Condition()
+
+    def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
+        """See Sink."""
+        with self._moved:
+            free, size = self._buffer.nbytes - (start - self._taken), self._buffer.nbytes
+        if not size:
+            return (self._buffer,)
+        place = start % size
+        return self._buffer[place : place + free], self._buffer[: max(0, place + free - size)]
+
+    def verified(self, stop: int) -> None:
+        """See Sink."""
+        with self._moved:
+            self._verified = stop
+            self._moved.notify_all()
+
+    def finish(self) -> None:
+        """See Sink."""
+
+    def fail(self, error: Exception) -> None:
+        """See Sink."""
+        with self._moved:
+            self._error = error
+            self._moved.notify_all()
+
+    def __iter__(self) -> Iterator[NDArray[np.uint8]]:
+        while self._taken < self._nbytes:
+            with self._moved:
+                self._moved.wait_for(lambda: self._verified > self._taken or self._error)
+            if self._verified == self._taken and self._error:
+                raise self._error
+            place = self._taken % self._buffer.nbytes
+            piece = self._buffer[place : place + self._verified - self._taken]
+            yield piece
+            with self._moved:
+                self._taken += piece.nbytes

@@ -1,0 +1,64 @@
+"""Transfer over TCP, the default: from the owner's arena by sendfile, into the reader's by recv_into. Not encrypted."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Generator
+from functools import partial
+from typing import TYPE_CHECKING
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.objects import Extent
+from unfuse.transfer.base import TransferEngine
+from unfuse.transfer.channel import ChannelLink, Connection, Owner
+from unfuse.transfer.messages import Pull
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PIECE = 256 * 1024
+"""Bytes received between two reports."""
+
+
+class TcpEngine(TransferEngine):
+    """One owner and any number of links."""
+
+    name = "tcp"
+
+    _owner: Owner | None = None
+
+    def serve(self, arena: Arena) -> str:
+        """See TransferEngine."""
+        self._owner = Owner(arena, self.options, partial(_send, arena.read_fd))
+        return self._owner.address
+
+    def connect(self, address: str) -> TcpLink:
+        """See TransferEngine."""
+        return TcpLink(address, self.options)
+
+    def close(self) -> None:
+        """See TransferEngine."""
+        if self._owner:
+            self._owner.close()
+
+
+class TcpLink(ChannelLink):
+    """Pulls over the connections themselves."""
+
+    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        """See ChannelLink."""
+        view, done = into.data, 0
+        while done < len(view):
+            got = connection.socket.recv_into(view[done : done + PIECE], 0, socket.MSG_WAITALL)
+            if not got:
+                raise ConnectionResetError("the connection ended")
+            done += got
+            yield done
+
+
+def _send(fd: int, peer: socket.socket, extent: Extent, pull: Pull) -> None:
+    offset, end = extent.offset + pull.start, extent.offset + pull.stop
+    while offset < end:
+        offset += os.sendfile(peer.fileno(), fd, offset, end - offset)
