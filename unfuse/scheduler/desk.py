@@ -174,7 +174,10 @@ class Desk:
         peer.withdraw()
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
-        await asyncio.wait({waiting})
+        try:
+            await asyncio.wait({waiting})
+        finally:
+            waiting.cancel()  # nobody may be given work when we are not here to say so
         if peer.ask is waiting:
             peer.ask = None
         leases = [] if waiting.cancelled() else waiting.result()

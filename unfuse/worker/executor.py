@@ -184,7 +184,9 @@ class Executor:
     async def _watch(self) -> None:
         """Kill a process that makes no progress, or takes more memory than it may."""
         while not self._killed_for:
+            slept = time.monotonic()
             await asyncio.sleep(WATCH_S)
+            self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # while we were stopped, we heard nothing
             if self._given and self._process and (reason := self._excess(self._process.pid)):
                 self._killed_for = reason
                 with suppress(ProcessLookupError):
