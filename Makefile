@@ -4,9 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 WORKERS ?= 2
-BENCHES ?= hop split start steps load arrivals interrupt
+BENCHES ?= hop split start steps load arrivals interrupt leases tasks idle
+REQUESTS ?= 100000
+SOAK_LOG ?= soak.jsonl
 
-.PHONY: demo test lint bench nightly clean
+.PHONY: demo test lint bench nightly soak clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
@@ -24,7 +26,11 @@ bench: $(VENV)/installed-test
 	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name || exit 1; done
 
 nightly: $(VENV)/installed-test
-	$(BIN)/pytest -m "nightly"
+	SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly"
+
+# goes on behind the last round in its log: a soak may be stopped and started again
+soak: $(VENV)/installed-test
+	SOAK_REQUESTS=$(REQUESTS) SOAK_LOG=$(SOAK_LOG) $(BIN)/pytest -s -m nightly tests/chaos/test_soak.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

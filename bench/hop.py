@@ -1,21 +1,27 @@
 """Hop overhead: from one worker's completion to the next worker holding the lease, tensors excluded.
 
-Scheduler and memory queue in one process, two workers' ends of the wire in another: worker A completes a stage at t0,
-worker B, which waits, holds the next stage's lease at t1. `python -m bench.hop [HOPS]`
+Scheduler and queue in one process, two workers' ends of the wire in another: worker A completes a stage at t0, worker
+B, which waits, holds the next stage's lease at t1, with the ref of A's output. The queues take turns.
+`python -m bench.hop [HOPS]`
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections import defaultdict
 
 import uvloop
 
 from bench.report import show, spread
+from bench.servers import redis_server
+from unfuse.cli import logs
 from unfuse.core.card import Limits as CardLimits, ModelCard
-from unfuse.core.messages import Ask, Done, Granted, Hello, WorkerInfo
+from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
@@ -35,55 +41,76 @@ STAGES = (
 NAMES = dict.fromkeys("abc", "0" * 12)
 CARD = ModelCard("bench", "", "", Pipeline(STAGES), CardLimits(), {}, NAMES, dict.fromkeys("abc", "float32"))
 POOLS = CARD.pools()
+TURNS = 4
 TENSORS = lay_out(
     [("prompt_embeds", "bfloat16", (1, 512, 4096)), ("negative_prompt_embeds", "bfloat16", (1, 512, 4096))]
 )
 
 
-async def serve() -> None:
-    """The scheduler's process; a line on standard input is a request, the address goes to standard output."""
-    queue = open_queue("memory")
-    scheduler = Scheduler(queue, limits=Limits(10**6, 10**6), cards=[CARD])
+async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
+    """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
+    logs.to_stderr(logs.WARNING)
+    scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
     desk = Desk(scheduler, [], "")
     router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
     await scheduler.start()
+    return scheduler, router
+
+
+async def serve(url: str) -> None:
+    """The scheduler's process; a line on standard input is a request, the address goes to standard output."""
+    scheduler, router = await control(url, CARD)
     sys.stdout.write(router.address + "\n")
     sys.stdout.flush()
     while await asyncio.to_thread(sys.stdin.readline):
         await scheduler.submit(CARD, {"prompt": "a red circle on white", "seed": 1})
 
 
-async def worker(address: str, name: str, *stages: str) -> Dealer:
+async def worker(address: str, name: str, card: ModelCard, *stages: str, slots: int = 1) -> Dealer:
     dealer = Dealer(address)
-    pools = tuple(POOLS[stage] for stage in stages)
-    await dealer.call(Hello(WorkerInfo(name, "node", "all", pools, 1, f"unix:@{name}", 1 << 30), (CARD,)), 5)
+    pools = tuple(card.pools()[stage] for stage in stages)
+    info = WorkerInfo(name, "node", "all", pools, slots, f"unix:@{name}", 1 << 30)
+    welcome = await dealer.call(Hello(info, (card,), os.urandom(16)), 5)
+    assert isinstance(welcome, Welcome), welcome
     return dealer
 
 
 async def take(dealer: Dealer) -> tuple[Lease, float]:
     granted = await dealer.call(Ask(1, None, 20), 30)
-    assert isinstance(granted, Granted)
+    assert isinstance(granted, Granted), granted
     return granted.leases[0], time.perf_counter()
 
 
 async def finish(dealer: Dealer, lease: Lease) -> None:
     task = lease.task
     ref = ObjectRef(
-        "o" * 32, "w", "node", task.request, task.stage, task.attempt, 1, TENSORS[1], TENSORS[0], (1, 2), b"k" * 16, 0.0
+        "o" * 32,
+        lease.worker,
+        "node",
+        task.request,
+        task.stage,
+        task.attempt,
+        1,
+        TENSORS[1],
+        TENSORS[0],
+        (1, 2),
+        b"k" * 16,
+        0.0,
     )
     results = (ResultFile(0, "image/png", 1000, "0" * 64),) if task.final else ()
-    await dealer.call(Done(lease.claim, None if task.final else ref, results, Timings()), 5)
+    answer = await dealer.call(Done(lease.claim, None if task.final else ref, results, Timings()), 30)
+    assert isinstance(answer, Accepted), answer
 
 
-async def measure(hops: int) -> list[float]:
+async def measure(url: str, hops: int, warm: int = 100) -> list[float]:
     scheduler = subprocess.Popen(
-        [sys.executable, "-m", "bench.hop", "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "bench.hop", "serve", url], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert scheduler.stdin and scheduler.stdout
     address = scheduler.stdout.readline().decode().strip()
-    first, second = await worker(address, "a", "a", "c"), await worker(address, "b", "b")
+    first, second = await worker(address, "a", CARD, "a", "c"), await worker(address, "b", CARD, "b")
     seconds = []
-    for _ in range(hops // 2 + 100):
+    for _ in range(hops // 2 + warm):
         scheduler.stdin.write(b"\n")
         scheduler.stdin.flush()
         lease, _ = await take(first)
@@ -95,21 +122,25 @@ async def measure(hops: int) -> list[float]:
             lease, held = await waiting
             seconds.append(held - began)
         await finish(first, lease)
-    scheduler.stdin.close()
+    for dealer in (first, second):
+        await dealer.close()
+    for stream in (scheduler.stdin, scheduler.stdout):
+        stream.close()
     scheduler.wait()
-    return seconds[200:]
+    return seconds[2 * warm :]
 
 
 def main() -> None:
-    if sys.argv[1:] == ["serve"]:
-        uvloop.run(serve())
-    else:
-        seconds = uvloop.run(measure(int(sys.argv[1]) if sys.argv[1:] else 4000))
-        show(
-            "hop",
-            queue="memory",
-            milliseconds={k: round(v * 1e3, 3) if k != "n" else v for k, v in spread(seconds).items()},
-        )
+    if sys.argv[1:2] == ["serve"]:
+        uvloop.run(serve(sys.argv[2]))
+        return
+    hops = int(sys.argv[1]) if sys.argv[1:] else 2000
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with redis_server() as server, tempfile.TemporaryDirectory(dir=".") as folder:
+        for turn in range(TURNS):
+            for url in ("memory", f"sqlite:{folder}/{turn}.db", f"{server.url}?prefix=turn-{turn}"):
+                seconds[url.partition(":")[0]] += uvloop.run(measure(url, hops // TURNS))
+    show("hop", milliseconds={queue: spread([s * 1e3 for s in found]) for queue, found in seconds.items()})
 
 
 if __name__ == "__main__":

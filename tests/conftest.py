@@ -28,3 +28,18 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.delenv(name)
         patch.setenv("UNFUSE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
         yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the chaos drills and other tests counted, in whichever process they ran."""
+    reports = [one for found in terminalreporter.stats.values() for one in found if getattr(one, "when", "") == "call"]
+    told = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "chaos"]
+    if told:
+        from tests.chaos.checker import summary
+
+        terminalreporter.section("chaos")
+        terminalreporter.write_line(summary(told))
+    told = [value for report in reports for name, value in getattr(report, "user_properties", ()) if name == "counted"]
+    if told:
+        terminalreporter.section("counted")
+        terminalreporter.write_line("\n".join(told))

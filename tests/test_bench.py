@@ -1,17 +1,29 @@
 """The benches stay runnable: their parts at tiny sizes, in this process. What they measure is not asserted."""
 
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, gpu, load, steps
+from bench import arrivals, gpu, hop, idle, leases, load, steps, tasks
 from bench.model import PROMPTS, Case, Model
+from bench.peers.loop import Ear, Mouth, closed_loop
+from bench.servers import redis_server
 from bench.undivided import load as load_undivided, make
 from tests.models import tiny
+
+with_redis = pytest.mark.skipif(
+    not (shutil.which("redis-server") or os.environ.get("CI")), reason="no redis-server here: install Debian's"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -143,3 +155,57 @@ def test_clients_wait_for_their_picture_before_they_ask_again() -> None:
     wall, each = load.closed_loop(asked.append, 1, 5)
 
     assert asked == [*range(5)] and len(each) == 5 and wall >= sum(each)
+
+
+@with_redis
+def test_tasks_go_through_a_scheduler_and_a_worker_process() -> None:
+    found = tasks.measure(1, 0.2, {}, only=("memory", "redis, three stages"))
+
+    assert [*found] == ["memory", "redis, three stages"]
+    assert all(figures["tasks_per_s"] > 0 for figures in found.values())
+    assert found["redis, three stages"]["cpu_ms_per_task"].keys() == {"client", "worker", "redis"}
+
+
+async def test_a_task_is_over_for_its_client_when_a_worker_has_said_so(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    ear, mouth = Ear(str(tmp_path / "pipe")), Mouth(str(tmp_path / "pipe"))
+    submitted: list[str] = []
+
+    async def submit(name: str) -> None:
+        submitted.append(name)
+        asyncio.get_running_loop().call_later(0.001 * len(submitted), mouth.say, name)
+
+    found = await closed_loop(lambda: ear.one(submit), 0.05, 3)
+    ear.close()
+    mouth.close()
+
+    assert len(found["each"]) == len(submitted) >= 3
+
+
+@with_redis
+def test_leases_are_timed_at_every_depth() -> None:
+    found = leases.measure((64, 128), quick=True)
+
+    assert {queue: {"64", "128"} <= rows.keys() for queue, rows in found.items()} == dict.fromkeys(found, True)
+    assert found.keys() == {"memory", "sqlite", "redis"}
+
+
+@with_redis
+async def test_hops_are_timed_over_every_queue(tmp_path: Path) -> None:
+    with redis_server() as server:
+        for url in ("memory", f"sqlite:{tmp_path}/queue.db", server.url):
+            assert len(await hop.measure(url, 4, warm=1)) == 4, url
+
+
+def test_an_idle_process_is_told_from_a_busy_one() -> None:
+    sides = {"idle": "import time; time.sleep(600)", "busy": "while True: pass"}
+    processes = {name: subprocess.Popen([sys.executable, "-c", code]) for name, code in sides.items()}
+    try:
+        found = idle.idle({name: SimpleNamespace(process=process) for name, process in processes.items()}, 1.0)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+    ((rest,), (work,)) = found.values()
+    assert rest["percent_of_a_core"] >= 0 and work["percent_of_a_core"] > 0

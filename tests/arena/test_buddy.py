@@ -22,10 +22,9 @@ class AgainstBlocks(RuleBasedStateMachine):
         self.most = 0
 
     def free_in_a_row(self, length: int) -> bool:
-        """Whether an aligned, free power of two of at least `length` blocks exists."""
-        size = 1 << (length - 1).bit_length()
-        starts = range(0, self.blocks - size + 1, size)
-        return any(all(owner is None for owner in self.owner[start : start + size]) for start in starts)
+        """Whether so many blocks side by side are free."""
+        starts = range(self.blocks - length + 1)
+        return any(all(owner is None for owner in self.owner[start : start + length]) for start in starts)
 
     @rule(nbytes=st.integers(0, 220 * BLOCK))
     def allocate(self, nbytes: int) -> None:
@@ -64,7 +63,9 @@ class AgainstBlocks(RuleBasedStateMachine):
         assert usage.high_water == self.most * BLOCK
         largest = usage.largest_free // BLOCK
         assert largest == 0 or self.free_in_a_row(largest)
-        assert largest * 2 > self.blocks or not self.free_in_a_row(max(1, largest * 2))
+        size = max(1, 2 * largest)
+        starts = range(0, self.blocks - size + 1, size)
+        assert all(set(self.owner[start : start + size]) != {None} for start in starts)
 
     def teardown(self) -> None:
         if not hasattr(self, "buddy"):
@@ -96,6 +97,14 @@ def test_an_extent_takes_only_the_blocks_it_needs() -> None:
     buddy.allocate(2 * BLOCK)
     buddy.allocate(1)
     assert (buddy.usage().free, buddy.usage().requested) == (0, 7 * BLOCK + 1)
+
+
+def test_what_is_a_little_more_than_a_power_of_two_fills_the_span_too() -> None:
+    buddy = Buddy(64 * BLOCK, BLOCK)
+    offsets = [buddy.allocate(9 * BLOCK) for _ in range(7)]
+    assert buddy.usage().free == BLOCK
+    buddy.free(offsets[3])
+    buddy.allocate(9 * BLOCK)
 
 
 def test_freeing_twice_is_an_error() -> None:

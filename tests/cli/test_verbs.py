@@ -6,27 +6,31 @@ import json
 import re
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 import unfuse as package
 from tests.cli.conftest import Run
+from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
 from unfuse.cli.serve import SHARED_ARENA, keys, options
 from unfuse.cli.settings import load
-from unfuse.client import Client
+from unfuse.client import Client, connect
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Overloaded, PermanentError, TransientError
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source
+from unfuse.queues.base import Limits
 
 SHAPES = resolve_source("unfuse/shapes")
-VERBS = ["generate", "serve", "worker", "models", "requests", "workers", "pools", "doctor", "config", "version"]
+VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -240,6 +244,50 @@ def test_a_request_nobody_made_is_exit_1(asking: Run) -> None:
     code, out, err = asking("requests", "show", "req_0")
     assert (code, out) == (1, "")
     assert "req_0" in err
+
+
+@pytest.fixture
+def drawing(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Run, Served]]:
+    """Run a command line whose server has a worker, that can be poisoned."""
+    with capture_logs(), serve(tmp_path, limits=Limits(max_active=1)) as served:
+        monkeypatch.setenv("UNFUSE_SERVER", served.url)
+        yield unfuse, served
+
+
+def test_what_was_given_up_is_listed_shown_and_asked_for_again(drawing: tuple[Run, Served]) -> None:
+    unfuse, served = drawing
+    with connect(served.url) as client:
+        id = client.submit(POISON, model=PICTURES.name).id
+        served.next_event(id, "failed")
+
+        assert [row["id"] for row in json.loads(unfuse("dead", "ls", "--json")[1])] == [id]
+        line = unfuse("dead", "ls", "--limit", "1")[1].splitlines()[1]
+        assert re.search(rf"^{id}  .*  text_encode  compute_crashed  the compute process died .*2 times", line)
+
+        shown = json.loads(unfuse("dead", "show", id, "--json")[1])
+        assert shown["error"]["evidence"] == EVIDENCE
+        for verb in ("dead", "requests"):
+            text = unfuse(verb, "show", id)[1]
+            assert all(f"evidence        {line}\n" in text for line in EVIDENCE.splitlines())
+            assert re.search(r"FAILURES +CRASHES +RECOMPUTES", text)
+            assert re.search(r"text_encode +cancelled +worker-1 +2 +0 +2 +0 ", text)
+
+        retried = json.loads(unfuse("dead", "retry", id, "--json")[1])
+        assert retried["metadata"] == {"retry_of": id}
+        served.next_event(retried["id"], "failed")
+        assert unfuse("dead", "retry", id)[0] == 1
+        client.submit("a circle", model=IDLE.name)
+        code, _, err = unfuse("dead", "retry", retried["id"])
+        assert (code, err.count("\n")) == (3, 1)
+        assert unfuse("dead", "show", "req_0")[0] == 1
+    assert unfuse("dead", "ls", "--after", retried["id"]) == (0, "no request was given up\n", "")
+
+
+def test_workers_and_pools_tell_how_they_do(drawing: tuple[Run, Served]) -> None:
+    unfuse, _ = drawing
+    assert re.search(r"worker-1 +all +node +0 +4 +0 +yes +\d", unfuse("workers")[1])
+    assert json.loads(unfuse("workers", "--json")[1])[0]["healthy"] is True
+    assert {"SLOTS", "LEASED", "WAITING", "OLDEST S"} <= set(re.split("  +", unfuse("pools")[1].splitlines()[0]))
 
 
 def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.server.served import BROKEN, IDLE, MOVING, Served, film, picture, serve
+from tests.server.served import BROKEN, EVIDENCE, IDLE, MOVING, POISON, Served, film, picture, serve
 from unfuse.client import Client, Request, Result, connect
 from unfuse.core.errors import (
     ConfigError,
@@ -74,6 +74,21 @@ def test_cancel_ends_a_request_whose_result_then_says_so(client: Client) -> None
 def test_a_failed_request_raises_its_reason(client: Client) -> None:
     with pytest.raises(PermanentError, match="the circle is broken"):
         client.generate(BROKEN, model=MODEL)
+
+
+def test_what_was_given_up_is_asked_for_again(served: Served, client: Client) -> None:
+    id = client.submit(POISON, model=MODEL, seed=5).id
+    served.next_event(id, "failed")
+    (newest,) = client.dead(limit=1)
+    assert (newest["id"], newest["error"]["evidence"]) == (id, EVIDENCE)
+    again = client.retry(id)
+    assert (again.view["seed"], again.view["metadata"]) == (5, {"retry_of": id})
+    assert list(again.events())[-1].type == "failed"
+    assert client.dead(after=again.id) == []
+    with pytest.raises(PermanentError, match="not among the dead"):
+        client.retry(id)
+    with pytest.raises(NotFound):
+        client.retry("req_nope")
 
 
 def test_refusals_come_back_as_the_errors_they_were(client: Client) -> None:

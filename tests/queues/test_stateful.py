@@ -1,6 +1,7 @@
 """Random histories: the lifecycle drives random graphs through the queue, beside an oracle made of one list."""
 
 import asyncio
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Coroutine
@@ -54,6 +55,7 @@ class Oracle:
     def __init__(self) -> None:
         self.entries: list[Entry] = []
         self.arrived = 0
+        self.swept = -math.inf
 
     def push(self, task: Task) -> None:
         self.remove(task.key)
@@ -72,6 +74,15 @@ class Oracle:
             if (*entry.task.key, entry.task.attempt, entry.token) == (*claim.key, claim.attempt, claim.token):
                 return entry
         return None
+
+    def sweep(self, now: float) -> list[Entry]:
+        """What has expired; after a gap everything first gets a full time."""
+        leased = [entry for entry in self.entries if entry.token is not None]
+        if now - self.swept > TTL / 2:
+            for entry in leased:
+                entry.expires = max(entry.expires, now + TTL)
+        self.swept = now
+        return [entry for entry in leased if entry.expires <= now]
 
     def apply(self, change: Change) -> None:
         for key in change.close + ((change.claim.key,) if change.claim else ()):
@@ -204,15 +215,14 @@ class Histories(RuleBasedStateMachine):
         assert self.do(self.queue.hand_back(lease.claim))
         entry.hand_back()
 
-    @rule(seconds=st.sampled_from([0.3, 1.0, TTL]))
+    @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, TTL]))
     def let_time_pass(self, seconds: float) -> None:
         self.clock.advance(seconds)
 
     @rule()
     def sweep(self) -> None:
-        late = self.do(self.queue.expired())
-        now = self.now()
-        entries = [entry for entry in self.oracle.entries if entry.token and entry.expires <= now]
+        late = self.do(self.queue.expired(TTL))
+        entries = self.oracle.sweep(self.now())
         for entry in [entry for entry in entries if entry.restored]:
             entries.remove(entry)
             entry.hand_back()
@@ -279,12 +289,12 @@ class RestartedHistories(Histories):
 
     @rule()
     def restart(self) -> None:
-        """Leases get a full time, and one that nobody renews is handed back."""
+        """Nobody has swept since, so leases get a full time; one that nobody renews is handed back."""
         self.do(self.queue.close())
         self.queue = self.opened()
+        self.oracle.swept = -math.inf
         for entry in self.oracle.entries:
-            if entry.token is not None:
-                entry.expires, entry.restored = self.now() + TTL, True
+            entry.restored = entry.token is not None
 
 
 Histories.TestCase.settings = settings(

@@ -6,13 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+import pytest
+
 from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info, scheduling
+from unfuse.core.errors import LeaseLost, TransientError
 from unfuse.core.messages import (
     Accepted,
     Ask,
     Beat,
     Bye,
+    Failed,
     Granted,
     Hello,
     Progress,
@@ -22,8 +27,12 @@ from unfuse.core.messages import (
     ToWorker,
     Welcome,
 )
+from unfuse.core.request import Change, Record
 from unfuse.core.task import Lease
-from unfuse.scheduler.desk import Desk
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler import desk as desk_module
+from unfuse.scheduler.desk import BEATS_MISSED, Desk
+from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 PEER, OTHER = b"peer-1", b"peer-2"
@@ -129,7 +138,7 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         clock.advance(4)
         assert await desk.answer(PEER, Beat((lease.claim,), (request,))) == Pulse((), ())
         clock.advance(4)
-        assert await desk.scheduler.queue.expired() == []
+        assert await desk.scheduler.queue.expired(5.0) == []
         await desk.scheduler.cancel(request)
         assert await desk.answer(PEER, Beat((lease.claim,), (request, other))) == Pulse((lease.claim,), (request,))
 
@@ -192,3 +201,146 @@ async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
         (lease,) = await granted(desk, peer=OTHER)
         assert lease.task.attempt == 2
         assert (await desk.scheduler.queue.load(request)).context.stages["text_encode"].failures == 0
+
+
+async def settle() -> None:
+    """Let everything go on until it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def secretly(name: str, secret: bytes) -> Hello:
+    return Hello(info(name, ENCODE, DENOISE), (CARD,), secret)
+
+
+async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
+    async with at_the_desk() as (desk, clock):
+        mine, stolen = secretly("worker-9", b"a" * 16), secretly("worker-9", b"b" * 16)
+        assert isinstance(await desk.answer(OTHER, mine), Welcome)
+        elsewhere = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], "")
+        for place in (desk, elsewhere):
+            for hello in (stolen, Hello(mine.worker, mine.cards)):
+                reply = await place.answer(b"thief", hello)
+                assert isinstance(reply, Refused)
+                assert "registered with another secret" in reply.message
+                assert await place.answer(b"thief", Ask(1, None, 0.0)) == Stranger()
+        assert isinstance(await elsewhere.answer(OTHER, mine), Welcome)
+        (member,) = [m for m in await desk.scheduler.queue.workers() if m.info.id == "worker-9"]
+        assert member.info.proof
+        assert member.info.proof != b"a" * 16
+
+
+async def test_a_worker_has_one_connection_the_newest() -> None:
+    async with at_the_desk() as (desk, _):
+        asking = asyncio.create_task(granted(desk, wait=20.0))
+        await settle()
+        await desk.answer(OTHER, HELLO)
+        assert await asking == []
+        assert await desk.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        await submit(desk)
+        assert len(await granted(desk, peer=OTHER)) == 1
+
+
+async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
+    async with at_the_desk() as (desk, clock):
+        await desk.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        before = await desk.scheduler.queue.load(request)
+        stolen = msgspec.structs.replace(done(lease), output=None)
+        kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
+        failures = [Failed(lease.claim, kind, "no") for kind in kinds]
+        for message in (done(lease), stolen, *failures, Progress(lease.claim, 1, 9, 1)):
+            reply = await desk.answer(OTHER, message)
+            assert isinstance(reply, Refused)
+            assert reply.lease_lost
+        clock.advance(4)
+        assert await desk.answer(OTHER, Beat((lease.claim,))) == Pulse((lease.claim,), ())
+        after = await desk.scheduler.queue.load(request)
+        assert after == before
+        assert await desk.answer(PEER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await desk.answer(PEER, done(lease)) == Accepted()
+
+
+async def test_a_worker_goes_on_at_another_scheduler() -> None:
+    async with at_the_desk() as (desk, clock):
+        await submit(desk)
+        (lease,) = await granted(desk)
+        other = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], "")
+        await other.answer(OTHER, HELLO)
+        assert await other.answer(OTHER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
+        assert await other.answer(OTHER, done(lease)) == Accepted()
+
+
+async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_its_next_heartbeat() -> None:
+    async with at_the_desk() as (desk, clock):
+        other = Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0)
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        beat = Beat((lease.claim,), (request,), wait=3600.0)
+        waiting = asyncio.create_task(desk.answer(PEER, beat))
+        await settle()
+        await other.cancel(request)
+        assert await waiting == Pulse((), ())  # its time is up after a beat, whatever it asked for
+        assert await desk.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+
+
+async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
+    async with at_the_desk() as (desk, clock):
+        quick = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=0.04), [], "")
+        welcome = await quick.answer(PEER, HELLO)
+        assert isinstance(welcome, Welcome)
+        assert BEATS_MISSED * welcome.beat < 0.04
+        asking = asyncio.create_task(granted(quick, wait=20.0))
+        assert await asking == []
+        await submit(desk)
+        assert await desk.scheduler.queue.size(ENCODE) == 1
+        assert await quick.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        await quick.answer(PEER, HELLO)
+        assert len(await granted(quick)) == 1
+
+
+class Away(MemoryQueue):
+    """A queue whose server is away for some commits, and does not say whether it applied them."""
+
+    commits = 0
+
+    async def commit(self, change: Change) -> Record:
+        record = await super().commit(change)
+        self.commits -= 1
+        if self.commits >= 0:
+            raise TransientError("the queue does not answer")
+        return record
+
+
+@pytest.mark.parametrize("away, answer", [(3, Accepted()), (99, None)])
+async def test_an_outcome_waits_for_the_queue_to_be_back(
+    monkeypatch: pytest.MonkeyPatch, away: int, answer: Accepted | None
+) -> None:
+    monkeypatch.setattr(desk_module, "QUEUE_PAUSE_S", 0.0)
+    clock = ManualClock()
+    queue = Away(clock)
+    desk = Desk(Scheduler(queue, clock=clock), [], "")
+    await desk.answer(PEER, HELLO)
+    await submit(desk)
+    (lease,) = await granted(desk)
+    queue.commits = away
+    assert await desk.answer(PEER, done(lease)) == answer
+    queue.commits = 0
+    assert await desk.answer(PEER, done(lease)) == Accepted()
+    assert await queue.size(DENOISE) == 1
+
+
+async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
+    async with at_the_desk() as (desk, _):
+        await submit(desk)
+        (lease,) = await granted(desk)
+        await desk.scheduler.fail(Failed(lease.claim, "hand_back", ""), "worker-1")
+        (second,) = await granted(desk)
+        reply = await desk.answer(PEER, done(lease))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+        with pytest.raises(LeaseLost):
+            await desk.scheduler.complete(done(lease), "worker-1")
+        assert await desk.answer(PEER, done(second)) == Accepted()

@@ -49,9 +49,17 @@ def finish(change: Change, *stages: str) -> Change:
     return msgspec.structs.replace(change, push=tuple(pushed))
 
 
-def fail(change: Change, stage: str, kind: Any, object_id: str = "", running: tuple[Running, ...] = ()) -> Change:
-    failed = Failed(claim_of(change, stage), kind, "it broke", "trace", object_id)
-    return lifecycle.failed(change.context, failed, "w", WALL, NOW, running)
+def fail(
+    change: Change,
+    stage: str,
+    kind: Any,
+    object_id: str = "",
+    running: tuple[Running, ...] = (),
+    company: bool = False,
+    wall: float = WALL,
+) -> Change:
+    failed = Failed(claim_of(change, stage), kind, "it broke", "trace", object_id, company)
+    return lifecycle.failed(change.context, failed, "w", wall, NOW, running)
 
 
 def names(change: Change) -> list[str]:
@@ -81,6 +89,20 @@ class TestAdmission:
         task = first.push[0]
         assert (task.request, task.attempt, task.kind, task.pool) == (first.context.id, 1, "text_encode", "pool0")
         assert (task.model, task.params, task.priority, task.deadline) == ("m", {"steps": 2}, 3, 99.0)
+        assert (task.order, task.near, task.affinity, task.alone) == (0.0, "", "", False)
+
+    def test_a_task_says_what_it_would_rather_be_run_with(self) -> None:
+        size: dict[str, Any] = {"width": 64, "height": 32, "num_frames": 1}
+        request = request_for(PICTURE, order=7.5, params=size)
+        change = lifecycle.admitted(request, WALL)
+        assert [(task.order, task.affinity) for task in change.push] == [(7.5, "m [64, 32, 1]")] * 2
+        for stage, node, nbytes in (("text", "far", 10), ("image", "near", 11)):
+            claim = claim_of(change, stage)
+            output = msgspec.structs.replace(object_for(claim), node=node, nbytes=nbytes)
+            push = change.push
+            change = lifecycle.completed(change.context, Done(claim, output, (), Timings()), "w", WALL)
+            change = msgspec.structs.replace(change, push=(*push, *change.push))
+        assert change.push[-1].near == "near"
 
 
 class TestCompletion:
@@ -120,6 +142,45 @@ class TestCompletion:
         assert over is not None
         assert lifecycle.completed(over.context, done(claim), "w", WALL) == Change(over.context, claim)
 
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"output": None},
+            {"output": {"request": "req_another"}},
+            {"output": {"stage": "image"}},
+            {"output": {"attempt": 9}},
+            {"output": {"owner": "another"}},
+            {"results": (ResultFile(0, "image/png", 1, "hash"),)},
+        ],
+    )
+    def test_what_a_stage_does_not_make_is_refused(self, first: Change, wrong: dict[str, Any]) -> None:
+        claim = claim_of(first, "text")
+        if isinstance(fields := wrong.get("output"), dict):
+            wrong = {"output": msgspec.structs.replace(object_for(claim), **fields)}
+        change = lifecycle.completed(first.context, msgspec.structs.replace(done(claim), **wrong), "w", WALL)
+        assert change.context.error is not None
+        assert "brought something else than stage text makes" in change.context.error.message
+        assert (change.context.status, change.context.dead, change.claim) == ("failed", False, claim)
+
+    @pytest.mark.parametrize("results, made", [((), None), ((ResultFile(0, "image/png", 1, "h"),), "an object")])
+    def test_a_final_stage_makes_results_and_nothing_else(self, first: Change, results: Any, made: str | None) -> None:
+        ready = finish(first, "text", "image", "denoise.0")
+        claim = claim_of(ready, "decode.0")
+        report = Done(claim, object_for(claim) if made else None, results, Timings())
+        assert lifecycle.completed(ready.context, report, "w", WALL).context.status == "failed"
+
+    def test_only_who_holds_the_lease_may_report(self, first: Change) -> None:
+        claim = claim_of(first, "text")
+        held = (Running("text", claim.attempt, "w", WALL),)
+        with pytest.raises(LeaseLost, match="not leased to thief"):
+            lifecycle.completed(first.context, done(claim), "thief", WALL, held)
+        with pytest.raises(LeaseLost, match="not leased to thief"):
+            lifecycle.failed(first.context, Failed(claim, "permanent", ""), "thief", WALL, NOW, held)
+        change = lifecycle.completed(first.context, done(claim), "w", WALL, held)
+        assert lifecycle.completed(change.context, done(claim), "w", WALL) == Change(change.context, claim)
+        with pytest.raises(LeaseLost):
+            lifecycle.completed(change.context, done(claim), "thief", WALL)
+
     @pytest.mark.parametrize("stage, attempt", [("text", 0), ("denoise.0", 1), ("nobody", 1)])
     def test_a_claim_that_cannot_be_current_is_lost(self, first: Change, stage: str, attempt: int) -> None:
         claim = Claim(first.context.id, stage, attempt, b"token")
@@ -153,6 +214,7 @@ class TestFailure:
         assert change.context.error is not None
         assert (change.context.error.code, change.context.error.message) == ("stage_failed", "it broke")
         assert (change.context.completed_at, change.claim) == (WALL, claim_of(first, "text"))
+        assert not change.context.dead
 
     def test_two_crashes_end_it_with_the_evidence(self, first: Change) -> None:
         once = fail(first, "text", "crash")
@@ -161,6 +223,35 @@ class TestFailure:
         assert twice.context.error is not None
         assert (twice.context.error.code, twice.context.error.evidence) == ("compute_crashed", "trace")
         assert twice.context.stages["text"].crashes == 2
+        assert twice.context.dead
+
+    def test_a_crash_in_company_is_charged_to_nobody_and_the_stage_is_alone_from_then_on(self, first: Change) -> None:
+        change = fail(first, "text", "crash", company=True)
+        assert (change.push[0].alone, change.push[0].not_before, kinds(change)) == (True, 0.0, ["retrying"])
+        assert (change.context.stages["text"].crashes, change.context.stages["image"].alone) == (0, False)
+        change = fail(change, "text", "transient")
+        assert change.push[0].alone
+        change = fail(change, "text", "crash")
+        assert (change.context.stages["text"].crashes, change.context.status) == (1, "in_progress")
+        assert fail(change, "text", "crash").context.dead
+
+    def test_company_is_no_excuse_for_who_should_have_been_alone(self, first: Change) -> None:
+        change = fail(first, "text", "crash", company=True)
+        for _ in range(2):
+            change = fail(change, "text", "crash", company=True)
+        assert change.context.dead
+
+    @pytest.mark.parametrize("kind, lives", [("transient", 4), ("crash", 2), ("object_lost", 4)])
+    def test_who_used_up_a_budget_is_dead(self, first: Change, kind: str, lives: int) -> None:
+        change = first
+        for _ in range(lives):
+            assert not change.context.dead
+            change = fail(change, "text", kind, "unknown")
+        assert (change.context.status, change.context.dead) == ("failed", True)
+        looked_at = lifecycle.retried(change.context)
+        assert looked_at is not None
+        assert (looked_at.context.dead, looked_at.context.version) == (False, change.context.version + 1)
+        assert lifecycle.retried(looked_at.context) is None
 
     def test_kinds_of_trouble_do_not_share_a_budget(self, first: Change) -> None:
         change = first
@@ -202,6 +293,27 @@ class TestLostObjects:
         after = lifecycle.completed(change.context, done(claim_of(ready, "denoise.1")), "w", WALL)
         assert names(after) == ["decode.1"]
 
+    @pytest.mark.parametrize("kind", ["transient", "crash", "object_lost"])
+    def test_one_that_ran_on_waits_for_the_new_object_when_it_fails(self, first: Change, kind: str) -> None:
+        ready = finish(first, "text", "image")
+        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        lost = fail(ready, "denoise.0", "object_lost", "text@1", running)
+        change = fail(msgspec.structs.replace(lost, push=ready.push), "denoise.1", kind, "text@1")
+        assert (names(change), change.context.stages["denoise.1"].status) == ([], "waiting")
+        assert change.context.stages["denoise.1"].recomputes == 0
+        again = finish(msgspec.structs.replace(change, push=lost.push), "text")
+        assert names(again) == ["denoise.0", "denoise.1"]
+        assert all(len(task.inputs) == 2 for task in again.push)
+
+    def test_naming_a_ref_that_was_replaced_meanwhile_costs_nothing(self, first: Change) -> None:
+        ready = finish(first, "text", "image")
+        running = tuple(Running(f"denoise.{n}", 1, "w", WALL) for n in (0, 1))
+        lost = fail(ready, "denoise.0", "object_lost", "text@1", running, wall=WALL + 1)
+        made = finish(lost, "text")
+        change = fail(msgspec.structs.replace(made, push=ready.push), "denoise.1", "object_lost", "text@1")
+        assert (names(change), change.context.stages["denoise.1"].recomputes) == (["denoise.1"], 0)
+        assert [ref.id for ref in change.push[0].inputs] == ["text@2", "image@1"]
+
     def test_an_older_ref_changes_no_producer(self, first: Change) -> None:
         ready = finish(first, "text", "image")
         change = fail(ready, "denoise.0", "object_lost", "text@0")
@@ -226,6 +338,7 @@ class TestLostObjects:
         change = fail(change, "denoise.0", "object_lost", "text@4")
         assert change.context.error is not None
         assert (change.context.status, change.context.error.code) == ("failed", "object_lost")
+        assert change.context.dead
 
     def test_naming_unknown_objects_comes_to_an_end(self, first: Change) -> None:
         change = finish(first, "text", "image")
@@ -240,6 +353,7 @@ class TestTheEnd:
         change = lifecycle.cancelled(finish(first, "text").context, WALL)
         assert change is not None
         assert (change.context.status, change.context.completed_at, kinds(change)) == ("cancelled", WALL, ["cancelled"])
+        assert not change.context.dead
         assert change.context.stages["text"].status == "done"
         assert change.context.stages["image"].status == "cancelled"
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
-from unfuse.core.errors import LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, ResultFile, Timings
@@ -58,6 +58,14 @@ async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]
     return await scheduler.queue.lease(
         WORKER, Wanted(frozenset(pools or (ENCODE, DENOISE, DECODE)), slots), scheduler.lease_ttl
     )
+
+
+async def pass_by(scheduler: Scheduler, clock: ManualClock, seconds: float) -> None:
+    """Let time pass no faster than leases are looked after."""
+    await scheduler.queue.expired(scheduler.lease_ttl)
+    for _ in range(10):
+        clock.advance(seconds / 10)
+        await scheduler.queue.expired(scheduler.lease_ttl)
 
 
 async def run_to_the_end(scheduler: Scheduler) -> list[str]:
@@ -140,7 +148,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
         await scheduler.submit(CARD, params())
         (first,) = await take(scheduler)
-        clock.advance(5.1)
+        await pass_by(scheduler, clock, 5.1)
         (second,) = await scheduler.queue.lease("worker-2", Wanted(frozenset({ENCODE})), 5.0, wait=60.0)
         assert second.task.attempt == first.task.attempt + 1
         with pytest.raises(LeaseLost):
@@ -255,3 +263,82 @@ async def test_over_says_which_requests_need_no_objects_any_more() -> None:
         ended = (await scheduler.submit(CARD, params())).context.id
         await scheduler.cancel(ended)
         assert await scheduler.over([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]
+
+
+async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() -> None:
+    async with scheduling() as (scheduler, _):
+        old = (await scheduler.submit(CARD, params(), n=2, tenant="t", priority=3, metadata={"a": "b"})).context
+        for _ in range(2):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(Failed(lease.claim, "crash", "bang", "SIGSEGV"), WORKER)
+        assert (await scheduler.queue.load(old.id)).context.dead
+        new = (await scheduler.retry(old.id)).context
+        assert new.id != old.id
+        assert (new.params, new.plan, new.tenant, new.priority) == (old.params, old.plan, "t", 3)
+        assert (new.metadata, new.idempotency_key, new.deadline) == ({"a": "b", "retry_of": old.id}, "", None)
+        assert not (await scheduler.queue.load(old.id)).context.dead
+        with pytest.raises(NotFound, match="not among the dead"):
+            await scheduler.retry(old.id)
+        await run_to_the_end(scheduler)
+        assert (await scheduler.queue.load(new.id)).context.status == "completed"
+
+
+async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_under() -> None:
+    async with scheduling() as (scheduler, _):
+        dead = (await scheduler.submit(CARD, params(), id="video_1")).context.id
+        for _ in range(2):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+        assert (await scheduler.retry(dead, id="video_2")).context.id == "video_2"
+
+
+async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_is_dead() -> None:
+    async with scheduling() as (dead, clock):
+        other = Scheduler(dead.queue, clock=clock)
+        record = await dead.submit(CARD, params(), timeout=30)
+        await dead.close()
+        clock.advance(31)
+        await other._arm_all()
+        assert [event.type async for event in other.queue.watch(record.context.id)][-1] == "failed"
+        await other.close()
+
+
+class Away(MemoryQueue):
+    """A queue whose server is away as long as `away`."""
+
+    away = False
+
+    async def expired(self, ttl: float) -> list[Lease]:
+        if self.away:
+            raise TransientError("the queue does not answer")
+        return await super().expired(ttl)
+
+
+async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.scheduler.scheduler.SWEEP_S", 0.0)
+    clock = ManualClock()
+    queue = Away(clock)
+    scheduler = Scheduler(queue, clock=clock, lease_ttl=5.0)
+    queue.away = True
+    await scheduler.start()
+    for _ in range(50):
+        await asyncio.sleep(0)
+    await scheduler.submit(CARD, params())
+    await take(scheduler)
+    queue.away = False
+    for _ in range(50):
+        clock.advance(0.2)
+        await asyncio.sleep(0)
+    (again,) = await queue.lease("worker-2", Wanted(frozenset({ENCODE})), 5.0, wait=60.0)
+    assert again.task.attempt == 2
+    await scheduler.close()
+
+
+async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() -> None:
+    async with scheduling(lease_ttl=5.0) as (scheduler, clock):
+        await scheduler.queue.hello(info("gone", ENCODE), [CARD])
+        clock.advance(60)
+        await scheduler.queue.hello(info("here", ENCODE), [CARD])
+        clock.advance(60)
+        await scheduler._drop_the_gone()
+        assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]

@@ -1,32 +1,34 @@
-"""A gateway on a loopback port, over a real scheduler and memory queue, with one worker that makes plain squares."""
+"""A gateway on a loopback port, over a real scheduler and queue, with one worker that makes plain squares."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 import uvicorn
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.core.graphs import object_for
+from unfuse import queues
 from unfuse.core.card import Limits, ModelCard
-from unfuse.core.clock import SystemClock
-from unfuse.core.errors import LeaseLost, NotFound
+from unfuse.core.errors import LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits as QueueLimits, Wanted
-from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.stages.media import encode
@@ -70,6 +72,9 @@ WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
 """A prompt that the worker cannot draw."""
 
+POISON, EVIDENCE = "a poisonous circle", "killed by SIGSEGV\nFatal Python error: Segmentation fault"
+"""A prompt that kills the worker's compute process, and what is found then."""
+
 
 def picture(seed: int, size: int = 64, form: str = "png") -> bytes:
     """A square whose colour is told by the seed."""
@@ -106,8 +111,11 @@ class Worker:
         await queue.hello(WORKER, cards)
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for lease in await queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 4), 60.0, wait=60.0):
-                    tasks.create_task(self._do(lease))
+                try:
+                    for lease in await queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 4), 60.0, wait=60.0):
+                        tasks.create_task(self._do(lease))
+                except TransientError:
+                    await asyncio.sleep(0.05)
 
     async def _do(self, lease: Lease) -> None:
         await self.starting.wait()
@@ -119,12 +127,16 @@ class Worker:
         if params["prompt"] == BROKEN:
             await self._scheduler.fail(Failed(claim, "permanent", "the circle is broken"), WORKER.id)
             return
+        if params["prompt"] == POISON:
+            await self._scheduler.fail(Failed(claim, "crash", "the compute process died", EVIDENCE), WORKER.id)
+            return
         if lease.task.kind == "denoise":
             await self._scheduler.queue.progress(claim, list(self._steps(lease)))
             await self.ending.wait()
         files = tuple(self._draw(lease)) if lease.task.final else ()
         timings = Timings(0.0, 0.1, 0.2, 0.3, steps=4, batch=2.0)
-        await self._scheduler.complete(Done(claim, None, files, timings), WORKER.id)
+        output = None if lease.task.final else msgspec.structs.replace(object_for(claim), owner=WORKER.id)
+        await self._scheduler.complete(Done(claim, output, files, timings), WORKER.id)
 
     def _steps(self, lease: Lease) -> Iterator[Event]:
         claim, params = lease.claim, lease.task.params
@@ -150,6 +162,14 @@ class Worker:
         for media in encode(frames, {"output_format": "png"}):
             yield self.results.put(request, index, media.content_type, media.data)
             index += 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something to hold."""
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
 
 
 class Served:
@@ -201,27 +221,32 @@ def serve(
     idle: bool = True,
     cards: Sequence[ModelCard] = (PICTURES,),
     limits: QueueLimits | None = None,
+    queue: str = "memory",
+    works: bool = True,
+    lease_ttl: float = 600.0,
 ) -> Iterator[Served]:
-    """A gateway in a thread of its own, until the block ends."""
+    """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
     ready: Future[Served] = Future()
     stop: Future[None] = Future()
 
     async def main() -> None:
-        queue = MemoryQueue(SystemClock())
-        scheduler = Scheduler(queue, limits=limits, lease_ttl=600.0, cards=(IDLE,) if idle else ())
+        tasks = queues.open(queue)
+        scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=(IDLE,) if idle else ())
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
         app = create_app(scheduler, results, keys=keys, names=names)
+        await scheduler.start()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        working = asyncio.create_task(worker.run(cards))
+        working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop()))
         await asyncio.wrap_future(stop)
-        await queue.close()
-        server.should_exit = True
         working.cancel()
+        await scheduler.close()
+        await tasks.close()
+        server.should_exit = True
         await asyncio.gather(serving, working, return_exceptions=True)
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))

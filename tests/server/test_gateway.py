@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
+from msgspec.structs import replace
+from prometheus_client.parser import text_string_to_metric_families
+from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
-from tests.server.served import BROKEN, IDLE, PICTURES, Served, serve
+from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
 from unfuse import __version__
-from unfuse.queues.base import Limits
+from unfuse.core.errors import Overloaded
+from unfuse.queues.base import Limits, Wanted
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle"}
@@ -29,6 +34,12 @@ def guarded(tmp_path: Path) -> Iterator[Served]:
 def renamed(tmp_path: Path) -> Iterator[Served]:
     with serve(tmp_path, names={"pictures": "test/pictures"}, idle=False) as running:
         yield running
+
+
+def sample(http: httpx2.Client, name: str) -> float | None:
+    """What /metrics says of one sample, given with its labels."""
+    lines = http.get("/metrics").text.splitlines()
+    return next((float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")), None)
 
 
 def as_(served: Served, key: str = "") -> httpx2.Client:
@@ -67,6 +78,17 @@ def test_too_much_is_refused_with_a_time_to_come_back(guarded: Served) -> None:
         assert int(response.headers["retry-after"]) >= 1
         assert response.json()["error"]["type"] == "rate_limit_error"
         assert "unfuse_requests_rejected_total 1.0" in http.get("/metrics").text
+
+
+def test_the_time_to_come_back_is_the_scheduler_s_in_whole_seconds(
+    served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object, **__: object) -> None:
+        raise Overloaded("much is going on", retry_after=7.2)
+
+    monkeypatch.setattr(served.queue, "submit", refuse)
+    monkeypatch.setattr(served.scheduler._costs, "until_room", lambda *_: 7.2)
+    assert http.post(URL, json=ASKED).headers["retry-after"] == "8"
 
 
 def test_without_keys_any_authorization_is_accepted(served: Served) -> None:
@@ -188,6 +210,84 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         f'unfuse_step_latency_seconds_sum{{pool="{encode}"}} 0.1',
         f'unfuse_batch_size_sum{{pool="{encode}"}} 4.0',
     } <= lines
+
+
+def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> None:
+    for seed in range(3):
+        http.post(URL, json=ASKED | {"seed": seed, "metadata": {"job": str(seed)}})
+    families = {family.name: family for family in text_string_to_metric_families(http.get("/metrics").text)}
+    assert {"unfuse_queue_oldest_seconds", "unfuse_lease_expired", "unfuse_store_bytes"} <= families.keys()
+    labels = {
+        name: {
+            value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
+        }
+        for name in ("model", "stage", "pool", "backend")
+    }
+    assert labels["model"] <= {PICTURES.name, IDLE.name, None}
+    assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
+    assert labels["pool"] <= {*PICTURES.pools().values(), *IDLE.pools().values(), None}
+    assert labels["backend"] == {"shared_memory", None}
+    names = {label for family in families.values() for sample in family.samples for label in sample.labels}
+    assert names <= {*labels, "le"}
+
+
+def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        served.run(served.queue.hello(WORKER, (PICTURES,)))
+        encode = PICTURES.pools()["text_encode"]
+        for _ in range(3):
+            id = http.post(URL, json=ASKED, headers=ASYNC).json()["id"]
+        assert len(served.run(served.queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 2), 60.0))) == 2
+        record = served.run(served.queue.load(id))
+        queued_at = record.context.stages["text_encode"].queued_at
+        assert sample(http, f'unfuse_queue_size{{pool="{encode}"}}') == 1
+        until(lambda: any(pool["oldest_s"] > 0 for pool in http.get("/v1/pools").json()["data"]))
+        (pool,) = [pool for pool in http.get("/v1/pools").json()["data"] if pool["id"] == encode]
+        told = sample(http, f'unfuse_queue_oldest_seconds{{pool="{encode}"}}')
+        assert 0 < told <= time.time() - queued_at
+        assert (pool["waiting"], pool["leased"]) == (1, 2)
+        http.post(f"/v1/requests/{id}/cancel")
+        assert sample(http, f'unfuse_queue_oldest_seconds{{pool="{encode}"}}') == 0
+
+
+def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False, lease_ttl=2.0) as served, as_(served) as http:
+        served.run(served.queue.hello(replace(WORKER, used=4096), (PICTURES,)))
+        pool = PICTURES.pools()["text_encode"]
+        http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
+        assert served.run(served.queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools)), 0.1))
+        until(lambda: sample(http, f'unfuse_lease_expired_total{{pool="{pool}"}}') == 1)
+        until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
+        assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])
+        assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 0
+        served.run(served.queue.hello(replace(WORKER, used=4096)))
+        served.scheduler.lease_ttl = 600.0
+        assert http.get("/v1/workers").json()["data"][0]["healthy"]
+        assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 4096
+
+
+def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:
+    with capture_logs([merge_contextvars]) as logs, as_(guarded, "key-a") as http:
+        named = {"x-request-id": "mine-7"}
+        asked = ASKED | {"prompt": "a very secret circle", "metadata": {"job": "secret"}}
+        id = http.post(URL, json=asked | {"response_format": "url"}, headers=named).json()["id"]
+        http.post(URL, json=asked | {"seed": "secret"}, headers=named)
+        http.post(URL, json=asked | {"prompt": BROKEN})
+        waiting = http.post(URL, json=asked | {"model": IDLE.name}, headers=ASYNC).json()["id"]
+        http.post(URL, json=asked)
+        http.post(f"/v1/requests/{waiting}/cancel")
+    lines = [line for line in logs if line["event"] in ("accepted", "rejected", "ended")]
+    accepted, ended, invalid, _, failed, _, refused, cancelled = lines
+    assert (accepted["event"], accepted["request"], accepted["model"]) == ("accepted", id, PICTURES.name)
+    assert {line["x_request_id"] for line in (accepted, invalid)} == {"mine-7"}
+    assert (ended["request"], ended["status"], ended["seconds"] >= 0) == (id, "completed", True)
+    assert (invalid["status"], invalid["code"], invalid["param"]) == (400, "invalid_parameter", "seed")
+    assert (failed["status"], failed["code"], failed["stage"]) == ("failed", "stage_failed", "text_encode")
+    assert (refused["status"], refused["code"]) == (429, "overloaded")
+    assert "1 requests are in progress" in refused["reason"]
+    assert (cancelled["request"], cancelled["status"]) == (waiting, "cancelled")
+    assert {line["tenant"] for line in lines} == {"anna"}
+    assert not any(word in str(logs) for word in ("secret", "circle", "key-a"))
 
 
 def test_the_schema_names_what_may_be_sent(http: httpx2.Client) -> None:

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from tests.server.served import IDLE, Served, picture
+from unfuse.core.errors import TransientError
 from unfuse.core.event import Event
 from unfuse.server.requests import written
 from unfuse.server.sse import with_comments
@@ -59,6 +60,15 @@ def test_a_request_that_runs_tells_where_it_is(served: Served, http: httpx2.Clie
 def test_a_request_that_waits_tells_its_place(http: httpx2.Client) -> None:
     first, second = submit(http, IDLE.name), submit(http, IDLE.name)
     assert second["queue_position"] == first["queue_position"] + 1
+
+
+def test_when_a_request_will_be_over_is_told_once_others_have_been(served: Served, http: httpx2.Client) -> None:
+    assert finished(served, http)["eta_s"] is None
+    with served.held():
+        id = submit(http)["id"]
+        served.next_event(id, "stage_started")
+        assert http.get(f"/v1/requests/{id}").json()["eta_s"] > 0
+    assert submit(http, IDLE.name)["eta_s"] is None
 
 
 def test_an_unknown_request_is_not_found(http: httpx2.Client) -> None:
@@ -146,6 +156,15 @@ async def test_a_silent_stream_says_something_now_and_then() -> None:
     told.set()
     rest = [piece async for piece in stream if piece != b": waiting\n\n"]
     assert rest[0].startswith(b"id: 1\nevent: completed\ndata: {")
+
+
+async def test_a_stream_ends_whole_when_the_queue_cannot_be_read_and_can_be_taken_up() -> None:
+    async def happening() -> AsyncIterator[Event]:
+        yield Event("queued", seq=1)
+        raise TransientError("the queue does not answer")
+
+    pieces = [piece async for piece in with_comments(written(happening()), comment_every=60)]
+    assert [piece.splitlines()[0] for piece in pieces] == [b"id: 1"]
 
 
 async def test_a_stream_that_is_left_stops_listening() -> None:

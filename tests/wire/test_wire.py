@@ -15,6 +15,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Granted, Pulse, Refused, ToScheduler, ToWorker
 from unfuse.wire.address import check, is_loopback
 from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import Keys
 from unfuse.wire.router import MAX_PENDING, Router
 
 
@@ -159,6 +160,24 @@ async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() ->
         await other.close()
 
 
+async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_nobody_is_there() -> None:
+    async with wire() as (router, answers):
+        dealer = Dealer(router.address)
+        waiting = [asyncio.create_task(dealer.call(Ask(1, None, 9.0), 600)) for _ in range(3)]
+        await answers.waiting.wait()
+    for task in waiting:
+        with pytest.raises(ConnectionError, match="closed"):
+            await task
+    with pytest.raises(ConnectionError):  # and it stays lost
+        await dealer.call(Beat(), 600)
+    await dealer.close()
+
+    nobody = Dealer(router.address)
+    with pytest.raises(ConnectionError, match="nobody listens"):
+        await nobody.call(Beat(), 600)
+    await nobody.close()
+
+
 async def test_a_port_in_use_is_one_clear_sentence() -> None:
     async with wire() as (router, answers):
         with pytest.raises(ConfigError, match="cannot listen on .*choose another --listen"):
@@ -168,9 +187,10 @@ async def test_a_port_in_use_is_one_clear_sentence() -> None:
 @pytest.mark.parametrize(
     "address", ["tcp://0.0.0.0:8001", "tcp://192.0.2.1:80", "tcp://[::]:8001", "tcp://example.org:1"]
 )
-def test_no_start_beyond_loopback_while_messages_are_not_encrypted(address: str) -> None:
-    with pytest.raises(ConfigError, match="not yet encrypted"):
+def test_no_start_beyond_loopback_without_keys(address: str) -> None:
+    with pytest.raises(ConfigError, match="can be reached from other machines: make keys by `unfuse keys new DIR`"):
         check(address)
+    assert check(address, Keys("s" * 40, "p" * 40)) == address
 
 
 @pytest.mark.parametrize("address", ["", "127.0.0.1:8001", "ipc:///tmp/x", "tcp://127.0.0.1"])

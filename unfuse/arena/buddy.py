@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from unfuse.core.errors import ArenaFull
@@ -39,8 +41,9 @@ class Usage(msgspec.Struct, frozen=True):
 class Buddy:
     """Extents of `capacity` bytes in multiples of `block`; a capacity that is no multiple loses its rest.
 
-    An extent starts at a multiple of its size rounded up to a power of two, but takes only the blocks it needs: what is
-    left of the power of two stays free. No lock: the caller has one. (Knowlton, 1965; Linux's alloc_pages_exact.)
+    A power of two of blocks starts at a multiple of its size where there is such a place (Knowlton, 1965). Whatever
+    else is asked for takes just the blocks it needs, of the first row of free ones that is long enough: rounded up to
+    powers of two, up to half the span would be free and of no use. No lock: the caller has one.
     """
 
     def __init__(self, capacity: int, block: int = BLOCK) -> None:
@@ -56,12 +59,17 @@ class Buddy:
     def allocate(self, nbytes: int) -> int:
         """Return the offset of `nbytes` free bytes, now taken. Raises ArenaFull if there are not that many in a row."""
         blocks = max(1, -(-nbytes // self._block))
-        order = (blocks - 1).bit_length()
-        found = next((k for k in range(order, len(self._free)) if self._free[k]), None)
-        if found is None:
+        orders = range((blocks - 1).bit_length(), len(self._free)) if blocks.bit_count() == 1 else ()
+        if (order := next((order for order in orders if self._free[order]), None)) is not None:
+            start = self._free[order].pop()
+            end = start + (1 << order)
+        elif row := next((row for row in self._rows() if row[1] - row[0] >= blocks), None):
+            start, end = row
+            for free in self._free:
+                free.difference_update([place for place in free if start <= place < end])
+        else:
             raise ArenaFull(nbytes, (self._blocks - self._used) * self._block, self._blocks * self._block)
-        start = self._free[found].pop()
-        self._put_back(start + blocks, start + (1 << found))
+        self._put_back(start + blocks, end)
         self._taken[start] = blocks, nbytes
         self._used += blocks
         self._requested += nbytes
@@ -87,6 +95,16 @@ class Buddy:
             largest_free=largest * self._block,
             high_water=self._high_water * self._block,
         )
+
+    def _rows(self) -> Iterator[tuple[int, int]]:
+        """Free blocks side by side, as long as can be: the first, and the one behind the last."""
+        first = end = 0
+        for start, order in sorted((start, order) for order, free in enumerate(self._free) for start in free):
+            if start != end:
+                yield first, end
+                first = start
+            end = start + (1 << order)
+        yield first, end
 
     def _put_back(self, start: int, end: int) -> None:
         while start < end:

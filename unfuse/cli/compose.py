@@ -22,15 +22,18 @@ from unfuse.cli import components
 from unfuse.cli.components import Plan
 from unfuse.cli.machine import devices
 from unfuse.client import Client, connect
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.order import Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.wire.address import is_loopback
+from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
 from unfuse.worker.worker import Worker, WorkerOptions
 
@@ -44,7 +47,10 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
-    """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order."""
+    """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
+
+    `worker_flags` are what the workers it starts are told beside how to compute, by flag.
+    """
 
     models: tuple[str, ...] = (BUILT_IN,)
     revision: str = ""
@@ -55,8 +61,12 @@ class ServeOptions(msgspec.Struct, frozen=True):
     queue: str = "memory"
     results: str = ""
     listen: str = "tcp://127.0.0.1:8001"
+    wire_keys: Keys | None = None
+    worker_flags: Mapping[str, object] = {}
     workers: Wanted = Wanted()
     limits: Limits = Limits()
+    order: Order = "fifo"
+    dispatch: Dispatch = "locality"
     lease_ttl: float = 15.0
     retention: float = 86400.0
     drain_timeout: float = 20.0
@@ -125,10 +135,12 @@ class Service:
         options, models = self._options, self._plan.models
         cards = [model.card for model in models]
         queue = queues.open(options.queue)
-        scheduler = Scheduler(queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards)
+        scheduler = Scheduler(
+            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order
+        )
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
-        desk = Desk(scheduler, offered, options.results, options.workers.compute.outcome)
-        router = Router(options.listen, desk.answer, desk.undelivered)
+        desk = Desk(scheduler, offered, options.results, options.workers.compute.outcome, options.dispatch)
+        router = Router(options.listen, desk.answer, desk.undelivered, options.wire_keys)
         await scheduler.start()
         try:
             yield scheduler, router
@@ -142,6 +154,7 @@ class Service:
         wanted, workers = self._options.workers, self._plan.workers
         threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
+        common |= self._options.worker_flags
         commands = []
         for worker in workers:
             own = common | {"role": worker.role, "scheduler": scheduler, "device": worker.device}
@@ -152,9 +165,11 @@ class Service:
         return commands
 
     async def _drain(self, scheduler: Scheduler) -> None:
-        """Wait for accepted requests; the gateway refuses new ones meanwhile."""
+        """Wait for accepted requests; the gateway refuses new ones meanwhile. A shared queue has others to serve it."""
         scheduler.draining = True
-        with contextlib.suppress(TimeoutError):
+        if scheduler.queue.shared:
+            return
+        with contextlib.suppress(TimeoutError, TransientError):
             async with asyncio.timeout(self._options.drain_timeout):
                 while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
                     await asyncio.sleep(DRAIN_CHECK_S)
@@ -222,7 +237,8 @@ async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> N
     while True:
         await asyncio.sleep(min(FORGET_S, retention))
         before = time.time() - retention
-        await queue.forget(before)
+        with contextlib.suppress(TransientError):
+            await queue.forget(before)
         await asyncio.to_thread(results.forget, before)
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import typer
 
-from unfuse.cli import compare, config, doctor, generate, models, requests, serve, version, worker, workers
+from unfuse.cli import compare, config, dead, doctor, generate, keys, models, requests, serve, version, worker, workers
 from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError
 
 app = typer.Typer(
@@ -24,10 +24,12 @@ app.command()(serve.serve)
 app.command()(worker.worker)
 app.command()(models.models)
 app.add_typer(requests.app, name="requests")
+app.add_typer(dead.app, name="dead")
 app.command()(workers.workers)
 app.command()(workers.pools)
 app.command()(doctor.doctor)
 app.command()(compare.compare)
+app.add_typer(keys.app, name="keys")
 app.add_typer(config.app, name="config")
 app.command()(version.version)
 

@@ -10,8 +10,5 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
     """List the models a server serves."""
     with reach.client(server, api_key, config) as client:
         rows = client.models()
-    if json:
-        show.as_json(rows)
-    else:
-        rows = [{**row, "created": show.when(row.get("created"))} for row in rows]
-        show.as_table(rows, ["id", "created", "owned_by"], "no model is served: its workers have not registered yet")
+    empty = "no model is served: its workers have not registered yet"
+    show.listing(rows, ["id", "created", "owned_by"], empty, json)

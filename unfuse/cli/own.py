@@ -22,6 +22,10 @@ def local(model: str | None = None, *, threads: int | None = None) -> AbstractCo
 
 def own_pools(loaded: Loaded) -> AbstractContextManager[Client]:
     """What `local` gives, for these settings."""
-    from unfuse.cli import compose
+    import structlog
 
+    from unfuse.cli import compose, logs
+
+    if not structlog.is_configured():
+        logs.to_stderr(logs.WARNING)
     return compose.local(options(loaded))

@@ -28,7 +28,9 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
-    "serve.results", "serve.workers", "serve.listen", *PLACING, *COMPUTE, "serve.max_active", "serve.max_queue",
+    "serve.results", "serve.workers", "serve.listen", "keys", *PLACING, *COMPUTE, "worker.memory_limit",
+    "lease.stall_s", "serve.max_active", "serve.max_queue",
+    "serve.max_cost", "serve.order", "serve.dispatch",
     "serve.drain_timeout",
 )  # fmt: skip
 def serve(
@@ -60,6 +62,7 @@ def options(loaded: Loaded) -> ServeOptions:
     """What is composed for these settings."""
     from unfuse.cli.compose import ServeOptions
     from unfuse.queues.base import Limits
+    from unfuse.wire.keys import read as read_keys
 
     settings, serve = loaded.settings, loaded.settings.serve
     return ServeOptions(
@@ -72,8 +75,16 @@ def options(loaded: Loaded) -> ServeOptions:
         queue=serve.queue,
         results=serve.results.replace("DATA_DIR", settings.data_dir),
         listen=serve.listen,
+        wire_keys=read_keys(settings.keys, "scheduler"),
+        worker_flags={
+            "keys": settings.keys,
+            "memory-limit": settings.worker.memory_limit,
+            "stall-s": settings.lease.stall_s,
+        },
         workers=wanted(loaded),
-        limits=Limits(serve.max_active, serve.max_queue),
+        limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
+        order=serve.order,
+        dispatch=serve.dispatch,
         lease_ttl=settings.lease.ttl_s,
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,

@@ -18,6 +18,8 @@ from msgspec import Meta
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.order import Order
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
@@ -69,6 +71,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
+    max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
+    order: Annotated[Order, says("Who goes first: by arrival, by deadline, the short, each tenant its share.")] = "fifo"
+    dispatch: Annotated[
+        Dispatch, says("Tasks go to workers with their inputs and what fits what runs; by turns; or by free slots.")
+    ] = "locality"
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 
@@ -77,10 +84,15 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
     role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
-    scheduler: Annotated[str, says("Address of the scheduler.")] = "tcp://127.0.0.1:8001"
+    scheduler: Annotated[
+        tuple[str, ...], says("Address of a scheduler; when one is gone, the worker goes to the next.", min_length=1)
+    ] = ("tcp://127.0.0.1:8001",)
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[int, says("Tasks it holds at a time: one runs while the next one's inputs arrive.", ge=1)] = 2
     node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
+    memory_limit: Annotated[
+        Size, says("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
+    ] = Size(0)
 
 
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,7 +104,10 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Timed claims on tasks."""
 
-    ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=0.5)] = 15.0
+    ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=2)] = 15.0
+    stall_s: Annotated[
+        float, says("Seconds without progress after which a compute process is killed as crashed.", gt=0)
+    ] = 600.0
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,6 +116,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data_dir: Annotated[str, says("Folder for results and whatever else outlives a process.")] = ""
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
     api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
+    keys: Annotated[
+        str, says("Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by.")
+    ] = ""
     serve: Serve = Serve()
     worker: Worker = Worker()
     compute: ComputeOptions = ComputeOptions()

@@ -17,13 +17,18 @@ def as_json(data: object) -> None:
     typer.echo(json.dumps(data, indent=2, ensure_ascii=False))
 
 
+def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, json: bool) -> None:
+    """Print rows whole as JSON, or these columns of them as a table."""
+    as_json(rows) if json else as_table(rows, columns, empty)
+
+
 def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, err: bool = False) -> None:
     """Print these columns of the rows, or the sentence `empty` when there is none; on standard error if `err`."""
     if not rows:
         typer.echo(empty, err=err)
         return
     lines = [[column.replace("_", " ").upper() for column in columns]]
-    lines += [[cell(row.get(column)) for column in columns] for row in rows]
+    lines += [[cell(shown(column, row.get(column))) for column in columns] for row in rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
     for line in lines:
         typer.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip(), err=err)
@@ -33,6 +38,8 @@ def cell(value: Any) -> str:
     """A value as it stands in a table."""
     if value is None or value == "":
         return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return ", ".join(cell(item) for item in value) or "-"
     if isinstance(value, Size):
@@ -40,6 +47,11 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return str(value)
+
+
+def shown(name: str, value: Any) -> Any:
+    """A field of that name as people read it: times as local date and time."""
+    return when(value) if name in ("created", "created_at", "completed_at") else value
 
 
 def when(seconds: float | None) -> str | None:

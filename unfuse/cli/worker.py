@@ -14,8 +14,8 @@ from unfuse.cli.settings import load
 
 
 @takes(
-    "worker.role", "worker.scheduler", "worker.model", *COMPUTE, "worker.slots", "worker.node", "arena.bytes",
-    "serve.drain_timeout",
+    "worker.role", "worker.scheduler", "keys", "worker.model", *COMPUTE, "worker.slots", "worker.node", "arena.bytes",
+    "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
 def worker(
     flags: dict[str, Any],
@@ -30,6 +30,7 @@ def worker(
     import uvloop
 
     from unfuse.cli.compose import work
+    from unfuse.wire.keys import read
     from unfuse.worker.worker import WorkerOptions
 
     settings = load(flags, config).settings
@@ -38,12 +39,15 @@ def worker(
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
     options = WorkerOptions(
         role=wanted.role,
-        scheduler=wanted.scheduler,
+        schedulers=wanted.scheduler,
         node=wanted.node or socket.gethostname(),
+        keys=read(settings.keys, "worker"),
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots,
         arena=settings.arena.bytes,
+        stall_s=settings.lease.stall_s,
+        memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
     )
     uvloop.run(work(options, lifeline))

@@ -144,8 +144,19 @@ class Client:
         """Served models, with their limits and defaults."""
         return self._list("/v1/models")
 
+    def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
+        """Requests that were given up, newest first, with the evidence in their errors."""
+        return self._list("/v1/dead", {"limit": limit} | ({} if after is None else {"after": after}))
+
+    def retry(self, id: str) -> Request:
+        """Ask again for what was given up; returns the new request. Raises NotFound, PermanentError if it is not dead.
+
+        Raises Overloaded, TransientError too.
+        """
+        return Request(self, self.post(f"/v1/dead/{id}/retry"))
+
     def workers(self) -> list[dict[str, Any]]:
-        """Live workers."""
+        """Registered workers."""
         return self._list("/v1/workers")
 
     def pools(self) -> list[dict[str, Any]]:

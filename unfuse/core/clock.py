@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 
 class Clock(Protocol):
@@ -19,13 +20,20 @@ class Clock(Protocol):
         ...
 
 
-@runtime_checkable
-class AlarmClock(Protocol):
-    """A clock that calls back when its own time comes. One without alarms is as fast as the event loop's time."""
+class AlarmClock(ABC):
+    """A Clock that calls back when its own time comes. One without alarms is as fast as the event loop's time."""
 
+    @abstractmethod
+    def now(self) -> float:
+        """See Clock."""
+
+    @abstractmethod
+    def wall(self) -> float:
+        """See Clock."""
+
+    @abstractmethod
     def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call back once `now` has reached `when`; returns what takes the alarm back."""
-        ...
 
 
 class SystemClock:

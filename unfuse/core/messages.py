@@ -15,7 +15,10 @@ FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_ba
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken."""
+    """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken.
+
+    `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
+    """
 
     id: str
     node: str
@@ -26,25 +29,28 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     room: int
     pid: int = 0
     used: int = 0
+    proof: bytes = b""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker introduces itself; one without pools asks what it should serve."""
+    """A worker introduces itself; one without pools asks what it should serve. `secret` shows that it is itself."""
 
     worker: WorkerInfo
     cards: tuple[ModelCard, ...] = ()
+    secret: bytes = b""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds.
 
-    With `above`, only work of a higher priority: what runs steps aside for it.
+    With `above`, only work of a higher priority: what runs steps aside for it. `affinity` is that of what runs.
     """
 
     slots: int
     room: int | None
     wait: float
     above: int | None = None
+    affinity: str = ""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -82,13 +88,17 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it."""
+    """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it.
+
+    After a crash, `company` says that others had begun in the compute process that died: it may have been their doing.
+    """
 
     claim: Claim
     kind: FailureKind
     message: str
     evidence: str = ""
     object_id: str = ""
+    company: bool = False
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):

@@ -62,7 +62,8 @@ class StageState(msgspec.Struct, frozen=True):
     """What is known of one stage of one request.
 
     `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
-    `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets.
+    `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
+    tried `alone` was among several when a compute process died.
     """
 
     status: TaskStatus = "waiting"
@@ -75,6 +76,7 @@ class StageState(msgspec.Struct, frozen=True):
     failures: int = 0
     crashes: int = 0
     recomputes: int = 0
+    alone: bool = False
 
 
 class RequestContext(msgspec.Struct, frozen=True):
@@ -82,7 +84,8 @@ class RequestContext(msgspec.Struct, frozen=True):
 
     `version` rises by one with every commit. `deadline` is seconds of the queue's clock; `created_at` and
     `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent, to tell a repeat from another
-    request. `cost` is what it counts for in admission; a `dead` one failed in a way that somebody should look at.
+    request. `cost` is what it counts for in admission, in predicted seconds of compute; `order` is where its tasks
+    stand among those of their priority; a `dead` one failed in a way that somebody should look at.
     """
 
     id: str
@@ -103,6 +106,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     error: ErrorInfo | None = None
     metadata: dict[str, str] = {}
     cost: float = 0.0
+    order: float = 0.0
     dead: bool = False
 
     @property

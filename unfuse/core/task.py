@@ -28,6 +28,7 @@ class Task(msgspec.Struct, frozen=True):
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
     seconds of the queue's clock; `room` is the predicted bytes of the output. `near` is the node that holds most bytes
     of its inputs, `affinity` what it has in common with tasks it would share a forward with: preferences, no more.
+    One that is to run `alone` was among several when a compute process died: no other may be begun beside it.
     """
 
     request: str
@@ -46,6 +47,7 @@ class Task(msgspec.Struct, frozen=True):
     deadline: float | None = None
     near: str = ""
     affinity: str = ""
+    alone: bool = False
 
     @property
     def key(self) -> tuple[str, str]:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -13,8 +14,11 @@ import structlog
 
 from unfuse.core.errors import ConfigError
 
-RESTART_S = 1.0
-"""Pause before a worker that died is started again."""
+RESTART_S, RESTART_MOST_S = 1.0, 30.0
+"""Pause before a worker that died is started again; it doubles, up to the most, while it dies at once every time."""
+
+SETTLED_S = 30.0
+"""A worker that lived this long did not die at once."""
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +60,10 @@ class LocalWorkers:
             os.close(end)
 
     async def _keep(self, number: int) -> None:
+        """Run a worker over and over; only the first may be unable to start, what it needs was there for it once."""
+        deaths = 0
         while not self._stopping:
+            began = time.monotonic()
             process = self._processes[number] = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
                 pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
@@ -65,11 +72,14 @@ class LocalWorkers:
             code = await process.wait()
             if self._stopping:
                 return
-            if code > 0:
+            lived = time.monotonic() - began
+            if code > 0 and not deaths:
                 self._fail(code)
                 return
-            log.warning("a worker ended, starting it again", pid=process.pid, code=code)
-            await asyncio.sleep(RESTART_S)
+            deaths = 1 if lived >= SETTLED_S else deaths + 1
+            pause = min(RESTART_S * 2 ** (deaths - 1), RESTART_MOST_S)
+            log.warning("a worker ended, starting it again", pid=process.pid, code=code, lived_s=lived, pause_s=pause)
+            await asyncio.sleep(pause)
 
     def _fail(self, code: int) -> None:
         if not self.failed.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
@@ -19,6 +20,9 @@ FAMILIES = {
     "WanPipeline": "unfuse.models.wan:FAMILY",
 }
 """Families by the pipeline class that model_index.json names."""
+
+OUTSIDE = "unfuse.families"
+"""Entry points under which other packages bring families, likewise by pipeline class; none replaces one of ours."""
 
 PLANS = {
     "unfuse/shapes": "WanPipeline",
@@ -59,7 +63,9 @@ def find(source: str | Path) -> Family:
         found = str(ModelFolder(Path(source)).index().get("_class_name"))
     else:
         found = pipeline_class(str(source))
-    if found not in FAMILIES:
-        raise ConfigError(f"model {source} is a {found}, which is not served; served are {', '.join(served_classes())}")
-    family: Family = resolve(FAMILIES, found, "model family")
+    outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
+    families = {point.name: point.value for point in outside} | FAMILIES
+    if found not in families:
+        raise ConfigError(f"model {source} is a {found}, which is not served; served are {', '.join(sorted(families))}")
+    family: Family = resolve(families, found, "model family")
     return family

@@ -51,6 +51,10 @@ class Runtime(msgspec.Struct, frozen=True):
 class Family(ABC):
     """One kind of model, stateless: the stages it has, what bounds a request, how each stage's components load."""
 
+    torch = True
+    """Whether its stages compute with torch. Those of a family that does not are given numpy arrays, and a process that
+    runs no others never imports torch."""
+
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """What gateway and scheduler know of the model in a folder, served as `name`.

@@ -9,6 +9,7 @@ from unfuse.queues.base import TaskQueue
 BACKENDS = {
     "memory": "unfuse.queues.memory:MemoryQueue",
     "redis": "unfuse.queues.redis:RedisQueue",
+    "rediss": "unfuse.queues.redis:RedisQueue",
     "sqlite": "unfuse.queues.sqlite:SqliteQueue",
 }
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from typing import Self
+from operator import attrgetter
+from typing import Any, Self
 
 import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
+from unfuse.core.codec import encode
+from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, RequestStatus
@@ -36,7 +39,9 @@ class Wanted(msgspec.Struct, frozen=True):
 
     With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
     `behind` names, for some of the pools, pools they feed and how many tasks may wait there: while more do, the pool's
-    own tasks wait too. A task `near` this node, then one of this `affinity`, goes before others (see `lease`).
+    own tasks wait too. Of one priority, tasks of pools that are `later` (have a higher number there; 0 if absent) go
+    first; a task of a pool in `keep` has to leave that many bytes of the room free. A task `near` this node, then one
+    of this `affinity`, goes before others (see `lease`). Of those who wait, lower `rank`s are served first.
     """
 
     pools: frozenset[str]
@@ -44,8 +49,15 @@ class Wanted(msgspec.Struct, frozen=True):
     room: int | None = None
     above: int | None = None
     behind: dict[str, dict[str, int]] = {}
+    later: dict[str, int] = {}
+    keep: dict[str, int] = {}
     near: str = ""
     affinity: str = ""
+    rank: float = 0.0
+
+    def concerned(self) -> frozenset[str]:
+        """The pools whose changes may let such a worker take something."""
+        return self.pools.union(*(self.behind.get(pool, {}) for pool in self.pools))
 
 
 PREFERENCE_AMONG = 16
@@ -62,6 +74,10 @@ class Filter(msgspec.Struct, frozen=True):
     fingerprint: str | None = None
     status: RequestStatus | None = None
     dead: bool | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """What it asks of a context's fields."""
+        return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -80,11 +96,37 @@ class Renewal(msgspec.Struct, frozen=True):
     ended: tuple[Claim, ...]
 
 
+EXACT = 2**53
+"""Up to here, every backend means the same by a number."""
+
+_NUMBERS = {
+    kind: attrgetter(
+        *(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float, float | None))
+    )
+    for kind in (RequestContext, Task, Event)
+}
+
+
+def check_storable(*parts: RequestContext | Task | Event) -> None:
+    """Raise ProtocolError for what no backend stores, before it has stored any of it.
+
+    That is text that is not Unicode, more than a message may hold, a number beyond EXACT or that is none.
+    """
+    encode(parts)
+    for part in parts:
+        for number in _NUMBERS[type(part)](part):
+            if not -EXACT <= (number or 0) <= EXACT:
+                raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
+
+
 class TaskQueue(ABC):
     """Tasks, leases, contexts, events and the worker registry behind one set of transactions.
 
     Every method is one transaction: its effects are all visible or none. Times are seconds of the queue's own clock.
+    What is in a `shared` one, the schedulers of other processes see too.
     """
+
+    shared = False
 
     @classmethod
     @abstractmethod
@@ -99,6 +141,10 @@ class TaskQueue(ABC):
         """This queue's clock, in seconds; it never runs backwards."""
 
     @abstractmethod
+    async def check(self) -> None:
+        """Raise TransientError while this queue cannot work; the answer comes within a few seconds."""
+
+    @abstractmethod
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
@@ -106,23 +152,26 @@ class TaskQueue(ABC):
 
         Idempotent: a context whose id is known, or whose (tenant, non-empty idempotency key) is, changes nothing and
         the stored record is returned. Raises Overloaded, having stored nothing, when a limit would be passed; a repeat
-        is answered even then.
+        is answered even then. Raises ProtocolError, as `commit` and `progress` do, for what cannot be stored.
         """
 
     @abstractmethod
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks, in order of (−priority, order, arrival) over all the pools that are not held back.
+        """Claim tasks, in order of (−priority, −later, order, arrival) over all the pools that are not held back.
 
-        Of the first PREFERENCE_AMONG tasks of the first one's priority, one near the worker, else one of its affinity,
-        goes first, unless the first could have been leased for PREFERENCE_S already. Who waits without `above` is woken
-        before who waits with it.
+        Of the first PREFERENCE_AMONG tasks of the first one's priority and `later`, one near the worker, else one of
+        its affinity, goes first, unless the first could have been leased for PREFERENCE_S already. Who waits without
+        `above` is woken before who waits with it, then who has the lower `rank`, then who waits longer.
 
         Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task whose room, with
-        that of the tasks claimed before it, exceeds the room, so that a large task is not starved by small ones. Waits
-        up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a hand-back, a `not_before`
-        that comes, a task ahead that is gone, a pool that is not held back any more); a caller that is cancelled while
-        it waits has claimed nothing. A claim publishes `stage_started`; the context does not change: `Record.running`
-        tells of it.
+        that of the tasks claimed before it and what its pool has to keep free, exceeds the room, so that a large task
+        is not starved by small ones: no more is taken of its pool, nor of pools that are not later. Later ones go on,
+        since they let requests come to their end and give room back.
+
+        Waits up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a hand-back, a
+        `not_before` that comes, a task ahead that is gone, a pool that is not held back any more); a caller that is
+        cancelled while it waits has claimed nothing. A claim publishes `stage_started`; the context does not change:
+        `Record.running` tells of it.
         """
 
     @abstractmethod
@@ -153,8 +202,12 @@ class TaskQueue(ABC):
         """Return a leased task to its old place in the queue, under the next attempt. False if it is not held."""
 
     @abstractmethod
-    async def expired(self) -> list[Lease]:
-        """Leases whose time has passed, for the caller to decide on; they stay held until a commit closes them."""
+    async def expired(self, ttl: float) -> list[Lease]:
+        """Leases whose time has passed, for the caller to decide on; they stay held until a commit closes them.
+
+        When nobody has asked for longer than ttl / 2 (while every scheduler was away, workers could not renew), all
+        leases that would end sooner are first moved to now + ttl, once, and none is returned.
+        """
 
     @abstractmethod
     async def load(self, request: str) -> Record:
@@ -182,7 +235,7 @@ class TaskQueue(ABC):
 
         The log is bounded: old progress is dropped first, numbers are never given twice. The stream ends behind the
         terminal event (at once, if `after` is that one or a later), when the request is forgotten, and on `close`.
-        Raises NotFound at once for an unknown request.
+        Raises NotFound for an unknown request, at once or when the first event is asked for.
         """
 
     @abstractmethod

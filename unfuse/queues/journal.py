@@ -19,7 +19,7 @@ from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 
-APPLICATION, SCHEMA = 0x756E6675, 1
+APPLICATION, SCHEMA = 0x756E6675, 2
 """What marks a file as a queue of unfuse, and how it is laid out."""
 
 TABLES = """
@@ -40,7 +40,6 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     task: Task
     worker: str = ""
     token: bytes = b""
-    ttl: float = 0.0
     since: float = 0.0
 
 

@@ -46,16 +46,34 @@ class Lines:
         return bisect_left(self._lines[rank[3].pool], rank)
 
     def next(self, wanted: Wanted, full: frozenset[str], now: float, used: int = 0) -> Rank | None:
-        """The task that such a worker takes, having taken `used` bytes; `full` are pools that are held back."""
-        lines = [self._lines[pool] for pool in wanted.pools - full if pool in self._lines]
-        first = min((line[0] for line in lines if line), default=None)
-        if first is None or (wanted.above is not None and -first[0] <= wanted.above):
+        """The task that such a worker takes, having taken `used` bytes; `full` are pools that are held back.
+
+        Where one has no room, only pools that are later than its own go on.
+        """
+        pools = [pool for pool in wanted.pools - full if pool in self._lines]
+        while (rank := self._first(wanted, pools, now)) is not None:
+            task = rank[3]
+            if wanted.room is None or used + task.room + wanted.keep.get(task.pool, 0) <= wanted.room:
+                return rank
+            pools = [pool for pool in pools if _later(wanted, pool) > _later(wanted, task.pool)]
+        return None
+
+    def _first(self, wanted: Wanted, pools: list[str], now: float) -> Rank | None:
+        heads = ((self._lines[pool][0], pool) for pool in pools if self._lines[pool])
+        found = min(((rank[0], -_later(wanted, pool), rank) for rank, pool in heads), default=None)
+        if found is None or (wanted.above is not None and -found[0] <= wanted.above):
             return None
+        priority, later, first = found
         if (wanted.near or wanted.affinity) and now - self._since[first[3].key] < PREFERENCE_S:
-            merged = heapq.merge(*(line[:PREFERENCE_AMONG] for line in lines))
-            among = [rank for rank in islice(merged, PREFERENCE_AMONG) if rank[0] == first[0]]
+            lines = [self._lines[pool][:PREFERENCE_AMONG] for pool in pools if -_later(wanted, pool) == later]
+            among = [rank for rank in islice(heapq.merge(*lines), PREFERENCE_AMONG) if rank[0] == priority]
             first = max(among, key=lambda rank: _liking(wanted, rank[3]))
-        return first if wanted.room is None or used + first[3].room <= wanted.room else None
+        return first
+
+
+def _later(wanted: Wanted, pool: str) -> int:
+    """How far a pool is from the beginning of its pipelines."""
+    return wanted.later.get(pool, 0)
 
 
 def _liking(wanted: Wanted, task: Task) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +25,7 @@ from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue, Wanted, check_storable
 from unfuse.queues.history import History
 from unfuse.queues.lines import Lines, Rank
 
@@ -84,6 +85,7 @@ class MemoryQueue(TaskQueue):
         self._waiters: dict[_Waiter, None] = {}
         self._members: dict[str, Member] = {}
         self._arrivals = count()
+        self._swept = -math.inf
         self._closed = False
 
     @classmethod
@@ -95,10 +97,14 @@ class MemoryQueue(TaskQueue):
         """The clock's monotonic reading."""
         return self._clock.now()
 
+    async def check(self) -> None:
+        """Memory works as long as its process does."""
+
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         """Store a new request, once."""
+        check_storable(context, *tasks, *events)
         key = context.tenant, context.idempotency_key
         known = self._requests.get(context.id) or self._by_idempotency_key.get(key)
         if known is not None:
@@ -135,6 +141,7 @@ class MemoryQueue(TaskQueue):
 
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
         """Publish while held."""
+        check_storable(*events)
         mine = self._held(claim)
         if mine is None:
             return False
@@ -146,6 +153,7 @@ class MemoryQueue(TaskQueue):
     async def commit(self, change: Change) -> Record:
         """Check everything, then apply everything."""
         context, claim = change.context, change.claim
+        check_storable(context, *change.push, *change.events)
         entry = self._entry(context.id)
         if claim is not None:
             state = entry.context.stages.get(claim.stage)
@@ -176,9 +184,12 @@ class MemoryQueue(TaskQueue):
         self._put((priority, order, arrival, msgspec.structs.replace(task, attempt=task.attempt + 1)))
         return True
 
-    async def expired(self) -> list[Lease]:
-        """Leases whose time has passed."""
+    async def expired(self, ttl: float) -> list[Lease]:
+        """Leases whose time has passed; none after a gap, which all of them are forgiven."""
         now = self._clock.now()
+        for held in self._leased.values() if now - self._swept > ttl / 2 else ():
+            held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))
+        self._swept = now
         return [held.lease for held in self._leased.values() if held.lease.expires <= now]
 
     async def load(self, request: str) -> Record:
@@ -188,16 +199,12 @@ class MemoryQueue(TaskQueue):
     async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
         """Requests, newest first."""
         before = None if after is None else self._entry(after).number
+        asked = which.asked().items()
         found = (
             entry
             for entry in reversed(self._requests.values())
             if (before is None or entry.number < before)
-            and which.over in (None, entry.context.over)
-            and which.tenant in (None, entry.context.tenant)
-            and which.idempotency_key in (None, entry.context.idempotency_key)
-            and which.fingerprint in (None, entry.context.fingerprint)
-            and which.status in (None, entry.context.status)
-            and which.dead in (None, entry.context.dead)
+            and all(getattr(entry.context, name) == value for name, value in asked)
         )
         return [self._record(entry) for entry in islice(found, limit)]
 
@@ -357,23 +364,22 @@ class MemoryQueue(TaskQueue):
             started = Event("stage_started", at, task.stage, task.attempt, worker)
             self._requests[task.request].history.publish(started, at)
             leases.append(lease)
-        for pool in {lease.task.pool for lease in leases}:
+        for pool in wanted.pools if leases else ():  # all: it may have been woken for another task than it took
             self._wake(pool)
         return leases
 
     def _wake(self, pool: str) -> None:
-        """Wake who waited longest among those that can take what is now first for them.
+        """Wake the first in line among those that can take what is now first for them.
 
         Called after every change of a pool. One waiter is enough: what it claims is a change again.
         """
-        for waiter in sorted(self._waiters, key=lambda waiter: waiter.wanted.above is not None):
+        for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
             if pool in waiter.pools and not waiter.woken.done() and self._next(waiter.wanted) is not None:
                 waiter.wake()
                 return
 
     async def _wait(self, wanted: Wanted, until: float) -> None:
-        concerned = wanted.pools.union(*(wanted.behind.get(pool, {}) for pool in wanted.pools))
-        waiter = _Waiter(wanted, concerned, asyncio.get_running_loop().create_future())
+        waiter = _Waiter(wanted, wanted.concerned(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
         withdraw_alarm = self._call_at(until, waiter.wake)
         try:

@@ -10,13 +10,10 @@ import asyncio
 import builtins
 import re
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
-
-import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, Clock
@@ -27,11 +24,21 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
-from unfuse.queues.base import PREFERENCE_AMONG, PREFERENCE_S, Filter, Limits, Member, Renewal, TaskQueue, Wanted
+from unfuse.queues.base import (
+    PREFERENCE_AMONG,
+    PREFERENCE_S,
+    Filter,
+    Limits,
+    Member,
+    Renewal,
+    TaskQueue,
+    Wanted,
+    check_storable,
+)
 from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
 
 try:
-    from redis import Redis as BlockingRedis
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
@@ -45,16 +52,15 @@ REFUSALS: dict[str, type[UnfuseError]] = {
     "CONFLICT": Conflict,
     "OVERLOADED": Overloaded,
 }
-ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name]"
+ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
 
-RETRY_S = 0.2
 SWEEP_S = 5.0
-"""How long until a lost connection is tried again, and until those who wait look by themselves, should nothing come."""
+ANSWER_S = 15.0
+CHECK_S = 2.0
+"""Seconds until those who wait look by themselves, should nothing come; that an answer, or a check, may take."""
 
-TOGETHER = 128
 SCANNED = 500
-SEEN = 10_000
-"""Calls in one round trip, requests that one run looks through, ids that are remembered to exist."""
+"""Requests that one run looks through."""
 
 
 class RedisQueue(TaskQueue):
@@ -64,23 +70,23 @@ class RedisQueue(TaskQueue):
     Who waits or watches goes on when the server is back.
     """
 
+    shared = True
+
     def __init__(self, url: str, prefix: str, clock: Clock) -> None:
         self._url, self._tag, self._clock = url, f"{{{prefix}}}", clock
-        self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0))
+        self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
         self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
-        self._waiters: dict[script.Waiter, None] = {}
+        self._background = Background()
+        self._waiting = Waiting(self._call, self._background, clock)
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
-        self._seen: dict[str, None] = {}
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._stale = self._closed = False
-        self._withdraw_alarm: Callable[[], None] = lambda: None
+        self._closed = False
         self._latest = 0.0
 
     @classmethod
     def at(cls, url: str, clock: Clock) -> RedisQueue:
         """The queue at `redis://host:port/database?prefix=unfuse`; a clock with alarms stands in for the server's."""
         try:
-            parts = urlsplit(url if "//" in url else "redis://127.0.0.1")
+            parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
             options = dict(parse_qsl(parts.query, keep_blank_values=True))
             prefix = options.pop("prefix", "unfuse")
             if options or parts.port == 0 or not re.fullmatch(r"/?\d* [\w.-]{1,64}", f"{parts.path} {prefix}"):
@@ -94,37 +100,31 @@ class RedisQueue(TaskQueue):
         self._latest = max(self._latest, float(await self._call("now")))
         return self._latest
 
+    async def check(self) -> None:
+        """Have the server run the script. Raises TransientError when it does not, or takes longer than CHECK_S."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                await self._call("now")
+        except TimeoutError as error:
+            raise self._error(error) from error
+
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         """Store a new request, once."""
+        check_storable(context, *tasks, *events)
         more = Counter(task.pool for task in tasks)
         return self._record(
             await self._call("submit", **script.facts(context, tasks, events), limits=limits, more=more)
         )
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks, waiting for a first one. All who ask here at the same time are served by one call, in order."""
+        """Claim tasks, waiting for a first one."""
         if wanted.slots < 1 or self._closed:
             return []
-        waiter = script.Waiter(worker, wanted, ttl, patient=wait > 0)
-        self._waiters[waiter] = None
-        self._serve()
-        withdraw_alarm = self._wait(waiter, wait)
-        try:
-            await asyncio.wait([waiter.answer])
-            return waiter.answer.result()
-        except asyncio.CancelledError:
-            waiter.patient = False
-            if waiter.asked or waiter.answer.done():
-                undo = f"undo {id(waiter)}"
-                self._run(undo, partial(self._undo, waiter))
-                await asyncio.shield(self._tasks[undo])
-                del self._tasks[undo]
-            raise
-        finally:
-            withdraw_alarm()
-            del self._waiters[waiter]
+        if wait > 0:
+            self._background.run("listen", self._listen)
+        return await self._waiting.claim(worker, wanted, ttl, wait)
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
         """Extend what is held."""
@@ -134,10 +134,12 @@ class RedisQueue(TaskQueue):
 
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
         """Publish while held."""
+        check_storable(*events)
         return bool(await self._call("progress", claim=script.shown(claim), events=events))
 
     async def commit(self, change: Change) -> Record:
         """Check everything, then apply everything."""
+        check_storable(change.context, *change.push, *change.events)
         parts = script.facts(change.context, change.push, change.events) | {"close": change.close}
         return self._record(await self._call("commit", **parts, claim=change.claim and script.shown(change.claim)))
 
@@ -145,11 +147,11 @@ class RedisQueue(TaskQueue):
         """Put a leased task back where it stood."""
         return bool(await self._call("hand_back", claim=script.shown(claim)))
 
-    async def expired(self) -> list[Lease]:
-        """Leases whose time has passed."""
+    async def expired(self, ttl: float) -> list[Lease]:
+        """Leases whose time has passed; none after a gap, which all of them are forgiven."""
         return [
             Lease(script.task(task, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
-            for task, attempt, worker, mark, expires in await self._call("expired")
+            for task, attempt, worker, mark, expires in await self._call("expired", ttl=ttl)
         ]
 
     async def load(self, request: str) -> Record:
@@ -158,9 +160,7 @@ class RedisQueue(TaskQueue):
 
     async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
         """Requests, newest first."""
-        fields = {
-            name: script.text(value) for name, value in msgspec.structs.asdict(which).items() if value is not None
-        }
+        fields = {name: script.text(value) for name, value in which.asked().items()}
         found: list[Record] = []
         below: str | None = "+inf"
         while below is not None and len(found) < limit:
@@ -179,20 +179,32 @@ class RedisQueue(TaskQueue):
         """The tasks that would be leased next."""
         return [script.task(*found) for found in await self._call("peek", pool=pool, limit=limit)]
 
-    def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Follow a request's history. For an id that was never met here, the server is asked at once, the loop waits.
-
-        Raises TransientError when it does not answer that.
-        """
-        if request not in self._seen:
-            try:
-                with BlockingRedis.from_url(self._url, socket_timeout=1.0, socket_connect_timeout=1.0) as server:
-                    known = server.exists(f"{self._tag}:request:{request}")
-            except (RedisError, OSError) as error:
-                raise self._error(error) from error
-            if not known:
-                raise NotFound(f"no request {request}")
-        return self._follow(request, after)
+    async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
+        """Follow a request's history."""
+        self._background.run("listen", self._listen)
+        is_known = is_over = False
+        try:
+            while not self._closed and not is_over:
+                news = asyncio.get_running_loop().create_future()
+                self._followers.setdefault(request, []).append(news)
+                try:
+                    over, events = await self._call("events", id=request, after=after)
+                except NotFound:
+                    if is_known:
+                        return
+                    raise
+                except TransientError:
+                    await asyncio.sleep(RETRY_S)
+                    continue
+                is_known, is_over = True, over == b"1"
+                for event in events:
+                    found: Event = decode(event, Event)
+                    yield found
+                    after = found.seq
+                if not is_over:
+                    await news
+        finally:
+            self._wake_followers(request)
 
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
         """Register a worker; cards it brought before are kept when it brings none."""
@@ -225,14 +237,10 @@ class RedisQueue(TaskQueue):
     async def close(self) -> None:
         """Wake everyone who waits, end what runs, and hang up."""
         self._closed = True
-        for waiter in self._waiters:
-            self._give_up(waiter)
+        self._waiting.close()
         self._wake_followers(*self._followers)
-        if "listen" in self._tasks:
-            self._tasks["listen"].cancel()
-        while running := [task for task in self._tasks.values() if not task.done()]:
-            await asyncio.wait(running)
-        self._withdraw_alarm()
+        await self._background.end("listen")
+        self._waiting.close()
         await self._redis.aclose()
 
     def _error(self, error: Exception) -> Exception:
@@ -244,36 +252,7 @@ class RedisQueue(TaskQueue):
 
     def _record(self, reply: builtins.list[Any]) -> Record:
         context, running, position = reply
-        record = Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
-        self._seen[record.context.id] = None
-        if len(self._seen) > SEEN:
-            del self._seen[next(iter(self._seen))]
-        return record
-
-    async def _follow(self, request: str, after: int) -> AsyncIterator[Event]:
-        self._run("listen", self._listen)
-        while not self._closed:
-            news = asyncio.get_running_loop().create_future()
-            self._followers.setdefault(request, []).append(news)
-            try:
-                over, events = await self._call("events", id=request, after=after)
-            except NotFound:
-                return
-            except TransientError:
-                await asyncio.sleep(RETRY_S)
-                continue
-            for event in events:
-                found: Event = decode(event, Event)
-                yield found
-                after = found.seq
-            if over == b"1":
-                return
-            await news
-
-    def _run(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have the task of that name run, unless it does."""
-        if name not in self._tasks or self._tasks[name].done():
-            self._tasks[name] = asyncio.create_task(work())
+        return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
 
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and what the verb refuses with."""
@@ -284,7 +263,7 @@ class RedisQueue(TaskQueue):
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._unsent.append((verb, encode(args), answer))
-        self._run("send", self._send)
+        self._background.run("send", self._send)
         return await answer
 
     async def _send(self) -> None:
@@ -326,75 +305,16 @@ class RedisQueue(TaskQueue):
 
     def _hear(self, message: dict[str, Any] | None) -> None:
         if message is None or message["type"] != "message":
-            self._serve()
+            self._waiting.serve()
             self._wake_followers(*self._followers)
             return
         kind, _, name = message["data"].decode().partition(":")
         if kind == "request":
             self._wake_followers(name)
-        elif any(name in waiter.pools for waiter in self._waiters):
-            self._serve()
+        elif self._waiting.concerns(name):
+            self._waiting.serve()
 
     def _wake_followers(self, *requests: str) -> None:
         for news in [news for request in requests for news in self._followers.pop(request, ())]:
             if not news.done():
                 news.set_result(None)
-
-    def _serve(self) -> None:
-        """Have everyone who waits asked for, once more if that is being done."""
-        self._stale = True
-        if self._waiters:
-            self._run("ask", self._ask)
-
-    async def _ask(self) -> None:
-        while self._stale:
-            self._stale = False
-            self._withdraw_alarm()
-            waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
-            waiting.sort(key=lambda waiter: waiter.above)
-            for first in range(0, len(waiting), TOGETHER):
-                await self._claim(waiting[first : first + TOGETHER])
-
-    async def _claim(self, asking: builtins.list[script.Waiter]) -> None:
-        """Settle who gets something, and who does not wait; have the others asked for when a task's time comes."""
-        for waiter in asking:
-            waiter.asked = True
-        try:
-            now, ripens, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
-        except UnfuseError as error:
-            for waiter in asking:
-                waiter.settle([], error)
-            self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self._serve).cancel
-            return
-        for waiter, claims in zip(asking, answers, strict=True):
-            waiter.settle(waiter.leases(claims, float(now)))
-        if ripens is not None:
-            self._withdraw_alarm = self._call_at(float(now), float(ripens), self._serve)
-
-    def _wait(self, waiter: script.Waiter, wait: float) -> Callable[[], None]:
-        if not waiter.patient:
-            return lambda: None
-        self._run("listen", self._listen)
-        now = self._clock.now()
-        return self._call_at(now, now + wait, partial(self._give_up, waiter))
-
-    def _give_up(self, waiter: script.Waiter) -> None:
-        """A waiter's time is over: it is answered now, or with what the call under way brings."""
-        waiter.patient = False
-        if not waiter.asked:
-            waiter.settle([])
-
-    async def _undo(self, waiter: script.Waiter) -> None:
-        """Give back what a caller who is gone has claimed."""
-        with suppress(TransientError):
-            for lease in await waiter.answer:
-                await self._call("hand_back", claim=script.shown(lease.claim), undo=True)
-
-    def _call_at(self, now: float, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Set an alarm for a time of a clock that shows `now`; returns what takes it back."""
-        if not isinstance(self._clock, AlarmClock):
-            return asyncio.get_running_loop().call_later(max(0.0, when - now), callback).cancel
-        if when > self._clock.now():
-            return self._clock.call_at(when, callback)
-        callback()
-        return lambda: None

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-import secrets
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -17,16 +15,12 @@ from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
 from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
-from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Wanted
+from unfuse.core.task import Claim, Task
 
 PARTS = ("common", "requests", "history", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and what Redis knows it by once it is loaded."""
-
-MAX_CLAIMS = 1024
-"""Tasks of one lease, at most."""
 
 
 def raw(data: bytes) -> msgspec.Raw:
@@ -77,32 +71,3 @@ def facts(context: RequestContext, push: Sequence[Task], events: Sequence[Event]
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
     fields = [part for item in stored.items() for part in item]
     return facts | {"id": context.id, "fields": fields, "push": [pushed(task) for task in push], "events": events}
-
-
-class Waiter:
-    """A caller of `lease`: `asked` for while a call is under way, answered with nothing once it is not `patient`."""
-
-    def __init__(self, worker: str, wanted: Wanted, ttl: float, patient: bool) -> None:
-        self.worker, self.ttl, self.patient = worker, ttl, patient
-        self.above = wanted.above is not None
-        self.pools = wanted.pools.union(*(wanted.behind.get(pool, {}) for pool in wanted.pools))
-        self.tokens = secrets.token_bytes(16 * min(wanted.slots, MAX_CLAIMS))
-        self.ask = msgspec.Raw(encode({"worker": worker, "ttl": ttl, "tokens": raw(self.tokens), "wanted": wanted})[1:])
-        self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
-        self.asked = False
-
-    def leases(self, claims: list[list[bytes]], now: float) -> list[Lease]:
-        """What the script claimed for it, one token after the other."""
-        tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
-        found = zip(claims, tokens, strict=False)
-        return [Lease(task(*claim), self.worker, token, now + self.ttl) for claim, token in found]
-
-    def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
-        """A call for it has ended."""
-        self.asked = False
-        if self.answer.done() or (self.patient and not leases):
-            return
-        if error is not None:
-            self.answer.set_exception(error)
-        else:
-            self.answer.set_result(leases)

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 
 from unfuse.core.clock import AlarmClock, Clock
-from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext, Running
@@ -29,7 +28,7 @@ EVENTS_A_START = 2**24
 """More events than one request publishes between two starts: numbers continue at the next multiple."""
 
 
-class _UnixClock:
+class _UnixClock(AlarmClock):
     """A clock whose readings mean the same after a restart: Unix time at the start, and what has passed since."""
 
     def __init__(self, clock: Clock) -> None:
@@ -67,7 +66,6 @@ class SqliteQueue(MemoryQueue):
         self._writing: _Batch | None = None
         self._coming: _Batch | None = None
         self._broken = ""
-        self._ttl = 0.0
         self._restored: set[Claim] = set()
         rows, self._journal.rows = self._journal.rows, []
         for number, row in rows:
@@ -84,17 +82,18 @@ class SqliteQueue(MemoryQueue):
             raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
         return cls(Path(path).expanduser().absolute(), clock)
 
+    async def check(self) -> None:
+        """Raise TransientError once the file could not be written."""
+        self._check()
+
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        """Store a new request, once. Raises ProtocolError for what cannot be stored."""
-        for part in (context, *tasks, *events):
-            encode(part)
+        """Store a new request, once."""
         return await self._kept(await super().submit(context, tasks, events, limits))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
         """Claim tasks. This is written with what comes next and not waited for: at worst a task is leased twice."""
-        self._ttl = ttl
         leases = await super().lease(worker, wanted, ttl, wait)
         self._check()
         for lease in leases:
@@ -107,9 +106,7 @@ class SqliteQueue(MemoryQueue):
         return await super().renew(claims, ttl)
 
     async def commit(self, change: Change) -> Record:
-        """Apply a transition. Raises ProtocolError for what cannot be stored."""
-        for part in (change.context, *change.push, *change.events):
-            encode(part)
+        """Apply a transition."""
         return await self._kept(await super().commit(change))
 
     async def hand_back(self, claim: Claim) -> bool:
@@ -119,10 +116,10 @@ class SqliteQueue(MemoryQueue):
             await self._settled(self._note(self._entry(claim.request)))
         return was_held
 
-    async def expired(self) -> builtins.list[Lease]:
+    async def expired(self, ttl: float) -> builtins.list[Lease]:
         """Leases whose time has passed. One from before the start that nobody has renewed since is handed back."""
         self._check()
-        late = await super().expired()
+        late = await super().expired(ttl)
         for lease in late:
             if lease.claim in self._restored:
                 await self.hand_back(lease.claim)
@@ -240,11 +237,11 @@ class SqliteQueue(MemoryQueue):
                 standing.append(Standing(place.rank[2], place.rank[3]))
             if held := self._leased.get(key):
                 lease, since = held.lease, held.running.since
-                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, self._ttl, since))
+                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, since))
         return Row(context, tuple(entry.stages), tuple(standing), entry.history.lasting(), entry.history.last)
 
     def _restore(self, number: int, row: Row) -> None:
-        """Take in a stored request. Leases get a full time: the workers of other machines are still there."""
+        """Take in a stored request."""
         context = row.context
         last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
         entry = _Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
@@ -257,12 +254,12 @@ class SqliteQueue(MemoryQueue):
             self._restore_task(standing)
 
     def _restore_task(self, stood: Standing) -> None:
+        """Take in a task. Its lease gets a full time at the first sweep, as after any gap."""
         task = stood.task
         rank = (-task.priority, task.order, stood.arrival, task)
         if not stood.token:
             self._put(rank)
             return
-        self._ttl = stood.ttl
-        lease = Lease(task, stood.worker, stood.token, self._clock.now() + stood.ttl)
+        lease = Lease(task, stood.worker, stood.token, self._clock.now())
         self._leased[task.key] = _Held(lease, rank, Running(task.stage, task.attempt, stood.worker, stood.since))
         self._restored.add(lease.claim)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import msgspec
 import structlog
 
-from unfuse.core.errors import LeaseLost, NotFound
+from unfuse.core.errors import LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
     Accepted,
@@ -28,8 +30,8 @@ from unfuse.core.messages import (
     Welcome,
     WorkerInfo,
 )
-from unfuse.core.task import Lease
-from unfuse.queues.base import Wanted
+from unfuse.core.task import Claim, Lease
+from unfuse.scheduler.flow import Dispatch, Flow
 from unfuse.scheduler.scheduler import Scheduler
 
 MAX_WAIT_S = 30.0
@@ -38,10 +40,39 @@ MAX_WAIT_S = 30.0
 MAX_STEPS = 512
 """Steps that one message may list, the newest; no history keeps more."""
 
+BEATS_MISSED = 3
+"""Heartbeats without a word after which a worker is set aside: a stranger, until it is heard again."""
+
+FLOW_S = 1.0
+"""How old may be what is known of the pools and of who serves them."""
+
+QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
+"""How often, and how far apart, an outcome is recorded while the queue is away; then the worker says it again."""
+
 PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 """What a step may publish, in order."""
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A worker's connection: who it is, the Ask that waits, and claims that were seen to be its own."""
+
+    hello: Hello
+    ask: asyncio.Task[list[Lease]] | None = None
+    claims: set[Claim] = field(default_factory=set)
+    silence: asyncio.TimerHandle | None = None
+
+    @property
+    def worker(self) -> WorkerInfo:
+        return self.hello.worker
+
+    def withdraw(self) -> None:
+        """Have the Ask that waits answered with nothing."""
+        if self.ask is not None:
+            self.ask.cancel()
+            self.ask = None
 
 
 class Desk:
@@ -58,102 +89,163 @@ class Desk:
         models: Sequence[tuple[str, str, str]],
         results: str,
         outcome: Mapping[str, str] | None = None,
+        dispatch: Dispatch = "locality",
     ) -> None:
         self.scheduler = scheduler
         self._queue = scheduler.queue
+        self._dispatch = dispatch
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(tuple(models), results, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}))
-        self._peers: dict[bytes, Hello] = {}
-        self._asks: dict[bytes, asyncio.Task[list[Lease]]] = {}
+        self._peers: dict[bytes, _Peer] = {}
+        self._flow: Flow | None = None
+        self._flow_until = 0.0
+        self._looking = asyncio.Lock()
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
-        """The reply to one message."""
+        """The reply to one message, or None while the queue is away: the worker will say it again."""
         if isinstance(message, Hello):
             return await self._hello(peer, message)
-        if peer not in self._peers:
+        known = self._peers.get(peer)
+        if known is None:
             return Stranger()
-        hello = self._peers[peer]
+        self._heard(peer, known)
         match message:
             case Ask():
-                return await self._ask(peer, hello.worker, message)
+                return await self._ask(known, message)
             case Beat():
-                return await self._beat(hello, message)
+                return await self._beat(known, message)
             case Bye():
-                del self._peers[peer]
-                self._withdraw(peer)
-                await self._queue.bye(hello.worker.id)
+                self._leave(peer)
+                await self._queue.bye(known.worker.id)
                 return Accepted()
             case _:
-                return await self._report(hello.worker, message)
+                return await self._report(known, message)
 
     async def undelivered(self, peer: bytes, reply: ToWorker) -> None:
         """Take back what was granted to a worker that is gone."""
-        self._peers.pop(peer, None)
-        self._withdraw(peer)
+        self._leave(peer)
         if isinstance(reply, Granted):
             for lease in reply.leases:
                 await self._queue.hand_back(lease.claim)
 
-    async def _hello(self, peer: bytes, hello: Hello) -> Welcome:
-        known = peer in self._peers
-        if hello.worker.pools:
-            self._peers[peer] = hello
-            await self._queue.hello(hello.worker, hello.cards)
-            if not known:
-                log.info("worker joined", worker=hello.worker.id, role=hello.worker.role, slots=hello.worker.slots)
+    async def _hello(self, peer: bytes, hello: Hello) -> Welcome | Refused:
+        """Register a worker, unless another one goes by its id. It has one connection: the newest."""
+        proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
+        worker = msgspec.structs.replace(hello.worker, proof=proof)
+        if not worker.pools:
+            return self._welcome
+        if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
+            log.warning("refused a worker under another one's id", worker=worker.id)
+            return Refused(
+                f"worker {worker.id} is registered with another secret: start this one under an id of its own"
+            )
+        await self._queue.hello(worker, hello.cards)
+        if peer not in self._peers:
+            log.info("worker joined", worker=worker.id, role=worker.role, slots=worker.slots)
+        for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
+            self._leave(identity)
+        self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
+        self._heard(peer, self._peers[peer])
+        self._flow = None
         return self._welcome
 
-    async def _ask(self, peer: bytes, worker: WorkerInfo, ask: Ask) -> Granted:
+    def _heard(self, identity: bytes, peer: _Peer) -> None:
+        """A worker lives; when nothing more comes for some beats, it is set aside."""
+        if peer.silence is not None:
+            peer.silence.cancel()
+        silence = BEATS_MISSED * self._welcome.beat
+        peer.silence = asyncio.get_running_loop().call_later(silence, self._set_aside, identity)
+
+    def _set_aside(self, identity: bytes) -> None:
+        log.warning("worker set aside until it is heard again", worker=self._peers[identity].worker.id)
+        self._leave(identity)
+
+    def _leave(self, identity: bytes) -> None:
+        """Forget a connection; who was given work through it keeps that."""
+        if peer := self._peers.pop(identity, None):
+            peer.withdraw()
+            self._flow = None
+            if peer.silence is not None:
+                peer.silence.cancel()
+
+    async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
-        self._withdraw(peer)
-        waiting = self._asks[peer] = asyncio.create_task(
-            self._queue.lease(
-                worker.id,
-                Wanted(frozenset(worker.pools), min(ask.slots, worker.slots), ask.room, ask.above),
-                self.scheduler.lease_ttl,
-                wait=min(ask.wait, MAX_WAIT_S),
-            )
-        )
-        await asyncio.wait({waiting})
-        if self._asks.get(peer) is waiting:
-            del self._asks[peer]
+        wanted = (await self._look()).wanted(peer.worker, ask, self._dispatch)
+        peer.withdraw()
+        ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
+        waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
+        try:
+            await asyncio.wait({waiting})
+        finally:
+            waiting.cancel()  # nobody may be given work when we are not here to say so
+        if peer.ask is waiting:
+            peer.ask = None
         leases = [] if waiting.cancelled() else waiting.result()
+        peer.claims.update(lease.claim for lease in leases)
         return Granted(tuple(leases), dict(await self.scheduler.addresses(leases)))
 
-    def _withdraw(self, peer: bytes) -> None:
-        if waiting := self._asks.pop(peer, None):
-            waiting.cancel()
+    async def _look(self) -> Flow:
+        """The flow through the pools, as it was lately."""
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if self._flow is None or now > self._flow_until:
+                cards = (await self.scheduler.cards()).values()
+                self._flow = flow = Flow.of(cards, await self.scheduler.workers())
+                self._flow_until = now + FLOW_S
+                return flow
+            return self._flow
 
-    async def _beat(self, hello: Hello, beat: Beat) -> Pulse:
+    async def _owns(self, peer: _Peer, claim: Claim) -> bool:
+        """Whether a claim is of a task that was leased to this worker, at whichever scheduler."""
+        if claim not in peer.claims and await self.scheduler.holds(peer.worker.id, claim):
+            peer.claims.add(claim)
+        return claim in peer.claims
+
+    async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
+        hello = peer.hello
         await self._queue.hello(msgspec.structs.replace(hello.worker, used=beat.used), hello.cards)
         interruption = self.scheduler.interruption
-        renewal = await self._queue.renew(beat.claims, self.scheduler.lease_ttl)
+        own = [claim for claim in beat.claims if await self._owns(peer, claim)]
+        held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
+        peer.claims &= held
+        ended = tuple(claim for claim in beat.claims if claim not in held)
         over = await self.scheduler.over(beat.holding)
-        if not renewal.ended and not over:
+        if not ended and not over:
             await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
-        return Pulse(renewal.ended, tuple(over))
+        return Pulse(ended, tuple(over))
 
-    async def _report(self, worker: WorkerInfo, message: Progress | Done | Failed) -> Accepted | Refused:
-        try:
-            match message:
-                case Progress():
-                    await self._progress(worker, message)
-                case Done():
-                    await self.scheduler.complete(message, worker.id)
-                case Failed():
-                    log.warning("task failed", worker=worker.id, kind=message.kind, reason=message.message)
-                    await self.scheduler.fail(message, worker.id)
-        except (LeaseLost, NotFound) as error:
-            return Refused(str(error), lease_lost=True)
-        return Accepted()
+    async def _report(self, peer: _Peer, message: Progress | Done | Failed) -> Accepted | Refused | None:
+        """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
+        claim, worker = message.claim, peer.worker.id
+        about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
+        for _ in range(QUEUE_TRIES):
+            try:
+                match message:
+                    case Progress():
+                        await self._progress(peer, message)
+                    case Done():
+                        await self.scheduler.complete(message, worker)
+                    case Failed():
+                        log.warning("task failed", kind=message.kind, reason=message.message, **about)
+                        await self.scheduler.fail(message, worker)
+            except (LeaseLost, NotFound) as error:
+                log.info("report refused", reason=str(error), **about)
+                return Refused(str(error), lease_lost=True)
+            except TransientError:
+                if isinstance(message, Progress):
+                    return Accepted()
+                await asyncio.sleep(QUEUE_PAUSE_S)
+                continue
+            return Accepted()
+        return None
 
-    async def _progress(self, worker: WorkerInfo, message: Progress) -> None:
-        claim, last = message.claim, min(message.step, message.steps)
+    async def _progress(self, peer: _Peer, message: Progress) -> None:
+        claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
         stage, attempt, steps = claim.stage, claim.attempt, message.steps
         events = [
-            Event(kind, stage=stage, attempt=attempt, worker=worker.id, step=step, steps=steps)
+            Event(kind, stage=stage, attempt=attempt, worker=worker, step=step, steps=steps)
             for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
             for kind in PROGRESS[: 1 + (step in message.previews)]
         ]
-        if not await self._queue.progress(claim, events):
-            raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker.id} any more")
+        if not await self._owns(peer, claim) or not await self._queue.progress(claim, events):
+            raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker} (any more)")

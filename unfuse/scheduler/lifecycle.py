@@ -8,6 +8,7 @@ repeats the one that completed its stage, and everything else is answered with N
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,6 +17,8 @@ import msgspec
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import Done, Failed
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Params, PlannedStage
 from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
 
@@ -43,13 +46,20 @@ def admitted(context: RequestContext, wall: float) -> Change:
 def completed(context: RequestContext, done: Done, worker: str, wall: float, running: Sequence[Running] = ()) -> Change:
     """A stage has made its output: queue what can run now, or complete the request with its last final stage.
 
-    `running` is the record's: it tells when the stage was leased. Raises LeaseLost.
+    Anything but the output that the stage declares fails the request. `running` is the record's: it tells to whom the
+    stage was leased, and when. Raises LeaseLost.
     """
     claim = done.claim
     state = context.stages.get(claim.stage)
-    if state is not None and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
+    if state and (state.status, state.attempt, state.token, state.worker) == (
+        "done", claim.attempt, claim.token, worker,
+    ):  # fmt: skip
         return Change(context, claim)
-    draft = _claimed(context, claim, worker, wall)
+    draft = _claimed(context, claim, worker, wall, running)
+    if not _as_declared(context.plan.stage(claim.stage), done, worker):
+        message = f"worker {worker} brought something else than stage {claim.stage} makes: is its version ours?"
+        draft.error = ErrorInfo("stage_failed", message, claim.stage)
+        return draft.end("failed", claim)
     queued_at = draft.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
     timings = msgspec.structs.replace(done.timings, queued_s=queued_s)
@@ -67,15 +77,20 @@ def failed(
 ) -> Change:
     """A stage ended without outcome: try again what may succeed and is within its budget, else fail the request.
 
+    A crash in company may have been another's doing: it is charged to nobody, and the stage is alone from then on.
     `running` is the record's: consumers of a lost object that run already are left alone, they may have read it.
     Raises LeaseLost, and ValueError for a hand-back, which is the queue's business.
     """
     claim, stage = failed.claim, failed.claim.stage
-    draft = _claimed(context, claim, worker, wall)
+    draft = _claimed(context, claim, worker, wall, running)
     match failed.kind:
         case "transient":
             backoff = BACKOFF_S * 2 ** draft.stages[stage].failures
             return draft.charge("failures", stage, failed.message, failed.evidence).retry(claim, queue_now + backoff)
+        case "crash" if failed.company and not draft.stages[stage].alone:
+            draft.stages[stage] = msgspec.structs.replace(draft.stages[stage], alone=True)
+            draft.publish("retrying", stage, failed.message)
+            return draft.retry(claim)
         case "crash":
             return draft.charge("crashes", stage, failed.message, failed.evidence).retry(claim)
         case "object_lost":
@@ -111,6 +126,11 @@ def timed_out(context: RequestContext, wall: float) -> Change | None:
     return draft.end("expired")
 
 
+def retried(context: RequestContext) -> Change | None:
+    """Somebody has looked at a dead request. None if it is dead no more."""
+    return Change(msgspec.structs.replace(context, version=context.version + 1, dead=False)) if context.dead else None
+
+
 class _Draft:
     """A change in the making. Every move of a stage or of the request is checked against its table."""
 
@@ -139,6 +159,8 @@ class _Draft:
         self.move(stage, "queued", attempt=attempt, queued_at=self._wall)
         request, planned = self._before, self._before.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
+        inputs = tuple(output for output in outputs if output is not None)
+        params = request.params | planned.params
         self.push.append(
             Task(
                 request=request.id,
@@ -147,22 +169,28 @@ class _Draft:
                 pool=planned.pool,
                 kind=planned.kind,
                 model=request.model,
-                params=request.params | planned.params,
-                inputs=tuple(output for output in outputs if output is not None),
+                params=params,
+                inputs=inputs,
                 room=planned.room,
                 final=planned.final,
                 priority=request.priority,
+                order=request.order,
                 not_before=not_before,
                 deadline=request.deadline,
+                near=_nearest(inputs),
+                affinity=_affinity(request.model, params),
+                alone=self.stages[stage].alone,
             )
         )
 
     def queue_ready(self) -> None:
         """Queue every waiting stage whose inputs all exist."""
         for stage in self._before.plan.stages:
-            inputs_exist = all(self.stages[name].status == "done" for name in stage.after)
-            if inputs_exist and self.stages[stage.name].status == "waiting":
+            if self.stages[stage.name].status == "waiting" and self.inputs_exist(stage.name):
                 self.queue(stage.name)
+
+    def inputs_exist(self, stage: str) -> bool:
+        return all(self.stages[name].status == "done" for name in self._before.plan.stage(stage).after)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> _Draft:
         """Count what went wrong; beyond the budget it becomes the request's error."""
@@ -175,10 +203,13 @@ class _Draft:
         return self
 
     def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
-        """Queue the claimed stage again, unless a charge was one too many."""
+        """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
         if self.error is not None:
-            return self.end("failed", claim)
-        self.queue(claim.stage, not_before)
+            return self.end("failed", claim, dead=True)
+        if self.inputs_exist(claim.stage):
+            self.queue(claim.stage, not_before)
+        else:
+            self.move(claim.stage, "waiting")
         return self.change(claim)
 
     def end(self, status: RequestStatus, claim: Claim | None = None, **fields: Any) -> Change:
@@ -206,11 +237,20 @@ def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> N
         raise IllegalMove(f"{what} cannot go from {old} to {new}")
 
 
-def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float) -> _Draft:
+def held_by(worker: str, claim: Claim, running: Sequence[Running]) -> bool:
+    """Whether a task is leased to that worker, by what its record says runs."""
+    return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
+
+
+def _claimed(
+    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
+) -> _Draft:
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = context.stages.get(claim.stage)
     if context.over or state is None or state.status != "queued" or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
+    if any(run.stage == claim.stage for run in running) and not held_by(worker, claim, running):
+        raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: drop what it made")
     draft = _Draft(context, wall)
     draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker)
     return draft
@@ -219,15 +259,20 @@ def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float) ->
 def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
     """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
 
-    A ref that is not the current output of any input changes no producer: the stage only gets the current refs. It is
-    charged itself then, so that a stage which keeps naming objects nobody knows comes to an end too.
+    A ref that is not the current output of any input changes no producer: the stage only gets the current refs. If no
+    input was made again since it was queued, it is charged itself, so that a stage which keeps naming objects nobody
+    knows comes to an end too.
     """
     before, consumer = draft.context(0), failed.claim.stage
-    outputs = {name: before.stages[name].output for name in before.plan.stage(consumer).after}
-    lost = next((name for name, ref in outputs.items() if ref is not None and ref.id == failed.object_id), None)
-    draft.charge("recomputes", lost or consumer, failed.message, failed.evidence)
+    inputs = {name: before.stages[name] for name in before.plan.stage(consumer).after}
+    lost = next((name for name, state in inputs.items() if state.output and state.output.id == failed.object_id), None)
+    queued_at = before.stages[consumer].queued_at
+    if lost is None and any(state.status != "done" or state.queued_at > queued_at for state in inputs.values()):
+        draft.publish("retrying", consumer, failed.message)
+    else:
+        draft.charge("recomputes", lost or consumer, failed.message, failed.evidence)
     if draft.error is not None:
-        return draft.end("failed", failed.claim)
+        return draft.end("failed", failed.claim, dead=True)
     draft.move(consumer, "waiting")
     if lost is not None:
         draft.move(lost, "waiting", output=None, token=b"")
@@ -237,3 +282,26 @@ def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
                 draft.close.append((before.id, reader.name))
     draft.queue_ready()
     return draft.change(failed.claim)
+
+
+def _as_declared(stage: PlannedStage, done: Done, worker: str) -> bool:
+    """Whether a final stage brought results, and any other one the object that this worker made in this attempt."""
+    if stage.final:
+        return bool(done.results) and done.output is None
+    ref, claim = done.output, done.claim
+    made = ref and (ref.request, ref.stage, ref.attempt, ref.owner)
+    return not done.results and made == (claim.request, claim.stage, claim.attempt, worker)
+
+
+def _nearest(inputs: Sequence[ObjectRef]) -> str:
+    """The node that holds most bytes of these objects."""
+    held: Counter[str] = Counter()
+    for ref in inputs:
+        held[ref.node] += ref.nbytes
+    return max(held, key=held.__getitem__, default="")
+
+
+def _affinity(model: str, params: Params) -> str:
+    """What tasks have in common that may share a forward: the model and the size of what is made."""
+    size = [params[name] for name in ("width", "height", "num_frames") if name in params]
+    return f"{model} {size}" if size else ""

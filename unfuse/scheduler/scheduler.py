@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
+import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
-from unfuse.core.task import Lease
+from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Filter, Limits, Member, TaskQueue
 from unfuse.scheduler import lifecycle
+from unfuse.scheduler.costs import Costs
+from unfuse.scheduler.order import Order, place
 
 SWEEP_S = 0.5
 """How late the end of a lease may be noticed."""
 
-SWEEP_PAGE = 1000
+REVIEW_S, REVIEW_PAUSE_S, REVIEW_PAGE = 5.0, 0.5, 256
+"""How often the requests that are not over are looked through, for deadlines that another scheduler knew of, and how
+many in one go."""
+
+LEARN_FROM = 64
+"""Completed requests that are learned from at the start."""
+
+GONE = 20
+"""A worker that was silent for this many lease times is dropped from the registry."""
+
+CROWD_S = 0.05
+"""Longest pause before a decision that conflicted with another one is made again."""
 
 log = structlog.get_logger(__name__)
+
+
+class Observer(Protocol):
+    """Hears of each transition once, from the scheduler that made it. This one does nothing."""
+
+    def submitted(self, context: RequestContext) -> None:
+        """A request was accepted; no repeat of an earlier one."""
+        return
+
+    def ended(self, context: RequestContext) -> None:
+        """A request is over."""
+        return
+
+    def lease_expired(self, pool: str) -> None:
+        """A worker was silent for too long; its task is another's."""
+        return
+
+
+class _Nobody(Observer):
+    pass
 
 
 class Scheduler:
@@ -40,9 +76,11 @@ class Scheduler:
         lease_ttl: float = 15.0,
         cards: Sequence[ModelCard] = (),
         clock: Clock | None = None,
+        order: Order = "fifo",
     ) -> None:
         self.queue = queue
         self.lease_ttl = lease_ttl
+        self.observer: Observer = _Nobody()
         self.draining = False
         """Whether new requests are refused because this scheduler is about to end."""
         self.interruption: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -50,17 +88,17 @@ class Scheduler:
         self._limits = limits or Limits()
         self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
+        self._order: Order = order
+        self._costs = Costs()
+        self._arenas: dict[str, tuple[str, str]] = {}
+        self._troubled = False
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Begin sweeping, and arm the deadlines of what the queue already holds."""
+        """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
         self._spawn(self._sweep())
-        after: str | None = None
-        while page := await self.queue.list(Filter(over=False), after=after, limit=SWEEP_PAGE):
-            for record in page:
-                await self._arm(record.context)
-            after = page[-1].context.id
+        self._spawn(self._review())
 
     async def close(self) -> None:
         """Stop sweeping. The queue stays open."""
@@ -87,58 +125,89 @@ class Scheduler:
         """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
 
         `timeout` is seconds from now; `id` is the request's, drawn here if none is given. A repeat (same tenant and
-        idempotency key) gets the first record. Raises Overloaded.
+        idempotency key) gets the first record. Raises Overloaded, which says when to try again.
         """
-        if self.draining:
-            raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         seed = params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(n)]
         plan = compile_plan(card.pipeline, card.pools(), params, samples)
         context = RequestContext(
-            id=id or new_request_id(),
-            model=card.name,
-            params=params,
-            plan=plan,
-            stages={},
-            tenant=tenant,
-            idempotency_key=idempotency_key,
-            fingerprint=fingerprint,
-            priority=priority,
-            deadline=None if timeout is None else await self.queue.now() + timeout,
-            created_at=self._clock.wall(),
-            metadata=metadata or {},
-        )
-        admitted = lifecycle.admitted(context, self._clock.wall())
-        record = await self.queue.submit(admitted.context, admitted.push, admitted.events, self._limits)
-        if record.context.id == context.id:
-            await self._arm(record.context)
+            id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
+            priority=priority, metadata=metadata or {},
+        )  # fmt: skip
+        return await self._submit(context, timeout)
+
+    async def retry(self, request: str, id: str = "") -> Record:
+        """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.
+
+        Raises NotFound for one that is not dead, and Overloaded.
+        """
+        old = (await self.queue.load(request)).context
+        if not old.dead:
+            raise NotFound(f"request {request} is not among the dead ones")
+        id, metadata = id or new_request_id(request.startswith("video_")), old.metadata | {"retry_of": request}
+        fresh = RequestContext(id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority)
+        record = await self._submit(msgspec.structs.replace(fresh, metadata=metadata))
+        await self._apply(request, lambda record: lifecycle.retried(record.context))
+        return record
+
+    async def _submit(self, context: RequestContext, timeout: float | None = None) -> Record:
+        if self.draining:
+            raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
+        now = 0.0 if timeout is None else await self.queue.now()
+        deadline, cost = timeout and now + timeout, self._costs.of(context)
+        context = msgspec.structs.replace(context, created_at=self._clock.wall(), deadline=deadline, cost=cost)
+        order = await place(self._order, self.queue, context)
+        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall())
+        try:
+            record = await self.queue.submit(admitted.context, admitted.push, admitted.events, self._limits)
+        except Overloaded as error:
+            error.retry_after = self._costs.until_room(cost, self._clock.now())
+            raise
+        if record.context == admitted.context:
+            self.observer.submitted(record.context)
+            self._arm(record.context, now)
         return record
 
     async def cancel(self, request: str) -> Record:
         """End a request now; one that is over stays as it is. Raises NotFound."""
-        return await self._apply(request, lambda record: lifecycle.cancelled(record.context, self._clock.wall()))
+        record, _ = await self._apply(request, lambda record: lifecycle.cancelled(record.context, self._clock.wall()))
+        return record
 
     async def complete(self, done: Done, worker: str) -> Record:
-        """Record a task's outcome. Raises LeaseLost when it is not that worker's to complete any more."""
+        """Record a task's outcome. Raises LeaseLost when it is not that worker's to complete (any more)."""
         now = self._clock.wall()
-        return await self._apply(
+        record, _ = await self._apply(
             done.claim.request,
             lambda record: lifecycle.completed(record.context, done, worker, now, record.running),
         )
+        return record
 
     async def fail(self, failed: Failed, worker: str) -> Record:
         """Record a task's failure. Raises LeaseLost as `complete` does."""
-        queue_now, now = await self.queue.now(), self._clock.wall()
+        claim = failed.claim
         if failed.kind == "hand_back":
-            if not await self.queue.hand_back(failed.claim):
-                raise LeaseLost(f"stage {failed.claim.stage} of {failed.claim.request} is not leased to {worker}")
-            return await self.queue.load(failed.claim.request)
-        return await self._apply(
-            failed.claim.request,
+            if not await self.holds(worker, claim) or not await self.queue.hand_back(claim):
+                raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
+            return await self.queue.load(claim.request)
+        queue_now, now = await self.queue.now(), self._clock.wall()
+        record, _ = await self._apply(
+            claim.request,
             lambda record: lifecycle.failed(record.context, failed, worker, now, queue_now, record.running),
         )
+        return record
+
+    async def holds(self, worker: str, claim: Claim) -> bool:
+        """Whether that worker was given the task, as far as the queue tells; whether its token is right, commits do."""
+        try:
+            return lifecycle.held_by(worker, claim, (await self.queue.load(claim.request)).running)
+        except NotFound:
+            return False
+
+    def eta(self, record: Record) -> float | None:
+        """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
+        return self._costs.eta(record, self._clock.now())
 
     async def cards(self) -> dict[str, ModelCard]:
         """Served models by name; a live worker's word on a model goes before the configuration's."""
@@ -158,14 +227,15 @@ class Scheduler:
     async def addresses(self, leases: Sequence[Lease]) -> Mapping[str, tuple[str, str]]:
         """(node, arena address) of every worker that owns an input of these leases."""
         owners = {ref.owner for lease in leases for ref in lease.task.inputs}
-        if not owners:
-            return {}
-        known = {member.info.id: member.info for member in await self.queue.workers()}
-        return {owner: (known[owner].node, known[owner].arena) for owner in owners if owner in known}
+        if not owners <= self._arenas.keys():
+            infos = [member.info for member in await self.queue.workers()]
+            self._arenas = {info.id: (info.node, info.arena) for info in infos}
+        return {owner: self._arenas[owner] for owner in owners if owner in self._arenas}
 
     async def over(self, requests: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more."""
-        return [request for request in requests if await self._is_over(request)]
+        over = await asyncio.gather(*(self._is_over(request) for request in requests))
+        return [request for request, is_over in zip(requests, over, strict=True) if is_over]
 
     async def _is_over(self, request: str) -> bool:
         try:
@@ -173,35 +243,45 @@ class Scheduler:
         except NotFound:
             return True
 
-    async def _apply(self, request: str, decide: Callable[[Record], Change | None]) -> Record:
-        """Load, decide, commit, again while others move the same context. A decision of None changes nothing."""
+    async def _apply(self, request: str, decide: Callable[[Record], Change | None]) -> tuple[Record, bool]:
+        """Load, decide, commit, again while others move the same context; says whether this changed it.
+
+        A decision of None changes nothing, nor does the repeat of one that was applied.
+        """
+        pause = 0.0
         while True:
-            record = await self.queue.load(request)
-            change = decide(record)
+            before = await self.queue.load(request)
+            change = decide(before)
             if change is None:
-                return record
+                return before, False
             with suppress(Conflict):
                 record = await self.queue.commit(change)
-                if record.context.over:
+                ours = record.context == change.context and change.context.version > before.context.version
+                if ours and record.context.over and not before.context.over:
                     self._ended(record.context)
-                return record
+                return record, ours
+            await asyncio.sleep(pause * random.random())
+            pause = min(CROWD_S, 2 * pause + 0.001)
 
     def _ended(self, context: RequestContext) -> None:
         if handle := self._deadlines.pop(context.id, None):
             handle.cancel()
-        if context.status != "completed":
+        self._costs.ended(context, self._clock.now())
+        if context.status == "completed":
+            self._costs.learn(context)
+        else:
             self.interruption.set_result(None)
             self.interruption = asyncio.get_running_loop().create_future()
+        self.observer.ended(context)
 
-    async def _arm(self, context: RequestContext) -> None:
-        if context.deadline is not None:
-            delay = context.deadline - await self.queue.now()
+    def _arm(self, context: RequestContext, now: float) -> None:
+        if context.deadline is not None and context.id not in self._deadlines:
             loop = asyncio.get_running_loop()
-            self._deadlines[context.id] = loop.call_later(delay, self._time_out, context.id)
+            self._deadlines[context.id] = loop.call_later(context.deadline - now, self._time_out, context.id)
 
     def _time_out(self, request: str) -> None:
         self._deadlines.pop(request, None)
-        self._spawn(self._expire(request))
+        self._spawn(self._try(self._expire(request)))
 
     async def _expire(self, request: str) -> None:
         with suppress(NotFound):
@@ -210,15 +290,62 @@ class Scheduler:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_S)
-            for lease in await self.queue.expired():
-                await self._end(lease)
+            await self._try(self._end_leases())
+
+    async def _end_leases(self) -> None:
+        for lease in await self.queue.expired(self.lease_ttl):
+            await self._try(self._end(lease))
 
     async def _end(self, lease: Lease) -> None:
-        log.warning("lease ended", request=lease.task.request, stage=lease.task.stage, worker=lease.worker)
+        task = lease.task
         with suppress(LeaseLost, NotFound):
-            await self._apply(
-                lease.task.request, lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall())
+            _, ours = await self._apply(
+                task.request, lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall())
             )
+            if ours:
+                self.observer.lease_expired(task.pool)
+                log.warning(
+                    "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
+                )
+
+    async def _review(self) -> None:
+        """Learn from what the queue holds; then look through it for deadlines, and for workers that are gone."""
+        await self._try(self._learn())
+        while True:
+            await self._try(self._arm_all())
+            await self._try(self._drop_the_gone())
+            await asyncio.sleep(REVIEW_S)
+
+    async def _learn(self) -> None:
+        for record in reversed(await self.queue.list(Filter(status="completed"), limit=LEARN_FROM)):
+            self._costs.learn(record.context)
+
+    async def _arm_all(self) -> None:
+        after: str | None = None
+        while page := await self.queue.list(Filter(over=False), after=after, limit=REVIEW_PAGE):
+            now = await self.queue.now()
+            for record in page:
+                self._arm(record.context, now)
+            if len(page) < REVIEW_PAGE:
+                break
+            after = page[-1].context.id
+            await asyncio.sleep(REVIEW_PAUSE_S)
+
+    async def _drop_the_gone(self) -> None:
+        horizon = await self.queue.now() - GONE * self.lease_ttl
+        for member in await self.queue.workers():
+            if member.seen < horizon:
+                await self.queue.bye(member.info.id)
+
+    async def _try(self, work: Awaitable[None]) -> None:
+        """Do what is done again later: trouble with the queue, told once, must not end it."""
+        try:
+            await work
+            self._troubled = False
+        except UnfuseError as error:
+            if not self._troubled:
+                log.warning("the queue is in trouble, going on", reason=str(error))
+            self._troubled = True
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -12,14 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import InvalidParameter, Overloaded
+from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.params import VIDEO, Delivery, Medium, check, check_delivery
 from unfuse.core.request import Record, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.uploads import read_picture
-from unfuse.server.view import request_object
 
 REPEAT_WITHIN_S = 15 * 60
 """How long a client's silent repeat joins its first call."""
@@ -43,6 +42,10 @@ class Call:
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
         """
+        with self.gateway.refusals_told(self.tenant, self.given.get("model")):
+            return await self._accept()
+
+    async def _accept(self) -> tuple[Record, Delivery]:
         delivery = check_delivery(self.given)
         key = self.request.headers.get("idempotency-key", "")
         if len(key) > MAX_KEY:
@@ -74,7 +77,7 @@ class Call:
         picture = fields.pop(self.upload, None) if self.upload else None
         card = await self._model(fields.get("model"), picture is not None)
         params, n = check(card, fields, self.medium)
-        id, record = new_request_id(self.medium is VIDEO), None
+        id, unused = new_request_id(self.medium is VIDEO), picture is not None
         try:
             if picture is not None:
                 data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
@@ -92,13 +95,13 @@ class Call:
                 metadata=delivery.metadata,
                 id=id,
             )
-        except Overloaded:
-            gateway.metrics.rejected()
+            unused = unused and record.context.id != id
+        except TransientError:
+            unused = False  # who does not answer may have accepted
             raise
         finally:
-            if picture is not None and (record is None or record.context.id != id):
+            if unused:
                 await to_thread.run_sync(gateway.results.delete, id)
-        gateway.follow(record)
         return record
 
     async def _model(self, name: object, picture: bool) -> ModelCard:
@@ -119,14 +122,15 @@ class Call:
         return card
 
 
-def respond_async(request: Request, record: Record) -> JSONResponse | None:
+def respond_async(call: Call, record: Record) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
+    request = call.request
     preferences = ",".join(request.headers.getlist("prefer")).split(",")
     if not any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences):
         return None
     location = f"{base_of(request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
-    return JSONResponse(request_object(record, base_of(request)), 202, headers)
+    return JSONResponse(call.gateway.view(request, record), 202, headers)
 
 
 def _fingerprint(path: str, given: dict[str, object]) -> str:

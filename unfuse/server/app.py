@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 
 from unfuse import __version__
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import health, images, models, requests, videos, workers
+from unfuse.server import dead, health, images, models, requests, videos, workers
 from unfuse.server.auth import KEYED, tenant_of
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
@@ -30,7 +30,7 @@ def create_app(
     app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
     app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}))
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
-    for resource in (images, videos, requests, models, workers):
+    for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(health.router)
     install(app)

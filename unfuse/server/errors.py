@@ -23,28 +23,17 @@ from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, Transient
 log = structlog.get_logger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_TEXT, _PERHAPS = {"type": "string"}, {"type": ["string", "null"]}
+
+
+def _object(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "required": list(fields), "properties": fields}
+
+
+_ERROR = _object({"message": _TEXT, "type": _TEXT, "param": _PERHAPS, "code": _PERHAPS})
 _ENVELOPE: dict[str, Any] = {
     "description": "What is wrong, and what to do",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {
-                    "error": {
-                        "type": "object",
-                        "required": ["message", "type", "param", "code"],
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": {"type": ["string", "null"]},
-                            "code": {"type": ["string", "null"]},
-                        },
-                    }
-                },
-            }
-        }
-    },
+    "content": {"application/json": {"schema": _object({"error": _ERROR})}},
 }
 DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
 """The error replies of every route, for /openapi.json."""
@@ -96,8 +85,8 @@ def refusal_of(error: Exception) -> Refusal:
         case Overloaded():
             return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case TransientError():
-            log.error("request failed", exc_info=error)
-            message = "the server has no room for this now; its log holds more, under this x-request-id"
+            log.error("unavailable", reason=str(error))
+            message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"
             return Refusal(503, "unavailable", message, headers={"retry-after": "2"})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")

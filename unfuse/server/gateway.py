@@ -1,30 +1,39 @@
-"""What the routes share: the scheduler, the result store, who may ask, and who is waited for."""
+"""What the routes share: the scheduler, the result store, who may ask, who is waited for, what is counted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
+import structlog
 from anyio import CapacityLimiter, to_thread
 from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import NotFound, UnknownModel
-from unfuse.core.request import Record
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnknownModel
+from unfuse.core.request import Record, RequestContext
 from unfuse.queues.base import Filter
-from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.errors import Refusal
+from unfuse.scheduler.scheduler import Observer, Scheduler
+from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.metrics import Metrics
+from unfuse.server.view import request_object
 from unfuse.stores.results import ResultStore
 
 PICTURES_AT_ONCE = 2
 """Uploads decoded at a time: each may take 160 MB while it is."""
 
-_PAGE = 200
+_PAGE, _FIRST = 200, 4
+
+log = structlog.get_logger(__name__)
 
 
-class Gateway:
-    """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own."""
+class Gateway(Observer):
+    """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
+
+    What the scheduler does it counts and logs.
+    """
 
     def __init__(
         self, scheduler: Scheduler, results: ResultStore, keys: Mapping[str, str], names: Mapping[str, str]
@@ -36,7 +45,8 @@ class Gateway:
         self.metrics = Metrics()
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names = names
-        self._followed: dict[str, asyncio.Task[None]] = {}
+        self._releasing: dict[str, asyncio.Task[None]] = {}
+        scheduler.observer = self
 
     async def models(self) -> dict[str, ModelCard]:
         """Served models by the name clients use."""
@@ -61,13 +71,62 @@ class Gateway:
             raise UnknownModel(f"no model {str(name)[:80]!r} is served: one of {known}", "model")
         return served[name]
 
-    def follow(self, record: Record) -> None:
-        """Count a request that was accepted, and what becomes of it once it is over (or the queue closes)."""
-        request = record.context.id
-        if request not in self._followed and not record.context.over:
-            self.metrics.submitted()
-            self._followed[request] = asyncio.create_task(self._follow(request))
-            self._followed[request].add_done_callback(lambda _: self._followed.pop(request))
+    def submitted(self, context: RequestContext) -> None:
+        """Count and log a request that this scheduler accepted."""
+        self.metrics.submitted()
+        log.info("accepted", request=context.id, model=context.model, tenant=context.tenant)
+
+    def ended(self, context: RequestContext) -> None:
+        """Count and log a request that this scheduler ended, wherever it was accepted, and let go of its uploads."""
+        self.metrics.ended(context)
+        told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
+        if context.error:
+            told |= {"code": context.error.code, "stage": context.error.stage}
+        seconds = round((context.completed_at or 0.0) - context.created_at, 3)
+        log.info("ended", request=context.id, **told, seconds=seconds)
+        if not context.dead:
+            self.release(context)
+
+    def lease_expired(self, pool: str) -> None:
+        """Count a lease that this scheduler ended."""
+        self.metrics.lease_expired(pool)
+
+    @contextmanager
+    def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
+        """Count and log what a creating call is refused for; nothing that the client wrote is quoted but the names."""
+        try:
+            yield
+        except (InvalidParameter, Overloaded, Refusal) as error:
+            refusal, told = refusal_of(error), {"model": str(model)[:80], "tenant": tenant}
+            if isinstance(error, Overloaded):
+                self.metrics.rejected()
+                told["reason"] = str(error)
+            log.info("rejected", status=refusal.status, code=refusal.code, param=refusal.param, **told)
+            raise
+
+    def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
+        """A request as whoever asks sees it."""
+        return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
+
+    async def oldest(self, pool: str) -> float:
+        """Seconds that the one which waits longest of the first few tasks in a pool's line has waited; 0 for none."""
+        waits = [0.0]
+        for task in await self.queue.peek(pool, _FIRST):
+            with suppress(NotFound):
+                state = (await self.queue.load(task.request)).context.stages[task.stage]
+                waits.append(time.time() - state.queued_at)
+        return max(waits)
+
+    def release(self, context: RequestContext) -> None:
+        """Forget in the background what was attached to a request that does not need it any more."""
+        if context.params.keys() & {"image", "preview_every"}:
+            request = context.id
+            self._releasing[request] = asyncio.create_task(self._release(request))
+            self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
+
+    async def _release(self, request: str) -> None:
+        with suppress(OSError):
+            await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str) -> Record:
         """A tenant's own request. Raises NotFound, also for another's."""
@@ -92,8 +151,8 @@ class Gateway:
     async def delete(self, request: str) -> None:
         """End a request and forget it, with its files."""
         await self.scheduler.cancel(request)
-        if following := self._followed.get(request):
-            await asyncio.wait({following})
+        if releasing := self._releasing.get(request):
+            await asyncio.wait({releasing})
         await to_thread.run_sync(self.results.delete, request)
         await self.queue.drop(request)
 
@@ -109,14 +168,6 @@ class Gateway:
             message = f"the server is stopping; {record.context.id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
         return record
-
-    async def _follow(self, request: str) -> None:
-        async for _ in self.queue.watch(request):
-            pass
-        context = (await self.queue.load(request)).context
-        self.metrics.ended(context)
-        if context.over and context.params.keys() & {"image", "preview_every"}:
-            await to_thread.run_sync(self.results.detach, request)
 
 
 def is_video(record: Record) -> bool:

@@ -9,6 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
+from unfuse.core.errors import TransientError
 from unfuse.server.errors import Refusal, envelope
 from unfuse.server.gateway import Gateway, gateway_of
 
@@ -24,7 +25,14 @@ async def health() -> dict[str, str]:
 
 @router.get("/ready")
 async def ready(gateway: Served) -> JSONResponse:
-    """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model."""
+    """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
+
+    503 too while the queue cannot work.
+    """
+    try:
+        await gateway.queue.check()
+    except TransientError as error:
+        raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
     missing = await gateway.scheduler.missing()
     served = await gateway.models()
     if served and not missing:
@@ -44,5 +52,6 @@ async def version() -> dict[str, str]:
 async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
     pools = {pool for card in (await gateway.models()).values() for pool in card.pools().values()}
-    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), sorted(pools))
+    oldest = {pool: await gateway.oldest(pool) for pool in sorted(pools)}
+    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), oldest)
     return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -60,7 +60,7 @@ async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
 async def _answer(call: Call, kind: str) -> Response:
     record, delivery = await call.accept()
     gateway, base_url = call.gateway, base_of(call.request)
-    if accepted := respond_async(call.request, record):
+    if accepted := respond_async(call, record):
         return accepted
     if delivery.stream:
         return stream(_events(gateway, record, kind))
@@ -74,15 +74,15 @@ async def _answer(call: Call, kind: str) -> Response:
 async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
     """Previews as they come and are still there, then the pictures, or the error in their place."""
     request, made = record.context.id, Counter[str]()
-    async for event in gateway.queue.watch(request):
-        with suppress(NotFound):
-            if event.type == "preview":
-                name = f"preview-{event.stage}-{event.step}"
-                data = await to_thread.run_sync(gateway.results.attached, request, name)
-                told = {"partial_image_index": made[event.stage], "output_format": "jpeg"}
-                yield _event(f"{kind}.partial_image", record.context, data, told)
-                made[event.stage] += 1
     try:
+        async for event in gateway.queue.watch(request):
+            with suppress(NotFound):
+                if event.type == "preview":
+                    name = f"preview-{event.stage}-{event.step}"
+                    data = await to_thread.run_sync(gateway.results.attached, request, name)
+                    told = {"partial_image_index": made[event.stage], "output_format": "jpeg"}
+                    yield _event(f"{kind}.partial_image", record.context, data, told)
+                    made[event.stage] += 1
         context = (await gateway.finished(record)).context
         _require_result(context)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}

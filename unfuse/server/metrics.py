@@ -1,8 +1,8 @@
-"""What /metrics says. Counts are of this gateway; sizes are read from the queue when they are asked for."""
+"""What /metrics says. Counts are of this gateway's scheduler; sizes are read from the queue when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -10,7 +10,9 @@ from unfuse.core.request import RequestContext
 from unfuse.queues.base import Filter, Member, TaskQueue
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-_MOST_ACTIVE = 10_000
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
+_MOST_ACTIVE = 1000
+_ARENA = "shared_memory"
 
 
 class Metrics:
@@ -23,38 +25,23 @@ class Metrics:
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
         self._cancelled = self._counter("cancelled", "Requests that were cancelled")
         self._rejected = self._counter("rejected", "Requests refused because too much was waiting")
-        self._latency = Histogram(
-            "unfuse_request_latency_seconds",
-            "Seconds from acceptance to completion, of requests that succeeded",
-            ["model"],
-            registry=self._registry,
-            buckets=_BUCKETS,
+        self._latency = self._histogram("request_latency_seconds", "Seconds from acceptance to completion", ["model"])
+        self._stage_latency = self._histogram(
+            "stage_latency_seconds", "Seconds a stage read, ran and wrote", ["model", "stage"]
         )
-        self._stage_latency = Histogram(
-            "unfuse_stage_latency_seconds",
-            "Seconds a stage read, ran and wrote, in requests that succeeded",
-            ["model", "stage"],
-            registry=self._registry,
-            buckets=_BUCKETS,
+        self._step_latency = self._histogram(
+            "step_latency_seconds", "Seconds of a step, as the mean of a stage's", ["pool"], (*_SHORT, *_BUCKETS)
         )
-        self._step_latency = Histogram(
-            "unfuse_step_latency_seconds",
-            "Seconds of a step, as the mean of a stage's steps, in requests that succeeded",
-            ["pool"],
-            registry=self._registry,
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, *_BUCKETS),
+        self._batch_size = self._histogram(
+            "batch_size", "Tasks in a forward, as the mean of a stage's steps", ["pool"], (1, 2, 4, 8, 16, 32, 64, 128)
         )
-        self._batch_size = Histogram(
-            "unfuse_batch_size",
-            "Tasks in a forward, as the mean of a stage's steps, in requests that succeeded",
-            ["pool"],
-            registry=self._registry,
-            buckets=(1, 2, 4, 8, 16, 32, 64, 128),
-        )
-        self._active = Gauge("unfuse_requests_active", "Requests that are not over", registry=self._registry)
-        self._size = self._gauge("queue_size", "Tasks that wait")
-        self._busy = self._gauge("worker_active", "Workers that hold a task")
-        self._idle = self._gauge("worker_idle", "Workers that hold none")
+        self._expired = Counter("unfuse_lease_expired", "Leases that ran out", ["pool"], registry=self._registry)
+        self._active = self._gauge("requests_active", f"Requests that are not over, up to {_MOST_ACTIVE}")
+        self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
+        self._size = self._gauge("queue_size", "Tasks that wait", "pool")
+        self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", "pool")
+        self._busy = self._gauge("worker_active", "Healthy workers that hold a task", "pool")
+        self._idle = self._gauge("worker_idle", "Healthy workers that hold none", "pool")
 
     def submitted(self) -> None:
         """A request was accepted."""
@@ -75,13 +62,19 @@ class Metrics:
             case "failed" | "expired":
                 _count(self._failed)
 
-    async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
-        """Everything in Prometheus' text format."""
+    def lease_expired(self, pool: str) -> None:
+        """A lease ran out."""
+        self._expired.labels(pool).inc()
+
+    async def page(self, queue: TaskQueue, members: Sequence[Member], oldest: Mapping[str, float]) -> bytes:
+        """Everything in Prometheus' text format; `oldest` is the longest wait in each pool, in seconds."""
         self._active.set(len(await queue.list(Filter(over=False), limit=_MOST_ACTIVE)))
-        for gauge in (self._size, self._busy, self._idle):
+        self._bytes.labels(_ARENA).set(sum(member.info.used for member in members))
+        for gauge in (self._size, self._oldest, self._busy, self._idle):
             gauge.clear()
-        for pool in pools:
+        for pool, waited in oldest.items():
             held = [member.leased > 0 for member in members if pool in member.info.pools]
+            self._oldest.labels(pool).set(waited)
             self._size.labels(pool).set(await queue.size(pool))
             self._busy.labels(pool).set(sum(held))
             self._idle.labels(pool).set(len(held) - sum(held))
@@ -102,8 +95,12 @@ class Metrics:
         names = [f"unfuse_requests_{what}", *([f"requests_{what}"] if plain else [])]
         return [Counter(name, says, registry=self._registry) for name in names]
 
-    def _gauge(self, what: str, says: str) -> Gauge:
-        return Gauge(f"unfuse_{what}", f"{says}, by pool", ["pool"], registry=self._registry)
+    def _gauge(self, what: str, says: str, *labels: str) -> Gauge:
+        return Gauge(f"unfuse_{what}", says, labels, registry=self._registry)
+
+    def _histogram(self, what: str, says: str, labels: list[str], buckets: Sequence[float] = _BUCKETS) -> Histogram:
+        says += ", in requests that succeeded"
+        return Histogram(f"unfuse_{what}", says, labels, registry=self._registry, buckets=buckets)
 
 
 def _count(counters: list[Counter]) -> None:

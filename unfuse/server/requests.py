@@ -16,9 +16,9 @@ from unfuse.core.event import Event
 from unfuse.core.request import TERMINAL, RequestStatus
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Tenant
-from unfuse.server.gateway import Gateway, base_of, gateway_of
+from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.sse import stream
-from unfuse.server.view import request_object, status_of
+from unfuse.server.view import status_of
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 Served = Annotated[Gateway, Depends(gateway_of)]
@@ -37,20 +37,20 @@ async def page(
     over = None if status is None else status in TERMINAL
     which = Filter(over=over, tenant=tenant, status=status if over else None)
     found = await gateway.find(which, lambda record: status in (None, status_of(record)), after, limit + 1)
-    return listed([request_object(record, base_of(request)) for record in found], limit)
+    return listed([gateway.view(request, record) for record in found], limit)
 
 
 @router.get("/{id}")
 async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
-    """One request."""
-    return request_object(await gateway.load(id, tenant), base_of(request))
+    """One request, with the evidence of what went wrong."""
+    return gateway.view(request, await gateway.load(id, tenant), evidence=True)
 
 
 @router.post("/{id}/cancel")
 async def cancel(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """End a request; what is over stays as it is."""
     await gateway.load(id, tenant)
-    return request_object(await gateway.scheduler.cancel(id), base_of(request))
+    return gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 from starlette.responses import StreamingResponse
+
+from unfuse.core.errors import TransientError
 
 COMMENT_EVERY_S = 15.0
 """A silent event stream says something this often, so that nobody between closes it."""
@@ -18,7 +21,10 @@ def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
 
 
 async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> AsyncIterator[bytes]:
-    """Events as they come, with a comment after every `comment_every` seconds of silence."""
+    """Events as they come, with a comment after every `comment_every` seconds of silence.
+
+    They end while the queue cannot be read: a client takes them up again by the last id.
+    """
     upcoming = asyncio.ensure_future(anext(events, None))
     try:
         while True:
@@ -26,7 +32,9 @@ async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> A
             if not upcoming.done():
                 yield b": waiting\n\n"
                 continue
-            event = upcoming.result()
+            event = None
+            with suppress(TransientError):
+                event = upcoming.result()
             if event is None:
                 return
             yield event

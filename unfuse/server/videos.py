@@ -37,7 +37,7 @@ async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
     call = Call(gateway, request, tenant, await read_body(request), VIDEO, "input_reference")
     record, _ = await call.accept()
-    return respond_async(request, record) or _answer(record)
+    return respond_async(call, record) or _answer(record)
 
 
 @router.get("")

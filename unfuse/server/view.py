@@ -15,9 +15,15 @@ def status_of(record: Record) -> RequestStatus:
     return "in_progress" if context.status == "queued" and record.running else context.status
 
 
-def request_object(record: Record, base_url: str) -> dict[str, object]:
-    """The request object, with result addresses under `base_url`. Times are Unix seconds."""
-    context = record.context
+def request_object(
+    record: Record, base_url: str, eta: float | None = None, *, evidence: bool = False
+) -> dict[str, object]:
+    """The request object, with result addresses under `base_url`. Times are Unix seconds, `eta` is seconds from now.
+
+    Its error comes with the stage and the `evidence` (a log's last lines) where one request is asked for by its id, and
+    for dead ones; lists leave that out.
+    """
+    context, error = record.context, record.context.error
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     return {
@@ -30,7 +36,7 @@ def request_object(record: Record, base_url: str) -> dict[str, object]:
         "steps": current.steps if current else 0,
         "progress": progress(record),
         "queue_position": record.position,
-        "eta_s": None,
+        "eta_s": None if eta is None else round(eta, 3),
         "seed": context.params.get("seed"),
         "created_at": round(context.created_at, 3),
         "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
@@ -40,7 +46,7 @@ def request_object(record: Record, base_url: str) -> dict[str, object]:
             {"url": result_url(context, file.index, base_url), "content_type": file.content_type, "bytes": file.bytes}
             for file in sorted(context.result, key=lambda file: file.index)
         ],
-        "error": context.error and {"code": context.error.code, "message": context.error.message},
+        "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
         "metadata": context.metadata,
     }
 
@@ -107,5 +113,6 @@ def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) 
         "status": "leased" if run else state.status,
         "worker": run.worker if run else state.worker,
         "attempt": run.attempt if run else state.attempt,
+        **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
         **{name: round(seconds, 6) for name, seconds in asdict(state.timings).items()},
     }

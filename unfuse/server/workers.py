@@ -14,8 +14,8 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 
 @router.get("/workers")
 async def workers(gateway: Served) -> dict[str, object]:
-    """Workers heard of lately."""
-    now = await gateway.queue.now()
+    """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
+    now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.workers()}
     data = [
         {
             "id": member.info.id,
@@ -29,16 +29,20 @@ async def workers(gateway: Served) -> dict[str, object]:
             "pid": member.info.pid,
             "room": member.info.room,
             "used": member.info.used,
+            "healthy": member.info.id in healthy,
             "seen_s": round(max(0.0, now - member.seen), 3),
         }
-        for member in await gateway.scheduler.workers()
+        for member in await gateway.queue.workers()
     ]
     return {"object": "list", "data": data}
 
 
 @router.get("/pools")
 async def pools(gateway: Served) -> dict[str, object]:
-    """Pools of the served models: the models that share each, its live workers, and the tasks that wait in it."""
+    """Pools of the served models: the models that share each, its healthy workers, and the tasks that wait in it.
+
+    `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait in line.
+    """
     members = await gateway.scheduler.workers()
     models: dict[str, list[str]] = {}
     for name, card in sorted((await gateway.models()).items()):
@@ -54,7 +58,9 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "models": names,
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),
+                "leased": sum(member.leased for member in inside),
                 "waiting": await gateway.queue.size(pool),
+                "oldest_s": round(await gateway.oldest(pool), 3),
             }
         )
     return {"object": "list", "data": data}

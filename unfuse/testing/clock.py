@@ -6,8 +6,10 @@ import heapq
 from collections.abc import Callable
 from itertools import count
 
+from unfuse.core.clock import AlarmClock
 
-class ManualClock:
+
+class ManualClock(AlarmClock):
     """Time for tests: both readings stand still until `advance`, which rings the alarms on its way, in order."""
 
     def __init__(self, now: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:

@@ -8,14 +8,12 @@ from unfuse.core.errors import LeaseLost
 from unfuse.queues.base import PREFERENCE_S, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
-    LIMITS,
     TTL,
     change,
     done,
     drained,
-    following,
     leased,
-    request,
+    passing,
     started,
     submitted,
     task,
@@ -88,12 +86,30 @@ async def a_lease_is_held_until_it_is_closed(queue: TaskQueue, clock: ManualCloc
     """Its time passes, `expired` lists it, and still it may complete and nobody else has the task."""
     record = await submitted(queue, "a")
     lease = await leased(queue)
-    assert await queue.expired() == []
-    clock.advance(TTL)
-    assert await queue.expired() == [lease]
+    assert await passing(queue, clock, TTL - 1) == []
+    assert await passing(queue, clock, 1) == await queue.expired(TTL) == [lease]
     assert await drained(queue) == []
     assert (await queue.commit(done(record, lease))).context.stages["s"].status == "done"
-    assert await queue.expired() == []
+    assert await queue.expired(TTL) == []
+
+
+async def a_gap_in_sweeping_is_forgiven(queue: TaskQueue, clock: ManualClock) -> None:
+    """Leases that ran on while nobody asked for longer than half their time get a full one, once; while somebody asks,
+    they end, and one that would end later keeps its end.
+    """
+    await submitted(queue, "a")
+    await submitted(queue, "b")
+    lease = await leased(queue)
+    await queue.lease("w", wanted("p"), 9 * TTL)
+    for gap in (3 * TTL, 2 * TTL):
+        clock.advance(gap)
+        assert await passing(queue, clock, TTL - 1) == []
+        (late,) = await passing(queue, clock, 1)
+        assert (late.claim, late.expires) == (lease.claim, await queue.now())
+        clock.advance(TTL / 2 - 1)
+        assert await queue.expired(TTL) == [late]
+    assert await passing(queue, clock, TTL + 1) == [late]
+    assert len(await passing(queue, clock, 1)) == 2
 
 
 async def renewing_extends_a_lease(queue: TaskQueue, clock: ManualClock) -> None:
@@ -102,13 +118,11 @@ async def renewing_extends_a_lease(queue: TaskQueue, clock: ManualClock) -> None
     lease = await leased(queue)
     stranger = task("a", attempt=2)
     other = type(lease.claim)("a", "s", stranger.attempt, lease.token)
-    clock.advance(TTL + 1)
+    await passing(queue, clock, TTL + 1)
     renewal = await queue.renew([lease.claim, other], TTL)
     assert (renewal.held, renewal.ended) == ((lease.claim,), (other,))
-    clock.advance(TTL - 1)
-    assert await queue.expired() == []
-    clock.advance(1)
-    assert [late.claim for late in await queue.expired()] == [lease.claim]
+    assert await passing(queue, clock, TTL - 1) == []
+    assert [late.claim for late in await passing(queue, clock, 1)] == [lease.claim]
 
 
 async def an_old_claim_is_worth_nothing(queue: TaskQueue, clock: ManualClock) -> None:
@@ -160,46 +174,6 @@ async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> Non
     assert await drained(queue) == ["a", "c"]
 
 
-async def a_push_wakes_who_waits(queue: TaskQueue, clock: ManualClock) -> None:
-    """No time passes between; of those who can take it, one gets it."""
-    elsewhere = await started(queue.lease("elsewhere", wanted("q"), TTL, wait=60.0))
-    small = await started(queue.lease("small", wanted("p", room=1), TTL, wait=60.0))
-    waiting = await started(queue.lease("w", wanted("p", room=100), TTL, wait=60.0))
-    await submitted(queue, "a", room=10)
-    assert [(lease.worker, lease.task.request) for lease in await waiting] == [("w", "a")]
-    assert not elsewhere.done()
-    assert not small.done()
-    await submitted(queue, "b", room=1)
-    assert [lease.task.request for lease in await small] == ["b"]
-    await submitted(queue, "c", pool="q")
-    assert [lease.task.request for lease in await elsewhere] == ["c"]
-
-
-async def each_push_finds_its_waiter(queue: TaskQueue, clock: ManualClock) -> None:
-    """Several workers wait, several tasks come at once: all are taken, by whom there is room."""
-    waiting = [await started(queue.lease(f"w{n}", wanted("p"), TTL, wait=60.0)) for n in range(3)]
-    await queue.submit(request("a"), [task("a", stage) for stage in "xyz"], [], LIMITS)
-    leases = [lease for one in waiting for lease in await one]
-    assert sorted(lease.task.stage for lease in leases) == ["x", "y", "z"]
-    assert {lease.worker for lease in leases} == {"w0", "w1", "w2"}
-
-
-async def time_and_hand_backs_wake_too(queue: TaskQueue, clock: ManualClock) -> None:
-    """A `not_before` that comes, a task that is handed back, a large task ahead that goes."""
-    await submitted(queue, "a", not_before=await queue.now() + 5)
-    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
-    clock.advance(5)
-    (lease,) = await waiting
-    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
-    await queue.hand_back(lease.claim)
-    assert [again.task.attempt for again in await waiting] == [2]
-    await submitted(queue, "large", room=100)
-    await submitted(queue, "b", room=1)
-    waiting = await started(queue.lease("w", wanted("p", room=1), TTL, wait=60.0))
-    assert (await leased(queue)).task.request == "large"
-    assert [lease.task.request for lease in await waiting] == ["b"]
-
-
 async def what_is_more_urgent_can_be_asked_for(queue: TaskQueue, clock: ManualClock) -> None:
     """With `above`, only tasks of a higher priority are leased; who waits without it is served first."""
     for name, priority in zip("abc", (0, 3, 7), strict=True):
@@ -246,44 +220,49 @@ async def a_pool_waits_behind_one_that_is_full(queue: TaskQueue, clock: ManualCl
     assert [lease.task.request for lease in await waiting] == ["a"]
 
 
-async def waiting_ends_in_time(queue: TaskQueue, clock: ManualClock) -> None:
-    """With nothing, once `wait` seconds have passed."""
-    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=3.0))
-    clock.advance(2.9)
-    assert not (await started(asyncio.wait({waiting}))).done()
-    clock.advance(0.1)
-    assert await waiting == []
-    await submitted(queue, "a")
-    assert await drained(queue) == ["a"]
+async def later_pools_go_first(queue: TaskQueue, clock: ManualClock) -> None:
+    """Of one priority, whatever their order and arrival; a pool without a number stands at 0."""
+    for name, pool, priority, order in (
+        ("a", "p", 0, -1.0), ("b", "q", 0, 0.0), ("c", "r", 0, 9.0), ("d", "p", 1, 0.0), ("e", "q", 0, -1.0),
+        ("f", "r", 1, 0.0), ("g", "s", 0, 0.0),
+    ):  # fmt: skip
+        await submitted(queue, name, pool=pool, priority=priority, order=order)
+    takes = wanted("p", "q", "r", "s", slots=9, later={"q": 1, "r": 2, "s": -1})
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("fdcebag")
 
 
-async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) -> None:
-    """Also if the push came first and it was woken already: the next waiter gets the task."""
-    first = await started(queue.lease("first", wanted("p"), TTL, wait=60.0))
-    second = await started(queue.lease("second", wanted("p"), TTL, wait=60.0))
-    await submitted(queue, "a")
-    first.cancel()
-    await asyncio.wait({first})
-    keeper = second if first.cancelled() else first
-    assert [lease.task.request for lease in await keeper] == ["a"]
-    second.cancel()
-    third = await started(queue.lease("third", wanted("p"), TTL, wait=60.0))
-    third.cancel()
-    await asyncio.wait({third})
-    await submitted(queue, "b")
-    assert await drained(queue) == ["b"]
+async def a_preference_does_not_reach_over_pools(queue: TaskQueue, clock: ManualClock) -> None:
+    """A task near the worker, or in company, goes before others of pools that are as late as its own, of no others."""
+    for name, pool, near in (("a", "p", "here"), ("b", "q", ""), ("c", "q", "here"), ("d", "r", "here")):
+        await submitted(queue, name, pool=pool, near=near)
+    takes = wanted("p", "q", "r", slots=9, later={"q": 1, "r": 1}, near="here")
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("cdba")
 
 
-async def closing_wakes_everyone(queue: TaskQueue, clock: ManualClock) -> None:
-    """Who waits for work or for events gets nothing more."""
-    await submitted(queue, "a", pool="q")
-    waiting = await started(queue.lease("w", wanted("p"), TTL, wait=60.0))
-    events = queue.watch("a")
-    assert (await anext(events)).type == "queued"
-    watching = await started(following(events))
-    await queue.close()
-    assert await waiting == []
-    assert await watching is None
+async def a_pool_that_has_no_room_lets_later_ones_go_on(queue: TaskQueue, clock: ManualClock) -> None:
+    """And none that are not later, however small their tasks are and whatever their priority is."""
+    for name, pool, room, priority in (
+        ("a", "q", 60, 9), ("b", "p", 1, 8), ("c", "r", 30, 0), ("d", "q", 1, 0), ("e", "s", 30, 0), ("f", "r", 30, 0)
+    ):  # fmt: skip
+        await submitted(queue, name, pool=pool, room=room, priority=priority)
+    later = {"q": 1, "s": 1, "r": 2}
+    takes = wanted("p", "q", "r", "s", slots=9, room=59, later=later)
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == ["c"]
+    waiting = await started(queue.lease("w", wanted("p", "q", "s", room=59, later=later), TTL, wait=60.0))
+    assert (await leased(queue, "q")).task.request == "a"
+    assert [lease.task.request for lease in await waiting] == ["b"]
+
+
+async def a_pool_keeps_room_for_others(queue: TaskQueue, clock: ManualClock) -> None:
+    """Its tasks are claimed as long as they leave so many bytes free; other pools may use those."""
+    for name, pool in (("a", "p"), ("b", "p"), ("c", "p"), ("d", "q"), ("e", "q"), ("f", "q")):
+        await submitted(queue, name, pool=pool, room=30)
+    takes = wanted("p", "q", slots=9, room=120, keep={"p": 60}, later={"q": 1})
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("def")
+    takes = wanted("p", slots=9, room=120, keep={"p": 60})
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("ab")
+    assert await queue.lease("w", wanted("p", room=89, keep={"p": 60}), TTL) == []
+    assert await drained(queue) == ["c"]
 
 
 LEASE_RULES = (
@@ -295,17 +274,16 @@ LEASE_RULES = (
     a_lease_says_what_it_is,
     claiming_stops_where_room_ends,
     a_lease_is_held_until_it_is_closed,
+    a_gap_in_sweeping_is_forgiven,
     renewing_extends_a_lease,
     an_old_claim_is_worth_nothing,
     handing_back_keeps_the_place,
     a_task_waits_for_its_time,
-    a_push_wakes_who_waits,
-    each_push_finds_its_waiter,
     what_is_more_urgent_can_be_asked_for,
     a_preference_chooses_among_equals_for_a_moment,
     a_pool_waits_behind_one_that_is_full,
-    time_and_hand_backs_wake_too,
-    waiting_ends_in_time,
-    a_cancelled_waiter_has_claimed_nothing,
-    closing_wakes_everyone,
+    later_pools_go_first,
+    a_preference_does_not_reach_over_pools,
+    a_pool_that_has_no_room_lets_later_ones_go_on,
+    a_pool_keeps_room_for_others,
 )

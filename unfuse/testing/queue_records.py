@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from unfuse.core.errors import NotFound, Overloaded
+from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import LIMITS, change, raised, request, submitted, task
+from unfuse.testing.queue_samples import LIMITS, change, history, raised, request, submitted, task
 
 
 async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
@@ -63,6 +63,24 @@ async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:
     assert [record.context.id for record in await queue.list(Filter(dead=False))] == ["b"]
 
 
+async def what_is_over_may_still_be_marked(queue: TaskQueue, clock: ManualClock) -> None:
+    """One that was dead and has been looked at: by its version, as any change, and nothing of it is queued by that."""
+    record = await submitted(queue, "a")
+    over = await queue.commit(change(record, status="failed", dead=True, completed_at=5.0, events=(Event("failed"),)))
+    await raised(Conflict, queue.commit(change(record, status="failed", dead=False)))
+    seen = await queue.commit(change(over, dead=False, push=(task("a", "t"),)))
+    assert (seen.context.version, seen.context.dead, seen.position) == (2, False, None)
+    assert (await queue.load("a")).context == seen.context
+    assert await queue.list(Filter(dead=True)) == []
+    assert [one.context.id for one in await queue.list(Filter(over=True, dead=False))] == ["a"]
+    assert (await queue.size("p"), list(await queue.peek("p"))) == (0, [])
+    assert [event.type for event in await history(queue, "a")] == ["queued", "failed"]
+    tight = Limits(max_active=1)
+    await queue.submit(request("b"), [], [], tight)
+    await raised(Overloaded, queue.submit(request("c"), [], [], tight))
+    assert await queue.forget(5.1) == ["a"]
+
+
 async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
     """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
     tight = Limits(max_active=2, max_queue=2)
@@ -96,6 +114,7 @@ RECORD_RULES = (
     what_is_over_is_forgotten,
     one_that_is_over_is_dropped_at_once,
     dead_ones_are_found,
+    what_is_over_may_still_be_marked,
     overload_stores_nothing,
     what_costs_too_much_together_is_refused,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from math import ceil
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,6 +15,7 @@ from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Limits, TaskQueue, Wanted
+from unfuse.testing.clock import ManualClock
 
 TTL = 10.0
 LIMITS = Limits(max_active=1000, max_queue=1000)
@@ -66,6 +68,16 @@ def done(record: Record, lease: Lease, **fields: Any) -> Change:
     state = StageState("done", attempt=lease.task.attempt, token=lease.token)
     stages = record.context.stages | {lease.task.stage: state}
     return change(record, lease.claim, stages=stages, **{"status": "in_progress", **fields})
+
+
+async def passing(queue: TaskQueue, clock: ManualClock, seconds: float) -> list[Lease]:
+    """Let time pass while somebody sweeps; returns what has expired at its end."""
+    late = await queue.expired(TTL)
+    for _ in range(ceil(seconds / TTL * 4)):
+        clock.advance(min(TTL / 4, seconds))
+        seconds -= TTL / 4
+        late = await queue.expired(TTL)
+    return late
 
 
 async def started(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -10,6 +10,7 @@ import zmq.asyncio
 
 from unfuse.core.codec import MAX_BYTES
 from unfuse.core.errors import ConfigError
+from unfuse.wire.keys import Keys
 
 HIGH_WATER = 1000
 """Messages that may wait in one direction of one connection."""
@@ -23,21 +24,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check(address: str) -> str:
-    """Return a control address that may be used; raises ConfigError otherwise."""
+def check(address: str, keys: Keys | None = None) -> str:
+    """Return a control address that may be used, beyond this machine only with keys; raises ConfigError otherwise."""
     parts = urlsplit(address)
     if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
         raise ConfigError(f"{address!r} is no control address: write tcp://127.0.0.1:8001")
-    if not is_loopback(parts.hostname):
+    if not is_loopback(parts.hostname) and keys is None:
         raise ConfigError(
-            f"{address} can be reached from other machines, and control messages are not yet encrypted: use 127.0.0.1"
+            f"{address} can be reached from other machines: make keys by `unfuse keys new DIR` and give them to "
+            "schedulers and workers as --keys DIR, or use 127.0.0.1"
         )
     return address
 
 
-def open_socket(kind: int) -> zmq.asyncio.Socket:
+def open_socket(kind: int, context: zmq.asyncio.Context | None = None) -> zmq.asyncio.Socket:
     """A ZMQ socket whose memory is bounded: message size, messages in flight, and nothing kept after close."""
-    socket = zmq.asyncio.Context.instance().socket(kind)
+    socket = (context or zmq.asyncio.Context.instance()).socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER)

@@ -7,28 +7,45 @@ import itertools
 
 import structlog
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import ToScheduler, ToWorker
 from unfuse.wire.address import check, open_socket
+from unfuse.wire.keys import Keys
+
+LOST: dict[int, str] = {
+    zmq.EVENT_DISCONNECTED: "the connection was closed",
+    zmq.EVENT_CONNECT_RETRIED: "nobody listens there",
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "it does not speak as we do: both need --keys of one `unfuse keys new`",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak as we do: both need --keys of one `unfuse keys new`",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our keys: both need --keys of one `unfuse keys new`",
+}
+"""Events after which whoever waits for an answer waits in vain, and what they mean."""
 
 log = structlog.get_logger(__name__)
 
 
 class Dealer:
-    """A connection to one scheduler. It reconnects by itself; an answer that never comes is the caller's timeout."""
+    """A connection to one scheduler. Once lost it stays so: whoever calls then, or waits, gets a ConnectionError."""
 
-    def __init__(self, address: str) -> None:
-        check(address)
-        self._socket = open_socket(zmq.DEALER)
-        self._socket.connect(address)
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        self.address = check(address, keys)
+        self._lost = ""
         self._numbers = itertools.count(1)
         self._waiting: dict[bytes, asyncio.Future[ToWorker]] = {}
-        self._reader = asyncio.create_task(self._read(), name="dealer")
+        self._socket = open_socket(zmq.DEALER)
+        if keys:
+            keys.secure(self._socket, server=False)
+        self._monitor = self._socket.get_monitor_socket(sum(LOST))
+        self._socket.connect(address)
+        self._tasks = [asyncio.create_task(self._read(), name="dealer"), asyncio.create_task(self._watch())]
 
     async def call(self, message: ToScheduler, timeout: float) -> ToWorker:
-        """Send a message and return its answer. Raises TimeoutError after `timeout` seconds."""
+        """Send a message and return its answer. Raises TimeoutError after `timeout` seconds, and ConnectionError."""
+        if self._lost:
+            raise ConnectionError(self._lost)
         number = next(self._numbers).to_bytes(8, "big")
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -39,15 +56,27 @@ class Dealer:
         finally:
             del self._waiting[number]
 
-    async def tell(self, message: ToScheduler) -> None:
-        """Send a message that has no answer."""
-        await self._socket.send_multipart([next(self._numbers).to_bytes(8, "big"), encode(message)])
-
     async def close(self, linger: float = 0.0) -> None:
-        """Drop the connection; what was told goes out for up to `linger` seconds."""
-        self._reader.cancel()
-        await asyncio.gather(self._reader, return_exceptions=True)
-        self._socket.close(linger=round(linger * 1000))
+        """Drop the connection; what was sent goes out for up to `linger` seconds. Idempotent."""
+        self._lose("we left")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=round(linger * 1000))
+
+    def _lose(self, reason: str) -> None:
+        self._lost = self._lost or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(ConnectionError(self._lost))
+
+    async def _watch(self) -> None:
+        """The library would connect again in silence, and the answers to what was sent before would never come."""
+        event = await recv_monitor_message(self._monitor)
+        self._lose(LOST[event["event"]])
 
     async def _read(self) -> None:
         while True:

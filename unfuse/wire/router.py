@@ -9,14 +9,19 @@ from typing import Any
 
 import structlog
 import zmq
+import zmq.asyncio
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
 from unfuse.wire.address import check, open_socket
+from unfuse.wire.keys import Keys
 
 MAX_PENDING = 64
 """Unanswered messages one worker may have; beyond it, it is told to slow down."""
+
+MAX_NUMBER = 16
+"""Bytes of what numbers a message, which the answer repeats."""
 
 Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
 Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
@@ -28,24 +33,27 @@ class Router:
     """Receives workers' messages on one address.
 
     `answer(peer, message)` makes the reply, or None for a message that wants none; `undelivered(peer, reply)` hears
-    of a reply whose receiver is gone. `peer` is the connection's identity, given by this end.
+    of a reply whose receiver is gone, or does not read. `peer` is the connection's identity, given by this end. With
+    `keys`, whoever does not hold the workers' key is not heard at all.
     """
 
-    def __init__(self, address: str, answer: Answer, undelivered: Undelivered) -> None:
-        self._socket = open_socket(zmq.ROUTER)
+    def __init__(self, address: str, answer: Answer, undelivered: Undelivered, keys: Keys | None = None) -> None:
+        check(address, keys)
+        self._context = zmq.asyncio.Context()  # of its own, as there can be one doorkeeper in each
+        self._socket = open_socket(zmq.ROUTER, self._context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._tasks: set[asyncio.Task[Any]] = set()
         try:
-            self._socket.bind(check(address))
+            if keys:
+                keys.secure(self._socket, server=True)
+                self._tasks.add(keys.keep_door(self._context))
+            self._socket.bind(address)
         except zmq.ZMQError as error:
-            self._socket.close()
+            self._context.destroy(linger=0)
             raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from error
-        except ConfigError:
-            self._socket.close()
-            raise
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._answer, self._undelivered = answer, undelivered
         self._pending: Counter[bytes] = Counter()
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._reader = asyncio.create_task(self._read(), name="router")
 
     async def close(self) -> None:
@@ -53,12 +61,12 @@ class Router:
         for task in (self._reader, *self._tasks):
             task.cancel()
         await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
-        self._socket.close()
+        self._context.destroy(linger=0)
 
     async def _read(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
-            if len(frames) != 3:
+            if len(frames) != 3 or len(frames[1]) > MAX_NUMBER:
                 continue
             peer, number, body = frames
             task = asyncio.create_task(self._serve(peer, number, body))
@@ -91,7 +99,8 @@ class Router:
             return Refused(f"the scheduler failed on this message: {error}")
 
     async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
+        """Send, or not at all: nobody waits for one who does not read."""
         try:
-            await self._socket.send_multipart([peer, number, encode(reply)])
+            await self._socket.send_multipart([peer, number, encode(reply)], flags=zmq.NOBLOCK)
         except zmq.ZMQError:
             await self._undelivered(peer, reply)

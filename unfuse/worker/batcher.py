@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -68,6 +69,6 @@ class BatchSizes:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether a device, or the host, had no memory left for what was tried."""
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+    torch = sys.modules.get("torch")  # a process without it has no device to fill
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return on_device or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,4 +1,4 @@
-"""The compute process: loads the stages of its role and runs the step loop. Only here is torch imported.
+"""The compute process: loads the stages of its role and runs the step loop. Only here is torch imported, if at all.
 
 Started by the executor with one end of a socketpair; it ends when the other end closes, whatever it is doing.
 """
@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import Any
 
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import pool_name
 from unfuse.models import find, resolve_source
@@ -34,7 +35,7 @@ def main() -> None:
     inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
     try:
-        device, stages = _load(load, channel)
+        device, stages, plain = _load(load, channel)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
@@ -42,7 +43,7 @@ def main() -> None:
         "shared_memory", owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token
     )
     channel.send(Ready(device))
-    StepLoop(stages, store, open_results(load.results), inbox, channel.send, load.compute.batch).run()
+    StepLoop(stages, store, open_results(load.results), inbox, channel.send, load.compute.batch, plain).run()
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:
@@ -57,16 +58,13 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> 
         inbox.put(message)
 
 
-def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]]]:
-    import torch
-
-    torch.set_num_threads(load.compute.threads)
-    device = load.compute.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str]]:
+    """The device, the stages by pool, and the pools whose stages take numpy arrays."""
+    models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
+    device = _device(load.compute, any(find(folder).torch for _, folder, _ in models))
     stages: dict[str, SteppedStage[Any]] = {}
-    for name, source, dtype in load.models:
-        folder = resolve_source(source)
+    plain: set[str] = set()
+    for name, folder, dtype in models:
         family = find(folder)
         card = family.card(name, folder, dtype)
         runtime = Runtime(device, card.dtypes, load.compute)
@@ -76,7 +74,18 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
                 continue
             stage = family.load(spec, folder, runtime, lambda *found: channel.send(Loaded(*found)))
             stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
-    return device, stages
+            plain |= set() if family.torch else {pool}
+    return device, stages, plain
+
+
+def _device(options: ComputeOptions, with_torch: bool) -> str:
+    if not with_torch:
+        return "cpu" if options.device == "auto" else options.device
+    import torch
+
+    torch.set_num_threads(options.threads)
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    return found if options.device == "auto" else options.device
 
 
 if __name__ == "__main__":

@@ -1,18 +1,23 @@
-"""Drives a worker's compute process: starts it, feeds it, hears it, and starts it again when it dies."""
+"""Drives a worker's compute process: starts it, feeds it, hears it, watches it, and starts it again when it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import structlog
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.task import Claim, Lease
 from unfuse.worker.channel import (
     Cancel,
@@ -30,6 +35,15 @@ from unfuse.worker.channel import (
 RESTART_S = 1.0
 """Pause before a compute process that did not start again is tried once more."""
 
+WATCH_S = 0.5
+"""How often a compute process that works is looked at."""
+
+LOG_CHARS = 4000
+"""Of what a compute process wrote to its standard error, the last so many are kept as evidence."""
+
+LOG_END_S = 1.0
+"""How long the rest of a dead process's standard error may take to arrive: what it started may hold it open."""
+
 log = structlog.get_logger(__name__)
 
 Report = Callable[[Ready | Stepped | Stopped | Done | Failed], Awaitable[None]]
@@ -39,14 +53,23 @@ class Executor:
     """One compute process at a time, behind `run` and `cancel`.
 
     `report` hears of everything that becomes of a task, crashes included, and when a new process is Ready. What a
-    dead process had begun is reported as crashed, what merely waited in it as handed back.
+    dead process had begun is reported as crashed, what merely waited for it as handed back. A process that works and
+    says nothing for `stall_s` seconds, or whose own memory exceeds `memory_limit` bytes (0: any), is killed. A task
+    that is to run alone waits here until nothing else is in the process, and whatever comes after it waits for its end.
     """
 
-    def __init__(self, load: Load, report: Report) -> None:
+    def __init__(self, load: Load, report: Report, stall_s: float = 600.0, memory_limit: int = 0) -> None:
         self._load, self._report = load, report
+        self._stall_s, self._memory_limit = stall_s, memory_limit
         self._process: asyncio.subprocess.Process | None = None
         self._channel: ParentChannel | None = None
-        self._claims: dict[Claim, bool] = {}
+        self._waiting: dict[Claim, Run] = {}
+        self._given: dict[Claim, Run] = {}
+        self._begun: set[Claim] = set()
+        self._heard_at = 0.0
+        self._killed_for = ""
+        self._log = ""
+        self._logging: asyncio.Task[None] | None = None
         self.ready = False
 
     @property
@@ -56,13 +79,18 @@ class Executor:
 
     async def start(self) -> str:
         """Start the process and load; returns the device it chose. Raises ConfigError when it cannot load."""
+        if self._channel:
+            self._channel.close()
         ours, theirs = socket.socketpair()
         with theirs:
+            self._channel = await ParentChannel.open(ours)
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "unfuse.worker.compute", str(theirs.fileno()),
+                sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno()),
                 pass_fds=[theirs.fileno()], env=self._environment(), stdin=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
             )  # fmt: skip
-        self._channel = await ParentChannel.open(ours)
+        self._killed_for = self._log = ""
+        self._logging = asyncio.create_task(self._keep_log(self._process))
         await self._channel.send(self._load)
         while True:
             try:
@@ -82,6 +110,7 @@ class Executor:
     async def serve(self) -> None:
         """Pass on what the process says, for ever; when it dies, report, and start another."""
         while True:
+            watching = asyncio.create_task(self._watch())
             try:
                 await self._pump()
             except EOFError:
@@ -89,6 +118,8 @@ class Executor:
                 await self._bury()
                 log.info("starting compute again")
                 await self._report(Ready(await self._start_again()))
+            finally:
+                watching.cancel()
 
     async def _start_again(self) -> str:
         """Start what loaded before: whatever keeps it from loading now is worth waiting for."""
@@ -101,13 +132,15 @@ class Executor:
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]]) -> None:
         """Hand a leased task over; its end is reported."""
-        self._claims[lease.claim] = False
-        if self._channel:
-            await self._channel.send(Run(lease, dict(peers)))
+        self._waiting[lease.claim] = Run(lease, dict(peers))
+        await self._feed()
 
     async def cancel(self, claim: Claim) -> None:
         """Have a task dropped at its next step; Stopped is reported unless it ends first."""
-        if self._channel and claim in self._claims:
+        if self._waiting.pop(claim, None):
+            await self._report(Stopped(claim))
+            await self._feed()
+        elif self._channel and claim in self._given:
             await self._channel.send(Cancel(claim))
 
     async def close(self) -> None:
@@ -117,39 +150,95 @@ class Executor:
             self._channel.close()
         if self._process and self._process.returncode is None:
             self._process.kill()
-            await self._process.wait()
+            await self._last_words()
+        if self._logging:
+            self._logging.cancel()
+
+    async def _feed(self) -> None:
+        """Give the process what may run now, in order of arrival."""
+        for claim, run in list(self._waiting.items()):
+            alone = run.lease.task.alone or any(given.lease.task.alone for given in self._given.values())
+            if not self._channel or (alone and self._given):
+                return
+            self._heard_at = self._heard_at if self._given else time.monotonic()
+            self._given[claim] = self._waiting.pop(claim)
+            await self._channel.send(run)
 
     async def _pump(self) -> None:
         if not self._channel:
             raise EOFError
         while True:
             message: FromCompute = await self._channel.receive()
+            self._heard_at = time.monotonic()
             match message:
                 case Stepped():
-                    if message.claim in self._claims:
-                        self._claims[message.claim] = True
+                    if message.claim in self._given:
+                        self._begun.add(message.claim)
                         await self._report(message)
                 case Stopped() | Done() | Failed():
-                    if self._claims.pop(message.claim, None) is not None:
+                    self._begun.discard(message.claim)
+                    if self._given.pop(message.claim, None):
                         await self._report(message)
+                        await self._feed()
+
+    async def _watch(self) -> None:
+        """Kill a process that makes no progress, or takes more memory than it may."""
+        while not self._killed_for:
+            slept = time.monotonic()
+            await asyncio.sleep(WATCH_S)
+            self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # while we were stopped, we heard nothing
+            if self._given and self._process and (reason := self._excess(self._process.pid)):
+                self._killed_for = reason
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+
+    def _excess(self, pid: int) -> str:
+        if time.monotonic() - self._heard_at > self._stall_s:
+            return f"killed, as it made no progress for {self._stall_s:g} s (--stall-s allows more)"
+        taken = _own_memory(pid) if self._memory_limit else 0
+        if taken > self._memory_limit:
+            took, limit = readable_bytes(taken), readable_bytes(self._memory_limit)
+            return f"killed, as it took {took} of memory, and --memory-limit allows {limit}"
+        return ""
 
     async def _bury(self) -> None:
         words = await self._last_words()
-        log.error("compute process died", reason=words)
-        claims, self._claims = self._claims, {}
-        for claim, began in claims.items():
-            await self._report(
-                Failed(claim, "crash" if began else "hand_back", f"the compute process died: {words}", evidence=words)
-            )
+        log.error("compute process died", reason=words, begun=len(self._begun))
+        claims, begun = [*self._given, *self._waiting], self._begun
+        self._given, self._waiting, self._begun = {}, {}, set()
+        message, evidence = f"the compute process died: {words}", f"{words}\n{self._log}".strip()
+        for claim in claims:
+            crashed = claim in begun
+            kind: FailureKind = "crash" if crashed else "hand_back"
+            await self._report(Failed(claim, kind, message, evidence, company=crashed and len(begun) > 1))
 
     async def _last_words(self) -> str:
+        """How the process ended; what it had written is in `_log` then."""
         if not self._process:
             return "never started"
         code = await self._process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if self._logging:
+            await asyncio.wait({self._logging}, timeout=LOG_END_S)
+        return self._killed_for or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+
+    async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
+        """Pass the process's standard error on to our own, and keep the end of it."""
+        while process.stderr and (data := await process.stderr.read(1 << 16)):
+            text = data.decode(errors="replace")
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            self._log = (self._log + text)[-LOG_CHARS:]
 
     def _environment(self) -> dict[str, str]:
         """The parent's, with libraries told to keep to our threads and to stay quiet."""
         threads = str(self._load.compute.threads)
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | quiet
+
+
+def _own_memory(pid: int) -> int:
+    """Resident bytes that belong to the process alone: neither files nor the arena count."""
+    with suppress(OSError):
+        if found := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+            return int(found[1]) * 1024
+    return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +60,9 @@ class Job:
 class StepLoop:
     """Runs tasks on the stages of one compute process.
 
-    `stages` is by pool; up to `batch` tasks share a forward. Tasks of the highest priority go first, in order of
-    arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
+    `stages` is by pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks share a
+    forward. Tasks of the highest priority go first, in order of arrival; others step aside, their state put by. One
+    that stops being wanted is dropped between two steps.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class StepLoop:
         inbox: queue.SimpleQueue[Run | Cancel],
         send: Callable[[FromCompute], None],
         batch: int = 1,
+        plain: Collection[str] = (),
     ) -> None:
-        self._stages, self._store, self._results = stages, store, results
+        self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
         self._sizes = BatchSizes(batch)
         self._jobs: dict[Claim, Job] = {}
@@ -110,7 +112,7 @@ class StepLoop:
             began = time.monotonic()
             self._store.learn(run.peers)
             for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=True))
+                inputs.append(self._store.get(ref, as_torch=task.pool not in self._plain))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[task.pool]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}

@@ -30,22 +30,18 @@ from unfuse.core.messages import (
     Progress,
     Pulse,
     Refused,
-    Stranger,
     ToScheduler,
     ToWorker,
-    Welcome,
     WorkerInfo,
 )
 from unfuse.core.plan import kinds_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import Keys
 from unfuse.worker.channel import Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
-
-ANSWER_S = 10.0
-"""How long an answer may take before the scheduler is taken for gone and the message is sent again."""
+from unfuse.worker.link import BEAT_S, Link
 
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
@@ -54,7 +50,10 @@ BEAT_PAUSE_S = 0.02
 """Least time between two heartbeats, however much news there is."""
 
 LEAVE_S = 1.0
-"""How long a leaving worker waits for each of its last answers."""
+"""How long a leaving worker waits for an answer, and a third of how long it tries to say its last."""
+
+PAUSE_S = 1.0
+"""Pause after a message was refused."""
 
 WITHDRAW = Ask(0, 0, 0.0)
 """Replaces an Ask that waits: nothing is wanted now."""
@@ -65,16 +64,21 @@ log = structlog.get_logger(__name__)
 class WorkerOptions(msgspec.Struct, frozen=True):
     """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve.
 
-    `drain_timeout` is the seconds that running tasks get to finish once the worker is told to leave.
+    It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
+    takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
+    the worker is told to leave.
     """
 
     role: str
-    scheduler: str
+    schedulers: tuple[str, ...]
     node: str
+    keys: Keys | None = None
     models: tuple[str, ...] = ()
     compute: ComputeOptions = ComputeOptions(threads=1)
     slots: int = 2
     arena: int = 2 << 30
+    stall_s: float = 600.0
+    memory_limit: int = 0
     drain_timeout: float = 20.0
 
 
@@ -87,10 +91,11 @@ class Worker:
         self._kinds = kinds_of(options.role)
         self._slots = max(options.slots, options.compute.batch + 1)
         self._store = TensorStore.create("shared_memory", owner=self._id, node=options.node, capacity=options.arena)
-        self._dealer = Dealer(options.scheduler)
-        self._hello = Hello(self._info(()))
+        self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
+        self._reporting = 0
         self._changed = asyncio.Event()
+        self._link = Link(options.schedulers, options.keys, self._changed.set)
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,7 +123,7 @@ class Worker:
             await asyncio.gather(drained, *self._tasks, return_exceptions=True)
             if self._executor:
                 await self._executor.close()
-            await self._dealer.close(linger=1.0)
+            await self._link.close()
             self._store.close()
 
     @property
@@ -156,9 +161,7 @@ class Worker:
 
     async def _join(self) -> Executor:
         """Learn what to serve, load it, and register with its pools."""
-        welcome = await self._call(self._hello)
-        if not isinstance(welcome, Welcome):
-            raise ConfigError(f"the scheduler at {self._options.scheduler} did not welcome this worker: {welcome}")
+        welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
         compute = self._options.compute
         if welcome.outcome not in ({}, compute.outcome):
             wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
@@ -170,13 +173,12 @@ class Worker:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
         cards, folders = await asyncio.to_thread(self._bring, models)
         self._beat_s = welcome.beat
-        executor = self._executor = Executor(self._load(folders, welcome.results), self._hear)
+        load, options = self._load(folders, welcome.results), self._options
+        executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
         await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
-        self._hello = Hello(self._info(tuple(pools)), tuple(cards))
-        await self._call(self._hello)
+        await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info("ready", role=self._options.role, worker=self._id, models=[card.name for card in cards])
-        self._changed.set()
         return executor
 
     def _bring(
@@ -200,47 +202,34 @@ class Worker:
             self._store.address, self._store.write_token, results,
         )  # fmt: skip
 
-    async def _call(self, message: ToScheduler) -> ToWorker:
-        """Get an answer, however long the scheduler is away; introduce ourselves to one that was restarted."""
-        timeout = ANSWER_S + (message.wait if isinstance(message, Ask) else 0)
-        while True:
-            try:
-                answer = await self._dealer.call(message, timeout)
-            except TimeoutError:
-                log.warning("no answer from the scheduler, trying again", scheduler=self._options.scheduler)
-                continue
-            if not isinstance(answer, Stranger):
-                return answer
-            with suppress(TimeoutError):
-                await self._dealer.call(self._hello, ANSWER_S)
-                self._changed.set()  # an Ask that waited at the one before is lost
-
     async def _pull(self, executor: Executor) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
-        while not self._draining.is_set():
-            await self._changed.wait()
+        while await self._changed.wait() and not self._draining.is_set():
             self._changed.clear()
             self._newest_ask = next(self._asks)
             self._spawn(self._ask(executor, self._newest_ask, self._wanted(executor)))
 
     def _wanted(self, executor: Executor) -> Ask:
         """What there are slots for; when all are taken, one task more urgent than any that takes them."""
-        slots = self._slots - len(self._active)
-        if not executor.ready:
+        running = [lease.task for lease in self._active.values()]
+        if not executor.ready or any(task.alone for task in running):
             return WITHDRAW
-        if slots > 0:
-            return Ask(slots, self._room(), WAIT_S)
-        return Ask(1, self._room(), WAIT_S, max(lease.task.priority for lease in self._active.values()))
+        affinity = next((task.affinity for task in running if task.affinity), "")
+        if (slots := self._slots - len(running)) > 0:
+            return Ask(slots, self._room(), WAIT_S, affinity=affinity)
+        return Ask(1, self._room(), WAIT_S, max(task.priority for task in running), affinity)
 
     async def _ask(self, executor: Executor, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
-        granted = await self._call(ask)
+        granted: ToWorker | None = None
+        with suppress(OSError):  # then the next one says what is wanted by then
+            granted = await self._link.once(ask)
         if isinstance(granted, Granted):
             for lease in granted.leases:
                 await self._take(executor, lease, granted)
         elif isinstance(granted, Refused):
             log.warning("work was refused", reason=granted.message)
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(PAUSE_S)
         if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
 
@@ -266,11 +255,15 @@ class Worker:
         elif isinstance(message, Stepped):
             if message.step:
                 self._spawn(self._progress(message))
+            else:
+                log.debug("task began", **_about(message.claim))
         else:
             self._spawn(self._end(message))
 
     async def _progress(self, stepped: Stepped) -> None:
-        answer = await self._call(Progress(stepped.claim, stepped.step, stepped.steps, stepped.first, stepped.previews))
+        answer = await self._link.call(
+            Progress(stepped.claim, stepped.step, stepped.steps, stepped.first, stepped.previews)
+        )
         if isinstance(answer, Refused) and answer.lease_lost:
             await self._cancel(stepped.claim)
 
@@ -281,16 +274,27 @@ class Worker:
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
         self._active.pop(message.claim, None)
+        self._reporting += 1
+        _tell(message)
         if self._executor and not self._executor.ready:
-            await self._call(WITHDRAW)
+            await self._link.call(WITHDRAW)
         self._changed.set()
         if not isinstance(message, Stopped):
-            answer = await self._call(message)
-            if isinstance(message, Done) and message.output and isinstance(answer, Refused):
-                self._store.delete(message.output)
-                self._changed.set()
-        if not self._active:
+            await self._report(message)
+        self._reporting -= 1
+        if not self._active and not self._reporting:
             self._idle.set()
+
+    async def _report(self, message: Done | Failed) -> None:
+        """Have an outcome recorded, or hear that the lease is lost: while neither is so, it is said again."""
+        while isinstance(answer := await self._link.call(message), Refused):
+            if answer.lease_lost:
+                if isinstance(message, Done) and message.output:
+                    self._store.delete(message.output)
+                    self._changed.set()
+                return
+            log.warning("an outcome was refused", reason=answer.message, **_about(message.claim))
+            await asyncio.sleep(PAUSE_S)
 
     async def _beat(self) -> None:
         """Say that we live, over and over; the answer comes when there is news, or when it is time to say so again."""
@@ -298,7 +302,11 @@ class Worker:
         while True:
             await asyncio.sleep(BEAT_PAUSE_S)
             held = tuple(self._active.keys() - ended)
-            pulse = await self._call(Beat(held, tuple(self._store.holding()), self._store.usage().used, self._beat_s))
+            beat = Beat(held, tuple(self._store.holding()), self._store.usage().used, self._beat_s)
+            try:
+                pulse = await self._link.once(beat, BEAT_S)
+            except OSError:
+                continue
             if not isinstance(pulse, Pulse):
                 await asyncio.sleep(self._beat_s)
                 continue
@@ -314,12 +322,28 @@ class Worker:
         """Finish what runs, hand back what takes too long, say goodbye; a scheduler that is gone is not waited for."""
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
-            await self._dealer.call(WITHDRAW, LEAVE_S)
+            async with asyncio.timeout(LEAVE_S):
+                await self._link.call(WITHDRAW)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_timeout):
                 await self._idle.wait()
         reason = "the worker leaves before it is done"
         last: list[ToScheduler] = [*(Failed(claim, "hand_back", reason) for claim in self._active), Bye()]
-        for message in last:
-            with suppress(TimeoutError):
-                await self._dealer.call(message, LEAVE_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(3 * LEAVE_S):
+                for message in last:
+                    await self._link.call(message, LEAVE_S)
+
+
+def _about(claim: Claim) -> dict[str, object]:
+    """What every log line on a task says."""
+    return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}
+
+
+def _tell(message: Stopped | Done | Failed) -> None:
+    if isinstance(message, Done):
+        log.debug("task done", run_s=message.timings.run_s, **_about(message.claim))
+    elif isinstance(message, Failed):
+        log.warning("task failed", kind=message.kind, reason=message.message, **_about(message.claim))
+    else:
+        log.info("task stopped", **_about(message.claim))

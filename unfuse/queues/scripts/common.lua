@@ -22,7 +22,7 @@ local function task_key(name) return P .. ':task:' .. name end
 local function task_of(member) return task_key(string.sub(member, RANK + 1)) end
 local function ready_key(pool) return P .. ':ready:' .. pool end
 local function delayed_key(pool) return P .. ':delayed:' .. pool end
-local LEASES, META = P .. ':leases', P .. ':meta'
+local LEASES, META, AWAITED = P .. ':leases', P .. ':meta', P .. ':awaited'
 
 -- Whether a comes before b in their first `count` bytes: Lua's own < follows the server's locale.
 local function before(a, b, count)
@@ -44,9 +44,9 @@ end
 
 local function size(pool) return call('ZCARD', ready_key(pool)) + call('ZCARD', delayed_key(pool)) end
 
--- A task has left a pool's line: that matters if others stand in it, or if a pool that feeds it was held back.
+-- A task has left a pool: that matters if a pool that feeds it was held back, or somebody had no room for its first.
 local function left(pool)
-  if call('SREM', P .. ':fed', pool) == 1 or call('ZCARD', ready_key(pool)) > 0 then pools[pool] = true end
+  if call('SREM', AWAITED, pool) == 1 then pools[pool] = true end
 end
 
 -- A task takes its place in the line, or waits for its time.

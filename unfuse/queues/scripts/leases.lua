@@ -1,5 +1,11 @@
 -- Who takes which task.
 
+-- Whether one line's head goes before another's: by priority, then in the later pool, then by order and arrival.
+local function ahead(a, b)
+  if string.sub(a.head, 1, 8) == string.sub(b.head, 1, 8) and a.later ~= b.later then return a.later > b.later end
+  return before(a.head, b.head, RANK)
+end
+
 -- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
 local function open_lines(wanted)
   local full, lines = {}, {}
@@ -7,48 +13,61 @@ local function open_lines(wanted)
     for name, most in pairs(fed) do
       if size(name) > most then
         full[pool] = true
-        call('SADD', P .. ':fed', name)
+        call('SADD', AWAITED, name)
       end
     end
   end
   for _, pool in ipairs(wanted.pools) do
-    if not full[pool] then lines[#lines + 1] = ready_key(pool) end
+    local head = not full[pool] and call('ZRANGE', ready_key(pool), 0, 0)[1]
+    if head then
+      lines[#lines + 1] = {pool = pool, head = head, later = wanted.later[pool] or 0, keep = wanted.keep[pool] or 0}
+    end
   end
   return lines
 end
 
--- Of the first tasks of the first one's priority, the one the worker likes best: inputs that are near, then company.
+-- Of the first tasks of the first one's priority, in lines as late as its own, the one the worker likes best: inputs
+-- that are near, then company.
 local function liked(wanted, lines, first)
-  local among, best, most = {}, first, -1
+  local among, best, most = {}, {first.head, first}, -1
   for _, line in ipairs(lines) do
-    for _, member in ipairs(call('ZRANGE', line, 0, A.among - 1)) do among[#among + 1] = member end
+    for _, member in ipairs(line.later == first.later and call('ZRANGE', ready_key(line.pool), 0, A.among - 1) or {}) do
+      among[#among + 1] = {member, line}
+    end
   end
-  table.sort(among, function(a, b) return before(a, b, RANK) end)
+  table.sort(among, function(a, b) return before(a[1], b[1], RANK) end)
   for i = 1, math.min(A.among, #among) do
-    local near, affinity = unpack(call('HMGET', task_of(among[i]), 'near', 'affinity'))
+    local near, affinity = unpack(call('HMGET', task_of(among[i][1]), 'near', 'affinity'))
     local liking = wanted.affinity ~= '' and affinity == wanted.affinity and 1 or 0
     if wanted.near ~= '' and near == wanted.near then liking = 2 end
-    if liking > most and not before(first, among[i], 8) then best, most = among[i], liking end
+    if liking > most and not before(first.head, among[i][1], 8) then best, most = among[i], liking end
   end
-  return best
+  return unpack(best)
 end
 
--- The place of the task that a worker takes next, having taken `used` bytes.
+-- The place of the task that a worker takes next, having taken `used` bytes. Where one has no room, only pools that are
+-- later than its own go on; who waits is told when a task leaves that pool.
 local function next_for(wanted, used)
-  local first
   local lines = open_lines(wanted)
-  for _, line in ipairs(lines) do
-    local head = call('ZRANGE', line, 0, 0)[1]
-    if head and (not first or before(head, first, RANK)) then first = head end
+  while #lines > 0 do
+    local line = lines[1]
+    for _, other in ipairs(lines) do
+      if ahead(other, line) then line = other end
+    end
+    local member, priority, since = line.head, unpack(call('HMGET', task_of(line.head), 'priority', 'since'))
+    if wanted.above and tonumber(priority) <= wanted.above then return end
+    if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
+      member, line = liked(wanted, lines, line)
+    end
+    local room = tonumber(call('HGET', task_of(member), 'room'))
+    if not wanted.room or used + room + line.keep <= wanted.room then return member, room end
+    call('SADD', AWAITED, line.pool)
+    local later = {}
+    for _, other in ipairs(lines) do
+      if other.later > line.later then later[#later + 1] = other end
+    end
+    lines = later
   end
-  if not first then return end
-  local priority, since = unpack(call('HMGET', task_of(first), 'priority', 'since'))
-  if wanted.above and tonumber(priority) <= wanted.above then return end
-  if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
-    first = liked(wanted, lines, first)
-  end
-  local room = tonumber(call('HGET', task_of(first), 'room'))
-  if not wanted.room or used + room <= wanted.room then return first, room end
 end
 
 local function claim(ask, member, token)

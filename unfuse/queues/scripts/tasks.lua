@@ -32,7 +32,15 @@ function verbs.hand_back()
   return 1
 end
 
+-- After a gap, no lease ends before a full time from now.
 function verbs.expired()
+  local swept = call('HGET', META, 'swept')
+  if not swept or now - swept > A.ttl / 2 then
+    for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', '(' .. exact(now + A.ttl))) do
+      call('ZADD', LEASES, now + A.ttl, name)
+    end
+  end
+  call('HSET', META, 'swept', exact(now))
   local late, found = call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES'), {}
   for i = 1, #late, 2 do
     local task, attempt, worker, mark = unpack(call('HMGET', task_key(late[i]), 'task', 'attempt', 'worker', 'mark'))

@@ -1,0 +1,290 @@
+"""A whole system of real processes, each of which can be killed, stopped and started again by its pid."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_S = 120.0
+"""How long anything may take to come about on a loaded machine; nothing is asserted about it."""
+
+ROLES = ("encoder", "denoiser", "decoder")
+LEASE_S = 2.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = START_S) -> Any:
+    """Wait for a true value."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if value := condition():
+            return value
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {seconds:.0f} s")
+
+
+def install(folder: Path) -> tuple[Path, Path]:
+    """Install the chaos family as another package would be, and make a model of it: (site folder, model folder)."""
+    site, model = folder / "site", folder / "model"
+    info = site / "chaos_family-1.0.dist-info"
+    info.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("family.py"), site / "chaos_family.py")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: chaos-family\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[unfuse.families]\nChaosPipeline = chaos_family:FAMILY\n")
+    index: dict[str, Any] = {"_class_name": "ChaosPipeline"}
+    for number, component in enumerate(("text_encoder", "transformer", "vae")):
+        index[component] = ["chaos_family", component]
+        (model / component).mkdir(parents=True)
+        (model / component / "config.json").write_text("{}")
+        described = json.dumps({"salt": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}).encode()
+        weights = len(described).to_bytes(8, "little") + described + number.to_bytes(8, "little")
+        (model / component / "model.safetensors").write_bytes(weights)
+    (model / "model_index.json").write_text(json.dumps(index))
+    return site, model
+
+
+class Process:
+    """A command in a process group of its own, with its log; started again under the same command."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name, self._command, self._log, self._environment = name, command, log, environment
+        self.start()
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self.popen = subprocess.Popen(
+                self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def send(self, number: signal.Signals) -> None:
+        """To the process alone."""
+        if self.alive:
+            os.kill(self.pid, number)
+
+    def send_all(self, number: signal.Signals) -> None:
+        """To the process and what it started."""
+        for process in (self.pid, *self.children()):
+            with suppress(ProcessLookupError):
+                os.kill(process, number)
+
+    def kill(self) -> None:
+        """`kill -9`, and nobody else: what it started has to notice."""
+        self.popen.kill()
+        self.popen.wait()
+
+    def replace(self) -> None:
+        """Kill it, and start another in its place."""
+        self.kill()
+        self.start()
+
+    def children(self) -> list[int]:
+        """Pids of what it started: of a worker, its compute process."""
+        with suppress(psutil.NoSuchProcess):
+            return [child.pid for child in psutil.Process(self.pid).children(recursive=True)]
+        return []
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def close(self) -> None:
+        """End it and all that it started, whatever state they are in."""
+        everyone = [self.pid, *self.children()]
+        for pid in everyone:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+class Gateway(Process):
+    """One `unfuse serve` without workers: a gateway and a scheduler."""
+
+    def __init__(
+        self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], listen: str = ""
+    ) -> None:
+        self.port = free_port()
+        self.control = listen or f"tcp://127.0.0.1:{free_port()}"
+        command = [sys.executable, "-m", "unfuse", "serve", *arguments]
+        super().__init__(name, [*command, "--port", str(self.port), "--listen", self.control], log, environment)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path; None while it does not answer with 200."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+                return json.loads(answer.read())
+        except (OSError, ValueError):
+            return None
+
+    def post(self, path: str) -> Any:
+        """The JSON that an empty POST is answered with."""
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, method="POST"), timeout=60) as answer:
+            return json.loads(answer.read())
+
+
+class Redis(Process):
+    """A server that has written down what it acknowledged."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
+        command = ["redis-server", *where, "--appendonly", "yes", "--appendfsync", "always"]
+        super().__init__("redis", command, folder / "redis.log", environment)
+        self.ready()
+
+    def ready(self) -> None:
+        until(self._answers, "redis to answer")
+
+    def _answers(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 5) as connection:
+            connection.sendall(b"PING\r\n")
+            return connection.recv(16).startswith(b"+PONG")
+        return False
+
+
+class Cluster:
+    """`schedulers` gateways over Redis, or one over SQLite, and workers that know all of them.
+
+    `workers` is how many of each role.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        queue: str = "redis",
+        schedulers: int = 2,
+        workers: int = 2,
+        arena: str = "16MiB",
+        serve: Sequence[str] = (),
+        worker: Sequence[str] = (),
+        **variables: str,
+    ) -> None:
+        self.folder = folder
+        site, self.model = install(folder)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
+        paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+        self._environment = clean | {
+            "PYTHONPATH": paths, "UNFUSE_DATA_DIR": str(folder / "data"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "UNFUSE_LEASE__TTL_S": str(LEASE_S), **variables,
+        }  # fmt: skip
+        self.redis: Redis | None = None
+        self.gateways: list[Gateway] = []
+        self.workers: list[Process] = []
+        self._arena, self._worker_arguments, self._numbers = arena, worker, 0
+        try:
+            if queue == "redis":
+                self.redis = Redis(folder, self._environment)
+            address = self.redis.url if self.redis else f"sqlite:{folder}/queue.db"
+            arguments = [
+                str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", address,
+                "--results", f"disk:{folder}/results", "--device", "cpu", *serve,
+            ]  # fmt: skip
+            for number in range(schedulers):
+                name = f"serve-{number}"
+                self.gateways.append(Gateway(name, arguments, folder / f"{name}.log", self._environment))
+            for role in ROLES:
+                for _ in range(workers):
+                    self.worker(role)
+        except BaseException:
+            self.close()
+            raise
+
+    def worker(self, role: str, *arguments: str) -> Process:
+        """Start one more worker."""
+        self._numbers += 1
+        name = f"{role}-{self._numbers}"
+        addresses = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]
+        command = [
+            sys.executable, "-m", "unfuse", "worker", "--role", role, *addresses, "--arena", self._arena,
+            "--node", "here", "--device", "cpu", *self._worker_arguments, *arguments,
+        ]  # fmt: skip
+        self.workers.append(Process(name, command, self.folder / f"{name}.log", self._environment))
+        return self.workers[-1]
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path, from the first gateway that answers; None if none does."""
+        for gateway in self.gateways:
+            if gateway.alive and (found := gateway.get(path)) is not None:
+                return found
+        return None
+
+    def ready(self) -> Cluster:
+        """Every gateway answers, and every worker has been heard of."""
+        pids = {worker.pid for worker in self.workers if worker.alive}
+
+        answers = "/ready" if pids else "/health"
+
+        def joined() -> bool:
+            self.require_alive()
+            return all(gateway.get(answers) for gateway in self.gateways) and pids <= self.members().keys()
+
+        until(joined, "every gateway and worker to be ready")
+        return self
+
+    def require_alive(self) -> None:
+        """Nothing may have ended by itself."""
+        for process in self._everyone():
+            assert process.alive, f"{process.name} ended with {process.popen.returncode}:\n{process.log()[-3000:]}"
+
+    def members(self) -> dict[int, dict[str, Any]]:
+        """Workers that were heard of within a second, by pid."""
+        found = (self.get("/v1/workers") or {"data": []})["data"]
+        return {worker["pid"]: worker for worker in found if worker["seen_s"] < LEASE_S / 2}
+
+    def running(self) -> list[dict[str, Any]]:
+        """Requests that something runs of."""
+        return list((self.get("/v1/requests?status=in_progress&limit=1000") or {"data": []})["data"])
+
+    def logs(self) -> str:
+        return "\n".join(f"== {one.name}\n{one.log()[-4000:]}" for one in self._everyone())
+
+    def _everyone(self) -> list[Process]:
+        return [*self.workers, *self.gateways, *([self.redis] if self.redis else [])]
+
+    def close(self) -> None:
+        for process in self._everyone():
+            process.close()
+
+
+@contextmanager
+def running_cluster(folder: Path, **options: Any) -> Iterator[Cluster]:
+    cluster = Cluster(folder, **options)
+    try:
+        yield cluster.ready()
+    except BaseException:
+        print(cluster.logs()[-30000:])
+        raise
+    finally:
+        cluster.close()

@@ -1,0 +1,97 @@
+"""Drills: real processes are killed, stopped and started again under load, and nothing that was accepted is lost.
+
+CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.checker import check
+from tests.chaos.cluster import running_cluster
+from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
+from tests.chaos.history import Asked, History, Load, healthy
+from tests.chaos.monkey import QUIETLY
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def seed() -> int:
+    return int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
+
+
+def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
+    """Given two gateways over Redis and two workers of each role, when any of them, and Redis, are killed or stopped
+    again and again, then every accepted request is completed once, with the right bytes."""
+    quiet = {QUIETLY: 8}
+    workers = {"kill compute": 45, "kill worker": 20, "freeze worker": 3}
+    everything = {"kill compute": 30, "kill worker": 20, "freeze worker": 3, "kill scheduler": 16, "kill redis": 8}
+    with running_cluster(tmp_path) as cluster:
+        verdict = drill("redis", cluster, 1200, seed, quiet, workers, everything)
+        say(verdict, record_property)
+    assert verdict.faults == Counter(quiet) + Counter(workers) + Counter(everything)
+
+
+def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
+    """Given a server with a SQLite queue, when it is killed and started again, with workers dying beside it, then it
+    goes on where it was."""
+    faults = {"kill compute": 30, "kill worker": 14, "kill scheduler": 12, "freeze worker": 3}
+    with running_cluster(tmp_path, queue="sqlite", schedulers=1) as cluster:
+        verdict = drill("sqlite", cluster, 400, seed, faults)
+        say(verdict, record_property)
+    assert verdict.faults == faults
+
+
+POISON = {
+    "crash@text_encode": "SIGKILL", "crash@denoise": "SIGKILL", "crash@vae_decode": "SIGKILL",
+    "hang@denoise": "no progress", "eat@vae_decode": "of memory", "fail@denoise": "wants to be tried again",
+}  # fmt: skip
+"""Requests that are bad for whoever runs them, by the evidence that each must leave."""
+
+HOPELESS = ("refuse@denoise", "nan@denoise")
+"""Requests that fail the same way anywhere: nobody has to look into those."""
+
+
+def test_poison_condemns_only_itself(tmp_path: Path, seed: int, record_property: Record) -> None:
+    """Given requests that crash, hang, eat memory or fail wherever they run, then healthy ones beside them are all
+    completed, and each bad one ends among the dead with its evidence; what cannot succeed ends without."""
+    work = list(unhurried(200, "p", seed))
+    for number, order in enumerate((*POISON, *HOPELESS)):
+        work.insert(4 * number, (order, Asked(f"bad [{order}]", 1, healthy=False), "poll"))
+    limits = ["--memory-limit", "192MiB"]
+    with running_cluster(tmp_path, worker=limits, UNFUSE_LEASE__STALL_S="3") as cluster:
+        with Load([gateway.port for gateway in cluster.gateways], work, CLIENTS, seed, History()) as load:
+            history = load.finish()
+        final = observed(cluster)
+        verdict = check(f"poison (seed {seed})", history.operations, final)
+        say(verdict, record_property)
+    dead = {final.requests[id].view["metadata"]["operation"]: evidence for id, evidence in final.dead.items()}
+    assert dead.keys() == POISON.keys()
+    assert [order for order, evidence in POISON.items() if evidence not in dead[order]] == []
+    over = {final.requests[id].view["status"] for one in history.operations if not one.asked.healthy for id in one.ids}
+    assert over == {"failed"}
+
+
+def test_ten_times_too_much_is_refused_before_it_is_accepted(
+    tmp_path: Path, seed: int, record_property: Record
+) -> None:
+    """Given ten times as many clients as requests may be active, then some are told when to come back and nothing is
+    kept of them, and what was accepted is completed."""
+    active = 4
+    patient = healthy(100, "o", seed, ["wait", "poll", "events"])
+    impatient = healthy(500, "i", seed, ["once"])
+    work = [one for six in zip(patient, *[impatient] * 5, strict=True) for one in six]
+    with running_cluster(tmp_path, workers=1, serve=["--max-active", str(active)]) as cluster:
+        with Load([gateway.port for gateway in cluster.gateways], work, 10 * active, seed, History()) as load:
+            history = load.finish()
+        verdict = check(f"overload (seed {seed})", history.operations, observed(cluster))
+        say(verdict, record_property)
+    assert verdict.refused > 0
+    turned_away = sum(operation.turned_away for operation in history.operations)
+    assert verdict.completed == verdict.operations - turned_away

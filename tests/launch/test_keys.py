@@ -1,0 +1,91 @@
+"""Keys from the command line: made once, given to `serve`, which gives them to its workers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.worker import outside
+from unfuse.client import connect
+
+UNFUSE = [sys.executable, "-m", "unfuse"]
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    outside.install(monkeypatch)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    made = subprocess.run([*UNFUSE, "keys", "new", str(tmp_path / "keys")], capture_output=True, text=True, check=True)
+    assert made.stdout.split() == [str(tmp_path / "keys" / f"{side}.key") for side in ("scheduler", "worker")]
+    return tmp_path / "keys"
+
+
+def refusal(*arguments: str) -> str:
+    ended = subprocess.run([*UNFUSE, *arguments], capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+@contextmanager
+def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A server that is reached by workers of other machines, and its URL."""
+    command = [*UNFUSE, "serve", str(model), "--port", "0", "--arena", "1MiB", *arguments]
+    log = (model / "serve.log").open("w+")
+    with log, subprocess.Popen(command, stderr=log, text=True) as server:
+        try:
+            with (model / "serve.log").open() as said:
+                line = ""
+                while " at http://" not in line or not line.endswith("\n"):
+                    line = line * (not line.endswith("\n")) + said.readline()
+                    time.sleep(0.02)
+                    assert server.poll() is None, (model / "serve.log").read_text()
+            yield server, line.split()[-1]
+        finally:
+            server.terminate()
+
+
+def test_with_keys_serve_and_its_workers_listen_beyond_this_machine(tmp_path: Path, keys: Path) -> None:
+    model = outside.model(tmp_path / "model")
+    limits = ("--memory-limit", "1GiB", "--stall-s", "77")
+    with serving(model, "--listen", "tcp://0.0.0.0:0", "--keys", str(keys), *limits) as (server, url):
+        with connect(url) as client:
+            assert client.generate("hello").data == [b"olleh"]
+        workers = [process.cmdline() for process in psutil.Process(server.pid).children()]
+        assert len(workers) == 3
+        for command in workers:
+            told = dict(zip(command, command[1:], strict=False))
+            assert told["--keys"] == str(keys)
+            assert (told["--memory-limit"], told["--stall-s"]) == (str(1 << 30), "77.0")
+    assert server.returncode == 0
+
+
+def test_keys_are_made_once(keys: Path) -> None:
+    before = (keys / "worker.key").read_text()
+    assert "is there already" in refusal("keys", "new", str(keys))
+    assert (keys / "worker.key").read_text() == before
+
+
+def test_neither_side_starts_beyond_loopback_without_keys(tmp_path: Path) -> None:
+    model = outside.model(tmp_path / "model")
+    for command in (
+        ("serve", str(model), "--port", "0", "--listen", "tcp://0.0.0.0:0"),
+        ("worker", "--scheduler", "tcp://127.0.0.1:1", "--scheduler", "tcp://192.0.2.1:8001", "--arena", "1MiB"),
+    ):
+        assert "make keys by `unfuse keys new DIR`" in refusal(*command)
+
+
+def test_a_key_that_others_can_read_starts_nothing(tmp_path: Path, keys: Path) -> None:
+    os.chmod(keys / "worker.key", 0o644)
+    assert "can be read by others" in refusal("worker", "--keys", str(keys), "--arena", "1MiB")

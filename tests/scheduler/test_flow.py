@@ -1,0 +1,166 @@
+"""What workers may take, so that a backlog waits where it holds no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
+from tests.scheduler.test_scheduler import info
+from unfuse.core.card import ModelCard
+from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Pulse, ToScheduler, ToWorker
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Pipeline, Room, StageSpec
+from unfuse.core.request import ResultFile, Timings
+from unfuse.core.task import Lease
+from unfuse.queues.base import Limits, Member
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.flow import AHEAD, Flow
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.clock import ManualClock
+
+MIB = 1 << 20
+ARENA = 256 * MIB
+ROOMS = (Room(6 * MIB), Room(20 * MIB), Room())
+"""Of an encoding, latents, and nothing: 42 encodings, or 12 latents, fill an arena."""
+
+BIG = msgspec.structs.replace(
+    CARD,
+    pipeline=Pipeline(
+        tuple(msgspec.structs.replace(s, room=room) for s, room in zip(PIPELINE.stages, ROOMS, strict=True))
+    ),
+)
+
+
+def member(identity: str, *pools: str, slots: int = 1) -> Member:
+    return Member(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
+
+
+class TestWhatAWorkerMayTake:
+    def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
+        members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
+        flow = Flow.of([CARD], members)
+        assert flow.wanted(members[0].info, Ask(1, None, 0.0)).behind == {ENCODE: {DENOISE: AHEAD * 5}}
+        assert flow.wanted(members[2].info, Ask(1, None, 0.0)).behind == {DENOISE: {DECODE: AHEAD * 3}}
+
+    def test_later_pools_go_first_and_earlier_ones_leave_them_their_share(self) -> None:
+        everything = member("a", ENCODE, DENOISE, DECODE)
+        wanted = Flow.of([CARD], [everything]).wanted(everything.info, Ask(1, None, 0.0))
+        assert wanted.later == {ENCODE: 0, DENOISE: 1, DECODE: 2}
+        assert wanted.keep == {ENCODE: ARENA // 2, DENOISE: 0}
+
+    def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
+        encoder = member("e", ENCODE)
+        assert Flow.of([CARD], [encoder]).wanted(encoder.info, Ask(1, None, 0.0)).keep == {ENCODE: 0}
+
+    def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
+        def card(*components: str) -> ModelCard:
+            stages = tuple(
+                StageSpec(f"s{n}", "denoise", (name,), (f"v{n - 1}",) if n else (), (f"v{n}",))
+                for n, name in enumerate(components)
+            )
+            names = dict.fromkeys("xy", "")
+            return msgspec.structs.replace(CARD, pipeline=Pipeline(stages), weights={n: n for n in names}, dtypes=names)
+
+        x, y = "denoise:x:", "denoise:y:"
+        flow = Flow.of([card("x", "y"), card("y", "x", "x")], [member("a", x, y)])
+        assert flow.depth == {x: 2, y: 1}
+        assert flow.behind == {x: {}, y: {x: AHEAD}}
+
+    def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
+        worker = member("a", DENOISE, slots=4).info
+        flow, ask = Flow.of([CARD], []), Ask(3, None, 0.0, affinity="size")
+        told = {name: flow.wanted(worker, ask, name) for name in ("locality", "round_robin", "max_free_slots")}
+        assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
+            "locality": ("node-1", "size", 0.0),
+            "round_robin": ("", "", 0.0),
+            "max_free_slots": ("", "", -3.0),
+        }
+
+
+class Worker:
+    """A worker with an arena that is counted, not held. It does one task after the other, its slots full if it can."""
+
+    def __init__(self, desk: Desk, name: str, *pools: str) -> None:
+        self.desk, self.peer = desk, name.encode()
+        self.info = msgspec.structs.replace(info(name, *pools), slots=2, room=ARENA)
+        self.active: list[Lease] = []
+        self.objects: dict[str, int] = {}
+        self.peak = 0
+
+    async def say(self, message: ToScheduler) -> ToWorker:
+        answer = await self.desk.answer(self.peer, message)
+        assert answer is not None
+        return answer
+
+    def used(self) -> int:
+        return sum(self.objects.values())
+
+    async def take_part(self) -> bool:
+        """Ask, do one task, beat; whether there was anything to do."""
+        reserved = sum(lease.task.room for lease in self.active)
+        room = ARENA - self.used() - reserved if self.objects or self.active else None
+        granted = await self.say(Ask(self.info.slots - len(self.active), room, 0.0))
+        assert isinstance(granted, Granted)
+        self.active += granted.leases
+        if self.active:
+            await self.finish(self.active.pop(0))
+        pulse = await self.say(Beat(tuple(lease.claim for lease in self.active), tuple(self.objects)))
+        assert isinstance(pulse, Pulse)
+        assert pulse.ended == ()
+        for request in pulse.over:
+            del self.objects[request]
+        return bool(granted.leases or self.active or pulse.over)
+
+    async def finish(self, lease: Lease) -> None:
+        task, output, results = lease.task, None, ()
+        if task.final:
+            results = (ResultFile(int(str(task.params["index"])), "image/png", 1, ""),)
+        else:
+            output = ObjectRef(
+                f"{task.stage}@{task.attempt}", self.info.id, self.info.node, task.request, task.stage, task.attempt,
+                1, task.room, (), (), b"", 0.0,
+            )  # fmt: skip
+            self.objects[task.request] = self.objects.get(task.request, 0) + task.room
+            self.peak = max(self.peak, self.used())
+            assert self.peak <= ARENA
+        assert await self.say(Done(lease.claim, output, results, Timings())) == Accepted()
+
+
+async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worker]:
+    """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[BIG])
+    desk = Desk(scheduler, [], "")
+    here = [Worker(desk, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
+    for worker in here:
+        await worker.say(Hello(worker.info, (BIG,)))
+    ids = [(await scheduler.submit(BIG, params(), n=1 if number % 10 else 3)).context.id for number in range(requests)]
+    idle = 0
+    while idle < 3:
+        worked = [await worker.take_part() for worker in here]
+        idle = 0 if any(worked) else idle + 1
+    contexts = [(await scheduler.queue.load(request)).context for request in ids]
+    assert {context.status for context in contexts} == {"completed"}
+    assert {state.attempt for context in contexts for state in context.stages.values()} == {1}
+    assert [worker.used() for worker in here] == [0] * len(here)
+    return here
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        [(ENCODE, DENOISE, DECODE)],
+        [(ENCODE,), (DENOISE,), (DECODE,)],
+        [(ENCODE, DENOISE), (DENOISE, DECODE), (ENCODE, DENOISE, DECODE)],
+    ],
+    ids=["one for all", "one each", "some of each"],
+)
+async def test_a_thousand_requests_go_through_arenas_that_hold_a_dozen(workers: list[tuple[str, ...]]) -> None:
+    here = await serve(workers, 1000 if len(workers[0]) != 2 else 300)
+    if len(workers) == 3 and workers[0] == (ENCODE,):
+        ahead = (AHEAD + 2) * 2 * 2 * ROOMS[0].fixed
+        assert here[0].peak <= ahead < 1000 * ROOMS[0].fixed

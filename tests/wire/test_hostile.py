@@ -1,0 +1,312 @@
+"""Peers that mean harm: each gets an error or is dropped, and an honest worker beside it goes on completing tasks."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import done, info
+from unfuse.core.clock import SystemClock
+from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
+from unfuse.core.messages import (
+    Accepted,
+    Ask,
+    Beat,
+    Bye,
+    Done,
+    Failed,
+    Granted,
+    Hello,
+    Progress,
+    Pulse,
+    Refused,
+    Stranger,
+    ToWorker,
+    Welcome,
+)
+from unfuse.core.task import Lease
+from unfuse.queues.base import Limits
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.wire.address import HIGH_WATER
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import Keys, make, read
+from unfuse.wire.router import MAX_PENDING, Router
+
+ANSWER_S = 60.0
+SECRET = b"h" * 16
+HELLO = Hello(info("honest", ENCODE, DENOISE, DECODE), (CARD,), SECRET)
+
+
+class Site:
+    """A scheduler with its router, and an honest worker at it."""
+
+    def __init__(self, scheduler: Scheduler, router: Router, honest: Dealer, dropped: list[ToWorker]) -> None:
+        self.scheduler, self.router, self.honest, self.dropped = scheduler, router, honest, dropped
+
+    async def say(self, message: object, dealer: Dealer | None = None) -> ToWorker:
+        return await (dealer or self.honest).call(message, ANSWER_S)  # type: ignore[arg-type]
+
+    async def lease(self) -> Lease:
+        """A task that the honest worker holds."""
+        await self.scheduler.submit(CARD, params())
+        granted = await self.say(Ask(1, None, ANSWER_S))
+        assert isinstance(granted, Granted)
+        (lease,) = granted.leases
+        return lease
+
+    async def complete(self, count: int = 3) -> None:
+        """The honest worker goes on completing tasks."""
+        for _ in range(count):
+            assert await self.say(done(await self.lease())) == Accepted()
+            assert isinstance(await self.say(Beat()), Pulse)
+
+    @asynccontextmanager
+    async def stranger(self) -> AsyncIterator[zmq.asyncio.Socket]:
+        """A bare connection: it may send what it likes."""
+        peer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(self.router.address)
+        try:
+            yield peer
+        finally:
+            peer.close()
+
+    @asynccontextmanager
+    async def member(self, identity: str, secret: bytes = b"") -> AsyncIterator[Dealer]:
+        """Another worker, properly registered."""
+        dealer = Dealer(self.router.address)
+        hello = Hello(info(identity, ENCODE, DENOISE, DECODE), (CARD,), secret or secrets.token_bytes(16))
+        assert isinstance(await self.say(hello, dealer), Welcome)
+        try:
+            yield dealer
+        finally:
+            await dealer.close()
+
+
+@asynccontextmanager
+async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
+    scheduler = Scheduler(MemoryQueue(SystemClock()), limits=Limits(100_000, 100_000), cards=[CARD])
+    desk = Desk(scheduler, [(CARD.name, CARD.source, offered)], "disk:/results")
+    dropped: list[ToWorker] = []
+
+    async def undelivered(peer: bytes, reply: ToWorker) -> None:
+        dropped.append(reply)
+        await desk.undelivered(peer, reply)
+
+    folder = str(keys or "")
+    router = Router("tcp://127.0.0.1:0", desk.answer, undelivered, read(folder, "scheduler"))
+    await scheduler.start()
+    honest = Dealer(router.address, read(folder, "worker"))
+    try:
+        assert isinstance(await honest.call(HELLO, ANSWER_S), Welcome)
+        yield Site(scheduler, router, honest, dropped)
+    finally:
+        await honest.close()
+        await router.close()
+        await scheduler.close()
+        await scheduler.queue.close()
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    async with open_site() as found:
+        yield found
+
+
+def body(text: bytes) -> bytes:
+    return bytes([VERSION]) + text
+
+
+BEAT = body(b"\x82\xa4type\xa4Beat")
+BAD = {
+    "nothing": b"",
+    "a version alone": body(b""),
+    "noise": secrets.token_bytes(1000),
+    "another version": bytes([VERSION + 1]) + encode(Beat())[1:],
+    "version zero": b"\0" + encode(Beat())[1:],
+    "unknown tag": body(b"\x81\xa4type\xa6Launch"),
+    "an answer": encode(Welcome((), "disk:/x", 1.0, 1.0)),
+    "no tag": body(b"\x80"),
+    "a number": body(b"\x01"),
+    "a list of four thousand million claims": BEAT + b"\xa6claims\xdd\xff\xff\xff\xff",
+    "a text of four thousand million bytes": body(b"\x81\xa4type\xdb\xff\xff\xff\xff"),
+    "a map of four thousand million": body(b"\xdf\xff\xff\xff\xff"),
+    "lists in lists": BEAT + b"\xa5extra" + b"\x91" * 1_000_000,
+    "maps in maps": BEAT + b"\xa5extra" + b"\x81\xa1a" * 1_000_000,
+    "text that is none": body(b"\x82\xa4type\xa4Beat\xa7holding\x91\xa2\xff\xfe"),
+    "a negative number of slots": encode(Ask(-5, None, 0.0))[:-1],
+}
+
+
+@pytest.mark.parametrize("message", BAD.values(), ids=BAD.keys())
+async def test_what_is_no_message_is_refused_with_a_sentence(site: Site, message: bytes) -> None:
+    async with site.stranger() as peer:
+        await peer.send_multipart([b"1", message])
+        number, reply = await peer.recv_multipart()
+        assert number == b"1"
+        assert isinstance(decode(reply, ToWorker), Refused)
+        await site.complete()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[b"1"], [b""], [b"1", b"", b""], [b"x"] * 1000, [b"1" * 100_000, encode(Beat())]],
+    ids=["one", "empty", "three", "thousand", "long"],
+)
+async def test_frames_that_make_no_message_are_ignored(site: Site, frames: list[bytes]) -> None:
+    async with site.stranger() as peer:
+        await peer.send_multipart(frames)
+        await peer.send_multipart([b"2", encode(Beat())])
+        assert (await peer.recv_multipart())[0] == b"2"  # the first thing that it is answered
+        await site.complete()
+
+
+async def test_a_frame_that_is_too_large_ends_its_connection_before_it_is_read(site: Site) -> None:
+    async with site.stranger() as peer:
+        events = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        await peer.send_multipart([b"1", bytes(MAX_BYTES + 1)])
+        await events.recv_multipart()
+        await site.complete()
+        peer.disable_monitor()
+        events.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" * 100_000, b"\0" * 64, b""])
+async def test_what_does_not_even_speak_the_protocol_below_harms_nobody(site: Site, data: bytes) -> None:
+    host, port = site.router.address.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(data)
+        await site.complete()
+
+
+async def test_who_has_not_introduced_itself_is_a_stranger_whatever_it_knows(site: Site) -> None:
+    lease = await site.lease()
+    async with site.stranger() as peer:
+        for message in (
+            Ask(1, None, 0.0),
+            Beat((lease.claim,)),
+            done(lease),
+            Failed(lease.claim, "permanent", "x"),
+            Bye(),
+        ):
+            await peer.send_multipart([b"1", encode(message)])
+            assert decode((await peer.recv_multipart())[1], ToWorker) == Stranger()
+    assert await site.say(done(lease)) == Accepted()
+    await site.complete()
+
+
+async def test_a_forged_token_has_no_effect(site: Site) -> None:
+    lease = await site.lease()
+    forged = Lease(lease.task, lease.worker, secrets.token_bytes(16), lease.expires)
+    async with site.member("forger") as forger:
+        for message in reports(forged):
+            answer = await site.say(message, forger)
+            assert isinstance(answer, Refused)
+            assert answer.lease_lost
+        assert await site.say(Beat((forged.claim,)), forger) == Pulse((forged.claim,), ())
+    await unharmed(site, lease)
+
+
+async def test_another_worker_s_task_is_not_ended_even_by_who_knows_its_token(site: Site) -> None:
+    lease = await site.lease()
+    async with site.member("thief") as thief:
+        for message in reports(lease):
+            answer = await site.say(message, thief)
+            assert isinstance(answer, Refused)
+            assert answer.lease_lost
+        assert await site.say(Beat((lease.claim,)), thief) == Pulse((lease.claim,), ())
+    await unharmed(site, lease)
+
+
+async def test_who_claims_a_worker_s_id_without_its_secret_is_refused_and_stays_a_stranger(site: Site) -> None:
+    lease = await site.lease()
+    for secret in (b"", b"x" * 16, SECRET[:-1]):
+        impostor = Dealer(site.router.address)
+        answer = await site.say(Hello(HELLO.worker, HELLO.cards, secret), impostor)
+        assert isinstance(answer, Refused)
+        assert await site.say(done(lease), impostor) == Stranger()
+        await impostor.close()
+    await unharmed(site, lease)
+
+
+async def test_a_worker_that_knows_its_secret_may_come_back_on_another_connection(site: Site) -> None:
+    lease = await site.lease()
+    again = Dealer(site.router.address)
+    assert isinstance(await site.say(HELLO, again), Welcome)
+    assert await site.say(done(lease), again) == Accepted()
+    await again.close()
+
+
+async def test_thousands_of_unanswered_messages_are_bounded(site: Site) -> None:
+    async with site.stranger() as peer:
+        await peer.send_multipart([b"hello", encode(Hello(info("greedy", ENCODE), (CARD,), b"g" * 16))])
+        await peer.recv_multipart()
+        for number in range(5000):
+            await peer.send_multipart([str(number).encode(), encode(Beat(wait=1.0))])
+        replies = [decode((await peer.recv_multipart())[1], ToWorker) for _ in range(5000 - MAX_PENDING)]
+        assert sum(isinstance(reply, Refused) for reply in replies) > 4000
+        await site.complete()
+    await site.complete()
+
+
+async def test_one_that_never_reads_keeps_nobody_waiting() -> None:
+    """Its answers, 20 kB each, fill every buffer on the way; then they are dropped."""
+    async with open_site(offered="x" * 20_000) as site:
+        peer = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.RCVHWM, 1), (zmq.RCVBUF, 4096)):
+            peer.setsockopt(option, value)
+        peer.connect(site.router.address)
+        for _ in range(3 * HIGH_WATER):
+            await peer.send_multipart([b"1", encode(Hello(info("reader-of-nothing")))])
+        await site.complete()
+        while len(site.dropped) < HIGH_WATER // 2:
+            await site.complete(1)
+        peer.close()
+        await site.complete()
+
+
+async def test_without_the_key_nothing_is_heard(tmp_path: Path) -> None:
+    make(tmp_path / "keys")
+    make(tmp_path / "other")
+    other = read(str(tmp_path / "other"), "worker")
+    own = read(str(tmp_path / "keys"), "worker")
+    assert own
+    assert other
+    async with open_site(tmp_path / "keys") as site:
+        for keys in (None, other, Keys(other.secret, own.peer)):
+            intruder = Dealer(site.router.address, keys)
+            with pytest.raises(ConnectionError):
+                await site.say(Hello(info("intruder", ENCODE), (CARD,), b"i" * 16), intruder)
+            await intruder.close()
+            await site.complete()
+        assert [member.info.id for member in await site.scheduler.workers()] == ["honest"]
+
+
+def reports(lease: Lease) -> list[Progress | Done | Failed]:
+    """All that can be said of a task."""
+    kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
+    return [
+        Progress(lease.claim, 1, 2, 1),
+        done(lease),
+        *(Failed(lease.claim, kind, "said by another", object_id="x") for kind in kinds),  # type: ignore[arg-type]
+    ]
+
+
+async def unharmed(site: Site, lease: Lease) -> None:
+    """The task is still the honest worker's, who completes it."""
+    assert await site.say(Beat((lease.claim,))) == Pulse((), ())
+    assert await site.say(Progress(lease.claim, 1, 2, 1)) == Accepted()
+    state = (await site.scheduler.queue.load(lease.task.request)).context.stages[lease.task.stage]
+    assert (state.attempt, state.failures, state.crashes) == (1, 0, 0)
+    assert await site.say(done(lease)) == Accepted()
+    await site.complete()

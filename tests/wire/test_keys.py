@@ -1,0 +1,154 @@
+"""Keys: made once, kept to their owner, and nobody is heard without the right one."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from unfuse.core.codec import encode
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import Keys, make, read
+from unfuse.wire.router import Router
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+def keys(folder: Path, side: str) -> Keys:
+    found = read(str(folder), side)
+    assert found
+    return found
+
+
+@asynccontextmanager
+async def listening(keys: Keys | None, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[ToScheduler]]]:
+    seen: list[ToScheduler] = []
+
+    async def answer(_: bytes, message: ToScheduler) -> ToWorker:
+        seen.append(message)
+        return Pulse((), ())
+
+    async def undelivered(_: bytes, __: ToWorker) -> None:
+        """Nothing was granted."""
+
+    router = Router(f"tcp://{host}:0", answer, undelivered, keys)
+    try:
+        yield router.address.replace("0.0.0.0", "127.0.0.1"), seen
+    finally:
+        await router.close()
+
+
+def test_each_side_knows_its_secret_and_the_other_s_public_key_and_only_the_owner_reads_them(folder: Path) -> None:
+    scheduler, worker = keys(folder, "scheduler"), keys(folder, "worker")
+    assert zmq.curve_public(scheduler.secret.encode()).decode() == worker.peer
+    assert zmq.curve_public(worker.secret.encode()).decode() == scheduler.peer
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_keys_that_are_there_are_not_overwritten(folder: Path) -> None:
+    before = keys(folder, "worker")
+    (folder / "scheduler.key").unlink()
+    with pytest.raises(ConfigError, match="worker.key is there already"):
+        make(folder)
+    assert keys(folder, "worker") == before
+
+
+def test_a_key_that_others_can_read_is_refused(folder: Path) -> None:
+    (folder / "worker.key").chmod(0o640)
+    with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
+        read(str(folder), "worker")
+    assert read(str(folder), "scheduler")
+
+
+@pytest.mark.parametrize("text", ["", "secret abc\npeer def\n", "secret\n", "other 1\npeer 2\n", "\udcff"])
+def test_a_file_that_holds_no_keys_says_how_to_get_some(folder: Path, text: str) -> None:
+    (folder / "worker.key").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match="holds no keys: make some by `unfuse keys new DIR`"):
+        read(str(folder), "worker")
+
+
+def test_a_missing_key_says_how_to_get_it_and_no_folder_means_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="worker.key cannot be read .*unfuse keys new DIR"):
+        read(str(tmp_path), "worker")
+    assert read("", "worker") is None
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+async def test_with_keys_both_sides_understand_each_other_also_beyond_loopback(folder: Path, host: str) -> None:
+    async with listening(keys(folder, "scheduler"), host) as (address, seen):
+        dealer = Dealer(address, keys(folder, "worker"))
+        assert await dealer.call(Beat(), 60) == Pulse((), ())
+        assert seen == [Beat()]
+        await dealer.close()
+
+
+async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path, tmp_path: Path) -> None:
+    make(tmp_path / "other")
+    stolen = keys(tmp_path / "other", "worker")
+    own = keys(folder, "worker")
+    strangers = [None, stolen, Keys(stolen.secret, own.peer), Keys(own.secret, stolen.peer)]
+    async with listening(keys(folder, "scheduler")) as (address, seen):
+        honest = Dealer(address, own)
+        for stranger in strangers:
+            dealer = Dealer(address, stranger)
+            with pytest.raises(ConnectionError):
+                await dealer.call(Beat(used=666), 60)
+            await dealer.close()
+            assert await honest.call(Beat(), 60) == Pulse((), ())
+        assert seen == [Beat()] * len(strangers)
+        await honest.close()
+
+
+async def test_one_with_keys_says_nothing_to_a_scheduler_without(folder: Path) -> None:
+    async with listening(None) as (address, seen):
+        dealer = Dealer(address, keys(folder, "worker"))
+        with pytest.raises(ConnectionError):
+            await dealer.call(Beat(), 60)
+        await dealer.close()
+        assert not seen
+
+
+async def test_what_is_sent_cannot_be_read_on_the_way(folder: Path) -> None:
+    """A relay between the two sees every byte; the message is not among them."""
+    heard, relays = bytearray(), list[asyncio.Task[None] | None]()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        relays.append(asyncio.current_task())
+        there_reader, there_writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
+
+        async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+            with suppress(ConnectionError):
+                while data := await source.read(65536):
+                    heard.extend(data)
+                    sink.write(data)
+            sink.close()
+            with suppress(ConnectionError):
+                await sink.wait_closed()
+
+        await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer))
+
+    for used in (True, False):
+        async with listening(keys(folder, "scheduler") if used else None) as (address, seen):
+            server = await asyncio.start_server(relay, "127.0.0.1", 0)
+            between = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            dealer = Dealer(between, keys(folder, "worker") if used else None)
+            message = Beat(holding=("req_a-request-nobody-else-should-hear-of",))
+            await dealer.call(message, 60)
+            assert seen == [message]
+            await dealer.close()
+            server.close()
+            await asyncio.gather(*filter(None, relays))
+            assert (encode(message) in heard) is not used

@@ -1,0 +1,128 @@
+"""A family of another package, without torch: three stages over text, which does what the prompt says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from unfuse.core.card import Limits, ModelCard
+from unfuse.core.errors import TransientError
+from unfuse.core.plan import Pipeline, Room, StageSpec
+from unfuse.models.base import Family, Report, Runtime, weights_ids
+from unfuse.models.folder import ModelFolder
+from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
+
+STEP_S = 0.02
+
+
+def no_torch() -> None:
+    if "torch" in sys.modules:
+        raise ImportError("torch is in the process of a family that does without")
+
+
+def suffer(prompt: str) -> None:
+    """Do as the prompt says, once."""
+    match prompt.partition(" ")[0]:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "abort":
+            print("the last words of a stage", file=sys.stderr, flush=True)
+            os.abort()
+        case "hang":
+            time.sleep(3600)
+        case "eat":
+            eaten = []
+            while True:
+                eaten.append(np.ones(1 << 21))  # 16 MiB that are really there
+                time.sleep(0.01)
+        case "fail":
+            raise TransientError("it was asked to fail")
+
+
+class Encode(Stage):
+    kind = "text_encode"
+
+    def verify(self, task: StageInput) -> None:
+        no_torch()
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        outputs = []
+        for task in batch:
+            prompt = need(task.params, "prompt", str)
+            suffer(prompt)
+            outputs.append(StageOutput({"text": np.frombuffer(prompt.encode(), np.uint8)}))
+        return outputs
+
+
+class Turn(SteppedStage[tuple[StageInput, int]]):
+    """Steps of 20 ms; suffers in its second when the prompt says so after "later"."""
+
+    kind = "denoise"
+
+    def verify(self, task: StageInput) -> None:
+        assert task.tensors or "later" in need(task.params, "prompt", str)
+
+    def start(self, task: StageInput) -> tuple[StageInput, int]:
+        return task, 0
+
+    def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+        time.sleep(STEP_S)
+        for task, step in batch:
+            first, _, rest = need(task.params, "prompt", str).partition(" ")
+            if first == "later" and step:
+                suffer(rest)
+        return [(task, step + 1) for task, step in batch]
+
+    def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
+        return state[1], need(state[0].params, "num_inference_steps", int)
+
+    def finish(self, state: tuple[StageInput, int]) -> StageOutput:
+        text = state[0].tensors.get("text")
+        assert text is None or isinstance(text, np.ndarray)
+        return StageOutput({"turned": np.zeros(1, np.uint8) if text is None else text[::-1]})
+
+
+class Write(Stage):
+    kind = "vae_decode"
+
+    def verify(self, task: StageInput) -> None:
+        assert isinstance(task.tensors["turned"], np.ndarray)
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        turned = [task.tensors["turned"] for task in batch]
+        return [StageOutput(media=(Media("image/png", bytes(text)),)) for text in turned if text is not None]
+
+
+PIPELINE = Pipeline(
+    (
+        StageSpec("text_encode", "text_encode", ("tokenizer",), (), ("text",), room=Room(65536)),
+        StageSpec("denoise", "denoise", ("tokenizer_2",), ("text",), ("turned",), True, Room(65536)),
+        StageSpec("vae_decode", "vae_decode", ("tokenizer_3",), ("turned",), (), True),
+    )
+)
+
+
+class Outside(Family):
+    torch = False
+
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        weights = weights_ids(ModelFolder(folder), PIPELINE, "outside")
+        defaults = {
+            "width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 1.0,
+            "output_format": "png",
+        }  # fmt: skip
+        dtypes = dict.fromkeys(weights, "float32")
+        return ModelCard(name, str(folder), "outside", PIPELINE, Limits(), defaults, weights, dtypes)
+
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        no_torch()
+        return {"text_encode": Encode, "denoise": Turn, "vae_decode": Write}[spec.kind]()
+
+
+FAMILY = Outside()

@@ -1,0 +1,25 @@
+"""A scheduler as a process of its own, to be killed or stopped: welcomes whoever comes, and has no work."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from unfuse.core.clock import SystemClock
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.wire.router import Router
+
+
+async def main() -> None:
+    scheduler = Scheduler(MemoryQueue(SystemClock()))
+    desk = Desk(scheduler, [("none", "none", "auto")], "disk:/nowhere")
+    router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
+    await scheduler.start()
+    sys.stdout.write(router.address + "\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+asyncio.run(main())

@@ -1,0 +1,213 @@
+"""What the executor makes of a compute process that crashes, hangs or eats memory: a real one, of an outside family."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.worker import outside
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.models import find
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.executor import Executor
+
+MEMORY_LIMIT = 512 << 20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        outside.install(patch)
+        yield outside.model(tmp_path_factory.mktemp("model"))
+
+
+class Compute:
+    """An executor with its process, and what it reports by claim."""
+
+    def __init__(self, executor: Executor, store: TensorStore, folder: Path) -> None:
+        self.executor, self.store = executor, store
+        self.pools = find(folder).card("outside", folder).pools()
+        self.heard: list[object] = []
+        self.news = asyncio.Condition()
+
+    async def hear(self, message: Ready | Stepped | Stopped | Done | Failed) -> None:
+        async with self.news:
+            self.heard.append(message)
+            self.news.notify_all()
+
+    async def run(self, prompt: str, *inputs: ObjectRef, stage: str = "text_encode", **changes: object) -> Claim:
+        steps = changes.pop("steps", 3)
+        params = {"prompt": prompt, "num_inference_steps": steps}
+        task = Task(new_request_id(), stage, 1, self.pools[stage], stage, "outside", params, inputs, **changes)  # type: ignore[arg-type]
+        lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
+        await self.executor.run(lease, {})
+        return lease.claim
+
+    async def until(self, kind: type, claim: Claim | None = None) -> object:
+        """The first message of that kind about that task."""
+        while True:
+            async with self.news:
+                for message in self.heard:
+                    if isinstance(message, kind) and (claim is None or message.claim == claim):
+                        return message
+                await self.news.wait()
+
+    async def failure(self, claim: Claim) -> Failed:
+        failed = await self.until(Failed, claim)
+        assert isinstance(failed, Failed)
+        return failed
+
+    async def ready_again(self) -> None:
+        await self.until(Ready)
+        self.heard = [message for message in self.heard if not isinstance(message, Ready)]
+
+    def ended(self, claim: Claim) -> bool:
+        return any(isinstance(m, Done | Failed | Stopped) and m.claim == claim for m in self.heard)
+
+
+@asynccontextmanager
+async def computing(folder: Path, stall_s: float = 600.0) -> AsyncIterator[Compute]:
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        options = ComputeOptions(threads=1)
+        load = Load(
+            (("outside", str(folder), "auto"),), None, options, "w", "n", store.address, store.write_token,
+            f"disk:{folder}/results",
+        )  # fmt: skip
+        executor = Executor(load, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
+        compute = Compute(executor, store, folder)
+        assert await executor.start() == "cpu"
+        serving = asyncio.create_task(executor.serve())
+        try:
+            yield compute
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await executor.close()
+
+
+async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch(folder: Path) -> None:
+    async with computing(folder) as compute:
+        encoded = await compute.until(Done, await compute.run("hello"))
+        assert isinstance(encoded, Done)
+        assert encoded.output
+        turned = await compute.until(Done, await compute.run("hello", encoded.output, stage="denoise"))
+        assert isinstance(turned, Done)
+        assert turned.output
+        with compute.store.get(turned.output) as held:
+            assert held["turned"].tobytes() == b"olleh"
+        # an ordinary failure needs no torch either: the stages raise if it is there
+        failed = await compute.failure(await compute.run("fail"))
+        assert (failed.kind, failed.message) == ("transient", "it was asked to fail")
+        again = await compute.until(Done, await compute.run("hello"))
+        assert isinstance(again, Done)
+
+
+def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    other = outside.model(tmp_path)
+    (other / "model_index.json").write_text('{"_class_name": "NobodysPipeline"}')
+    with pytest.raises(ConfigError, match="is a NobodysPipeline, which is not served; served are .*OutsidePipeline"):
+        find(other)
+
+
+async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signal_and_the_last_words(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with computing(folder) as compute:
+        failed = await compute.failure(await compute.run("abort"))
+        assert (failed.kind, failed.company) == ("crash", False)
+        assert failed.message == "the compute process died: killed by SIGABRT"
+        assert "SIGABRT" in failed.evidence
+        assert "the last words of a stage" in failed.evidence
+        assert "in suffer" in failed.evidence  # the stack, by faulthandler
+        assert "the last words of a stage" in capfd.readouterr().err  # nothing is kept from whoever reads along
+
+        await compute.ready_again()
+        killed = await compute.failure(await compute.run("kill"))
+        assert killed.message.endswith("killed by SIGKILL")
+        assert "last words" not in killed.evidence  # another process's
+
+
+async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: Path) -> None:
+    async with computing(folder) as compute:
+        mate = await compute.run("later nothing", stage="denoise", steps=10_000)
+        await compute.until(Stepped, mate)
+        poison = await compute.run("kill", priority=1)
+        crashed = [await compute.failure(claim) for claim in (mate, poison)]
+        assert [(failed.kind, failed.company) for failed in crashed] == [("crash", True)] * 2
+
+
+async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: Path) -> None:
+    async with computing(folder) as compute:
+        first = await compute.run("later nothing", stage="denoise", steps=20)
+        alone = await compute.run("later kill", stage="denoise", alone=True)
+        behind = await compute.run("later nothing", stage="denoise", priority=9)
+        cancelled = await compute.run("later nothing", stage="denoise")
+        await compute.executor.cancel(cancelled)
+        await compute.until(Stopped, cancelled)  # though it was never in the process
+        await compute.until(Stepped, alone)
+        assert compute.ended(first)
+
+        # it crashes by itself: charged, and what came after it was not begun
+        failed = await compute.failure(alone)
+        assert (failed.kind, failed.company) == ("crash", False)
+        held_back = await compute.failure(behind)
+        assert (held_back.kind, held_back.company) == ("hand_back", False)
+        order = [message.claim for message in compute.heard if isinstance(message, Stepped) and message.step == 0]
+        assert order == [first, alone]
+
+
+async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
+    async with computing(folder) as compute:
+        alone = await compute.run("later nothing", stage="denoise", alone=True)
+        behind = [await compute.run("later nothing", stage="denoise", alone=number == 1) for number in range(3)]
+        for claim in behind:
+            await compute.until(Done, claim)
+        told = [(type(m).__name__, m.claim) for m in compute.heard if isinstance(m, Done) or getattr(m, "step", 1) == 0]
+        apart = [alone, behind[0], behind[1], behind[2]]
+        assert told == [(kind, claim) for claim in apart for kind in ("Stepped", "Done")]
+
+
+async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Path) -> None:
+    async with computing(folder, stall_s=1.0) as compute:
+        # steps are progress: this one takes longer than the limit, and lives
+        steady = await compute.until(Done, await compute.run("later nothing", stage="denoise", steps=100))
+        assert isinstance(steady, Done)
+        failed = await compute.failure(await compute.run("hang"))
+        assert failed.kind == "crash"
+        assert "made no progress for 1 s" in failed.message
+
+        # one that is stopped before it began anything has nothing to be charged
+        await compute.ready_again()
+        assert compute.executor.pid
+        os.kill(compute.executor.pid, signal.SIGSTOP)
+        waiting = await compute.failure(await compute.run("hello"))
+        assert waiting.kind == "hand_back"
+
+
+async def test_a_process_that_eats_memory_is_killed_with_the_figures(folder: Path) -> None:
+    async with computing(folder) as compute:
+        failed = await compute.failure(await compute.run("eat"))
+        assert failed.kind == "crash"
+        assert "and --memory-limit allows 512.0 MiB" in failed.message
+        # tensors of others that it maps are not its own: arenas do not count
+        assert isinstance(await compute.until(Done, await _after(compute)), Done)
+
+
+async def _after(compute: Compute) -> Claim:
+    await compute.ready_again()
+    reference = compute.store.put({"text": np.ones(1 << 19, np.uint8)}, request="req_x", stage="s", attempt=1)
+    return await compute.run("later nothing", reference, stage="denoise")

@@ -1,0 +1,376 @@
+"""A worker and its schedulers, which come and go: real routers, desks and workers over one queue."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from tests.worker import outside
+from unfuse.core.clock import SystemClock
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import (
+    Accepted,
+    Beat,
+    Done,
+    Failed,
+    Hello,
+    Pulse,
+    Refused,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+    WorkerInfo,
+)
+from unfuse.models import find
+from unfuse.queues.base import Record
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.wire.router import Router
+from unfuse.worker.link import Link
+from unfuse.worker.worker import Worker, WorkerOptions
+
+STEPS = 75  # one and a half seconds
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        outside.install(patch)
+        yield outside.model(tmp_path_factory.mktemp("model"))
+
+
+class Town:
+    """Several schedulers over one queue, and workers that know them all."""
+
+    def __init__(self, model: Path) -> None:
+        self.card = find(model).card(str(model), model)
+        self.offered = [(str(model), str(model), "auto")]
+        self.results = f"disk:{model.parent}/results"
+        self.queue = MemoryQueue(SystemClock())
+        self.schedulers: list[Scheduler] = []
+        self.routers: list[Router] = []
+        self.workers: dict[asyncio.Task[None], Worker] = {}
+        self.refuse_first: type | None = None
+        self.heard: list[tuple[int, ToScheduler]] = []
+
+    async def open(self, address: str = "tcp://127.0.0.1:0") -> Router:
+        number = len(self.routers)
+        scheduler = Scheduler(self.queue, cards=[self.card])
+        desk = Desk(scheduler, self.offered, self.results)
+
+        async def answer(peer: bytes, message: ToScheduler) -> ToWorker | None:
+            self.heard.append((number, message))
+            if self.refuse_first and isinstance(message, self.refuse_first):
+                self.refuse_first = None
+                return Refused("the scheduler failed on this message")
+            try:
+                return await desk.answer(peer, message)
+            except asyncio.CancelledError:  # with its process ends what it asked of the queue
+                await desk.undelivered(peer, Accepted())
+                raise
+
+        await scheduler.start()
+        self.schedulers.append(scheduler)
+        self.routers.append(Router(address, answer, desk.undelivered))
+        return self.routers[-1]
+
+    async def kill(self, number: int) -> None:
+        """As SIGKILL does to its process: its connections are cut, and it does nothing more."""
+        await self.routers[number].close()
+        await self.schedulers[number].close()
+
+    def work(self, *schedulers: str, drain_timeout: float = 60.0) -> Worker:
+        addresses = schedulers or tuple(router.address for router in self.routers)
+        worker = Worker(WorkerOptions("all", addresses, "node", arena=1 << 20, drain_timeout=drain_timeout))
+        self.workers[asyncio.create_task(worker.run())] = worker
+        return worker
+
+    async def drained(self) -> None:
+        for worker in self.workers.values():
+            worker.drain()
+        await asyncio.gather(*self.workers)
+
+    async def submit(self, prompt: str = "hello", steps: int = STEPS, priority: int = 0) -> str:
+        params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps}
+        return (await self.schedulers[-1].submit(self.card, params, priority=priority)).context.id
+
+    async def until(self, request: str, *kinds: str) -> None:
+        """Wait for an event of the request."""
+        async for event in self.queue.watch(request):
+            if event.type in kinds:
+                return
+
+    async def until_steps(self, request: str) -> None:
+        """Wait until its denoising is under way."""
+        async for event in self.queue.watch(request):
+            if (event.type, event.stage) == ("progress", "denoise.0"):
+                return
+
+    async def over(self, request: str) -> Record:
+        await self.until(request, "completed", "failed", "cancelled", "expired")
+        return await self.queue.load(request)
+
+    def said(self, number: int, kind: type) -> bool:
+        return any(place == number and isinstance(message, kind) for place, message in self.heard)
+
+
+@asynccontextmanager
+async def town(model: Path, schedulers: int = 2) -> AsyncIterator[Town]:
+    found = Town(model)
+    for _ in range(schedulers):
+        await found.open()
+    try:
+        yield found
+    finally:
+        for task in found.workers:
+            task.cancel()
+        await asyncio.gather(*found.workers, return_exceptions=True)
+        for number in range(len(found.routers)):
+            with suppress(Exception):
+                await found.kill(number)
+        await found.queue.close()
+
+
+def untouched(record: Record) -> None:
+    """It completed, and no stage of it was begun twice or charged."""
+    assert record.context.status == "completed"
+    assert {(state.attempt, state.failures, state.crashes) for state in record.context.stages.values()} == {(1, 0, 0)}
+
+
+def uncharged(record: Record) -> None:
+    """It completed, whatever had to be done again."""
+    assert record.context.status == "completed"
+    assert {(state.failures, state.crashes) for state in record.context.stages.values()} == {(0, 0)}
+
+
+async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) -> None:
+    async with town(model) as found:
+        found.work()
+        request = await found.submit()
+        await found.until_steps(request)
+        await found.kill(0)
+        untouched(await found.over(request))
+        assert found.said(1, Done)
+        untouched(await found.over(await found.submit(steps=2)))  # and it works on there
+        await found.drained()
+
+
+async def test_one_scheduler_that_is_started_again_finds_its_worker_and_what_it_did_meanwhile(model: Path) -> None:
+    async with town(model, 1) as found:
+        found.work()
+        request = await found.submit(steps=20)
+        await found.until_steps(request)
+        address = found.routers[0].address
+        await found.kill(0)
+        await asyncio.sleep(0.5)  # it ends while nobody listens
+        await found.open(address)
+        untouched(await found.over(request))
+        assert found.said(1, Hello)
+        await found.drained()
+
+
+async def test_a_worker_waits_for_schedulers_that_start_after_it(model: Path) -> None:
+    async with town(model, 1) as found:
+        address = found.routers[0].address
+        await found.kill(0)
+        found.work(address)
+        await asyncio.sleep(0.5)
+        await found.open(address)
+        untouched(await found.over(await found.submit(steps=2)))
+        await found.drained()
+
+
+async def test_an_outcome_that_is_refused_for_another_reason_than_its_lease_is_told_again(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfuse.worker.worker.PAUSE_S", 0.05)
+    async with town(model, 1) as found:
+        found.refuse_first = Done
+        found.work()
+        untouched(await found.over(await found.submit(steps=2)))
+        assert found.refuse_first is None
+        await found.drained()
+
+
+async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: Path) -> None:
+    async with town(model, 1) as found:
+        found.work()
+        healthy = await found.submit()
+        await found.until_steps(healthy)
+        poison = await found.submit("later abort", steps=5, priority=1)  # it runs first, with the other one begun
+        ended = (await found.over(poison)).context
+        assert (ended.status, ended.dead) == ("failed", True)
+        state = ended.stages["denoise.0"]
+        assert (state.alone, state.crashes) == (True, 2)
+        crashes = [m for _, m in found.heard if isinstance(m, Failed) and m.kind == "crash"]
+        assert [m.company for m in crashes if m.claim.request == poison] == [True, False, False]
+        assert all("the last words of a stage" in m.evidence for m in crashes)
+        uncharged(await found.over(healthy))
+        await found.drained()
+
+
+async def test_drained_beside_a_scheduler_that_is_gone_it_finishes_and_tells_the_other(model: Path) -> None:
+    async with town(model) as found:
+        worker = found.work()
+        request = await found.submit()
+        await found.until_steps(request)
+        await found.kill(0)
+        worker.drain()
+        await asyncio.gather(*found.workers)
+        found.workers.clear()
+        state = (await found.queue.load(request)).context.stages["denoise.0"]
+        assert (state.status, state.attempt) == ("done", 1)
+        found.work()  # what the first one made left with it
+        uncharged(await found.over(request))
+        await found.drained()
+
+
+async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoever_is_there(model: Path) -> None:
+    async with town(model) as found:
+        worker = found.work(drain_timeout=0.1)
+        request = await found.submit()
+        await found.until_steps(request)
+        await found.kill(0)
+        worker.drain()
+        await asyncio.gather(*found.workers)
+        found.workers.clear()
+        assert any(isinstance(m, Failed) and m.kind == "hand_back" for place, m in found.heard if place == 1)
+        found.work()
+        uncharged(await found.over(request))
+        await found.drained()
+
+
+async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_for_one(model: Path) -> None:
+    async with town(model, 1) as found:
+        worker = found.work(drain_timeout=0.1)
+        await found.over(await found.submit(steps=1))
+        request = await found.submit()
+        await found.until_steps(request)
+        await found.kill(0)
+        worker.drain()
+        await asyncio.gather(*found.workers)  # ends, without an error
+
+
+async def test_no_start_beyond_loopback_without_keys(model: Path) -> None:
+    with pytest.raises(ConfigError, match="unfuse keys new"):
+        Worker(WorkerOptions("all", ("tcp://127.0.0.1:1", "tcp://192.0.2.1:1"), "node", arena=1 << 20))
+
+
+# -- the link alone
+
+HELLO = Hello(WorkerInfo("worker-1", "node", "all", ("pool",), 1, "unix:@x", 1 << 20), (), b"s" * 16)
+
+
+@asynccontextmanager
+async def process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    command = [sys.executable, str(Path(__file__).with_name("silent_scheduler.py"))]
+    child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert child.stdout
+        yield child, (await child.stdout.readline()).decode().strip()
+    finally:
+        with suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+class Here:
+    """A scheduler of this process that only says that it lives."""
+
+    def __init__(self) -> None:
+        self.heard: list[ToScheduler] = []
+
+    async def answer(self, _: bytes, message: ToScheduler) -> ToWorker:
+        self.heard.append(message)
+        match message:
+            case Hello():
+                return Welcome((), "", 15.0, 1.0)
+            case Beat():
+                return Pulse((), ("here",))
+        return Accepted()
+
+    async def undelivered(self, _: bytes, __: ToWorker) -> None:
+        """It grants nothing."""
+
+
+@asynccontextmanager
+async def linked(ahead: int) -> AsyncIterator[tuple[Link, list[asyncio.subprocess.Process], Here, asyncio.Event]]:
+    """A link to so many processes, and then to `Here`."""
+    async with AsyncExitStack() as stack:
+        others = [await stack.enter_async_context(process()) for _ in range(ahead)]
+        here = Here()
+        router = Router("tcp://127.0.0.1:0", here.answer, here.undelivered)
+        stack.push_async_callback(router.close)
+        renewed = asyncio.Event()
+        link = Link([*(address for _, address in others), router.address], None, renewed.set)
+        stack.push_async_callback(link.close)
+        yield link, [child for child, _ in others], here, renewed
+
+
+async def beat(link: Link) -> Pulse:
+    """A heartbeat as a worker has it: said anew until it is answered."""
+    while True:
+        with suppress(OSError):
+            answer = await link.once(Beat(), 3.0)
+            assert isinstance(answer, Pulse)
+            return answer
+
+
+async def test_a_killed_process_is_left_at_once_for_the_next_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.worker.link.ANSWER_S", 10_000.0)  # no answer is overdue in this test
+    async with linked(2) as (link, (first, second), here, renewed):
+        await link.hello(HELLO)
+        renewed.clear()
+        assert await beat(link) == Pulse((), ())
+        second.kill()
+        first.kill()
+        assert await link.call(Beat()) == Pulse((), ("here",))
+        assert here.heard[0] == HELLO
+        assert renewed.is_set()
+
+
+async def test_calls_in_flight_are_all_said_again_elsewhere() -> None:
+    async with linked(1) as (link, (first,), here, _):
+        await link.hello(HELLO)
+        first.send_signal(signal.SIGSTOP)  # it hears, and answers no more
+        calls = [asyncio.create_task(link.call(Beat(holding=(str(number),)), 10_000.0)) for number in range(20)]
+        await asyncio.sleep(0.1)
+        assert not any(call.done() for call in calls)
+        first.kill()
+        assert await asyncio.gather(*calls) == [Pulse((), ("here",))] * 20
+        assert {message.holding[0] for message in here.heard if isinstance(message, Beat)} == {
+            str(number) for number in range(20)
+        }
+        assert sum(isinstance(message, Hello) for message in here.heard) == 1
+
+
+async def test_a_silent_one_is_left_after_two_missed_heartbeats() -> None:
+    async with linked(1) as (link, (first,), here, _):
+        await link.hello(HELLO)
+        first.send_signal(signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            await link.once(Beat(), 0.2)
+        assert not here.heard  # one is no more than a pause
+        with pytest.raises(TimeoutError):
+            await link.once(Beat(), 0.2)
+        assert await beat(link) == Pulse((), ("here",))
+        first.send_signal(signal.SIGCONT)
+
+
+async def test_a_miss_is_forgiven_with_the_next_answer() -> None:
+    async with linked(1) as (link, (first,), here, _):
+        await link.hello(HELLO)
+        for _ in range(3):
+            first.send_signal(signal.SIGSTOP)
+            with pytest.raises(TimeoutError):
+                await link.once(Beat(), 0.1)
+            first.send_signal(signal.SIGCONT)
+            assert await link.once(Beat(), 60.0) == Pulse((), ())
+        assert not here.heard

@@ -1,0 +1,37 @@
+"""`unfuse dead`."""
+
+from __future__ import annotations
+
+import typer
+
+from unfuse.cli import reach, requests, show as shown
+from unfuse.cli.options import ApiKey, Config, Json, Server
+from unfuse.cli.requests import After, Id, Limit
+
+app = typer.Typer(no_args_is_help=True, help="Requests that were given up after too many failures.")
+
+
+@app.command()
+def ls(
+    limit: Limit = 100, after: After = None, server: Server = None, api_key: ApiKey = None, config: Config = None,
+    json: Json = False,
+) -> None:  # fmt: skip
+    """List requests that were given up, newest first."""
+    with reach.client(server, api_key, config) as client:
+        rows = client.dead(limit, after)
+    columns = ["id", "completed_at", "stage", "code", "message", "model"]
+    shown.listing(rows if json else [row | row["error"] for row in rows], columns, "no request was given up", json)
+
+
+@app.command()
+def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """Show one request that was given up, with the evidence: how it ended, the last lines of its log."""
+    with reach.client(server, api_key, config) as client:
+        requests.tell(client.get(f"/v1/dead/{id}"), json)
+
+
+@app.command()
+def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """Ask for the same again, as a new request; prints that one."""
+    with reach.client(server, api_key, config) as client:
+        requests.tell(client.retry(id).view, json)

@@ -1,0 +1,79 @@
+"""How requests flow from pool to pool: what every worker may take, so that nothing piles up where it holds memory."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from graphlib import TopologicalSorter
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.card import ModelCard
+from unfuse.core.messages import Ask, WorkerInfo
+from unfuse.queues.base import Member, Wanted
+
+Dispatch = Literal["locality", "round_robin", "max_free_slots"]
+"""Which task a worker is given, or which worker a task: by what is near and fits what runs; by turns; by free slots."""
+
+AHEAD = 4
+"""Tasks that may wait in a pool, for each slot of its workers, before those that feed it stop."""
+
+
+class Flow(msgspec.Struct, frozen=True):
+    """What the models' pipelines, and who serves them, mean for who takes what.
+
+    `depth` is how far a pool is from the beginning, `behind` how many may wait in the pools that it feeds, `holding`
+    are the pools whose tasks leave an object.
+    """
+
+    depth: dict[str, int]
+    behind: dict[str, dict[str, int]]
+    holding: frozenset[str]
+
+    @classmethod
+    def of(cls, cards: Iterable[ModelCard], members: Iterable[Member]) -> Flow:
+        """The flow through these models' pools. Among pools that feed each other, only later ones hold back others."""
+        depth: dict[str, int] = {}
+        fed: defaultdict[str, set[str]] = defaultdict(set)
+        for card in cards:
+            pools, producers = card.pools(), card.pipeline.producers()
+            before = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
+            far: dict[str, int] = {}
+            for name in TopologicalSorter(before).static_order():
+                far[name] = max((far[other] + 1 for other in before[name]), default=0)
+                depth[pools[name]] = max(far[name], depth.get(pools[name], 0))
+                for other in before[name]:
+                    fed[pools[other]].add(pools[name])
+        slots = Counter[str]()
+        for member in members:
+            slots.update(dict.fromkeys(member.info.pools, member.info.slots))
+        behind = {
+            pool: {name: AHEAD * slots[name] for name in names if depth[name] > depth[pool]}
+            for pool, names in fed.items()
+        }
+        return cls(depth, behind, frozenset(fed))
+
+    def wanted(self, worker: WorkerInfo, ask: Ask, dispatch: Dispatch = "locality") -> Wanted:
+        """What a worker that asks may be given.
+
+        Where several of its pools leave objects in its arena, each keeps as much of it free as the later ones' share
+        is: the last may fill it, and ends requests, which gives all of it back.
+        """
+        pools = frozenset(worker.pools)
+        later = {pool: self.depth.get(pool, 0) for pool in pools}
+        levels = sorted({later[pool] for pool in pools & self.holding}, reverse=True)
+        keep = {pool: worker.room * levels.index(later[pool]) // len(levels) for pool in pools & self.holding}
+        slots, local = min(ask.slots, worker.slots), dispatch == "locality"
+        return Wanted(
+            pools,
+            slots,
+            ask.room,
+            ask.above,
+            behind={pool: self.behind[pool] for pool in pools & self.behind.keys()},
+            later=later,
+            keep=keep,
+            near=worker.node if local else "",
+            affinity=ask.affinity if local else "",
+            rank=-float(slots) if dispatch == "max_free_slots" else 0.0,
+        )

@@ -1,0 +1,62 @@
+"""Dead letters: requests that were given up, with the evidence, until somebody has looked at them."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query
+from starlette.requests import Request
+
+from unfuse.core.errors import NotFound
+from unfuse.queues.base import Filter
+from unfuse.server.auth import Tenant
+from unfuse.server.errors import Refusal
+from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.requests import listed
+
+router = APIRouter(prefix="/dead", tags=["dead"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+
+@router.get("")
+async def page(
+    request: Request,
+    gateway: Served,
+    tenant: Tenant,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+    after: str | None = None,
+) -> dict[str, object]:
+    """Requests that were given up after too many failures, newest first, with the evidence."""
+    found = await gateway.queue.list(Filter(tenant=tenant, dead=True), after=after, limit=limit + 1)
+    return listed([gateway.view(request, record, evidence=True) for record in found], limit)
+
+
+@router.get("/{id}")
+async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+    """One request that was given up, with the evidence."""
+    record = await gateway.load(id, tenant)
+    if not record.context.dead:
+        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+    return gateway.view(request, record, evidence=True)
+
+
+@router.post("/{id}/retry", status_code=202)
+async def retry(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+    """Ask for the same again, as a new request with the same seed; the old one is dead no more.
+
+    The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
+    """
+    old = await gateway.load(id, tenant)
+    if not old.context.dead:
+        message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
+        raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
+    fresh = f"{id.partition('_')[0]}_{blake2b(id.encode(), digest_size=16).hexdigest()}"
+    if "image" in old.context.params:
+        picture = await to_thread.run_sync(gateway.results.attached, id, "image")
+        await to_thread.run_sync(gateway.results.attach, fresh, "image", picture)
+    with gateway.refusals_told(tenant, old.context.model):
+        record = await gateway.scheduler.retry(id, fresh)
+    gateway.release(old.context)
+    return gateway.view(request, record)

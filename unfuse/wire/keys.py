@@ -1,0 +1,90 @@
+"""Keys: with them, what schedulers and workers say to each other is encrypted, and no one else is heard (CURVE)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+from unfuse.core.errors import ConfigError
+
+SIDES = ("scheduler", "worker")
+"""Who talks: each has a file of its own, in which the other's public key is all it knows of the other."""
+
+Z85_CHARS = 40
+
+log = structlog.get_logger(__name__)
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """One side's secret key and the other side's public one, in Z85 as the library writes them."""
+
+    secret: str
+    peer: str
+
+    def secure(self, socket: zmq.asyncio.Socket, server: bool) -> None:
+        """Have a socket encrypt, before it binds or connects; a server's lets nobody in without `keep_door`."""
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret.encode()))
+        if server:
+            socket.setsockopt(zmq.CURVE_SERVER, 1)
+            socket.setsockopt(zmq.ZAP_DOMAIN, b"unfuse")
+            socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+        else:
+            socket.setsockopt(zmq.CURVE_SERVERKEY, self.peer.encode())
+
+    def keep_door(self, context: zmq.asyncio.Context) -> asyncio.Task[None]:
+        """Before bind: have the library's question answered whether a connection may come in."""
+        door = context.socket(zmq.REP)
+        door.bind("inproc://zeromq.zap.01")
+        return asyncio.create_task(self._admit(door), name="door")
+
+    async def _admit(self, door: zmq.asyncio.Socket) -> None:
+        """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
+        while True:
+            version, number, _, _, _, *shown = await door.recv_multipart()
+            known = shown == [b"CURVE", z85.decode(self.peer)]
+            if not known:
+                log.warning("refused a connection without the workers' key")
+            await door.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+
+
+def make(folder: Path) -> None:
+    """Write a new pair for each side into a folder, for its owner's eyes only. Raises ConfigError if there are some."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    pairs = [zmq.curve_keypair() for _ in SIDES]
+    if existing := [path for side in SIDES if (path := _file(folder, side)).exists()]:
+        raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")
+    for side, (_, secret), (peer, _) in zip(SIDES, pairs, pairs[::-1], strict=True):
+        with open(os.open(_file(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(f"secret {secret.decode()}\npeer {peer.decode()}\n")
+
+
+def read(folder: str, side: str) -> Keys | None:
+    """The keys of a side; None when no folder is named. Raises ConfigError for a file that others could have read."""
+    if not folder:
+        return None
+    path = _file(Path(folder).expanduser(), side)
+    try:
+        mode = path.stat().st_mode
+        keys = Keys(**dict(line.split() for line in path.read_text().splitlines()))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): make keys by `unfuse keys new DIR`") from error
+    except (ValueError, TypeError):
+        keys = Keys("", "")
+    if mode & 0o077:
+        raise ConfigError(f"{path} can be read by others: chmod 600 it, or make new keys if somebody may have read it")
+    if {len(keys.secret), len(keys.peer)} != {Z85_CHARS}:
+        raise ConfigError(f"{path} holds no keys: make some by `unfuse keys new DIR`")
+    return keys
+
+
+def _file(folder: Path, side: str) -> Path:
+    return folder / f"{side}.key"

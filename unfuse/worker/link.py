@@ -1,0 +1,121 @@
+"""A worker's line to its schedulers: it talks to one of them, and to the next when that one is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import structlog
+
+from unfuse.core.messages import Ask, Beat, Hello, Stranger, ToScheduler, ToWorker, Welcome
+from unfuse.wire.address import check
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import Keys
+
+ANSWER_S = 10.0
+"""How long an answer may take, beside what it was asked to wait, before the scheduler is taken for gone."""
+
+BEAT_S = 3.0
+"""How long the answer to a heartbeat may take before it counts as missed."""
+
+MISSES = 2
+"""Heartbeats missed in a row after which the scheduler is taken for gone."""
+
+RETRY_S, RETRY_MOST_S = 0.1, 2.0
+"""Pause once every scheduler was tried in vain: the first, and the longest it grows to."""
+
+log = structlog.get_logger(__name__)
+
+
+class Link:
+    """The connection to one of these schedulers. A worker says Hello once; the link repeats it wherever it goes.
+
+    It never gives up: what cannot be said here is said to the next, or to the same again. Every message may be said
+    twice. `renewed` is called whenever a scheduler has welcomed us, which then knows nothing of what was asked before.
+    """
+
+    def __init__(self, addresses: Sequence[str], keys: Keys | None, renewed: Callable[[], None]) -> None:
+        self._addresses = [check(address, keys) for address in addresses]
+        self._keys, self._renewed = keys, renewed
+        self._dealer = Dealer(self._addresses[0], keys)
+        self._hello: Hello
+        self._welcome: Welcome | None = None
+        self._turn = asyncio.Lock()
+        self._tried = 0
+        self._missed = 0
+
+    async def hello(self, hello: Hello) -> Welcome:
+        """Introduce the worker to this scheduler, and to all that follow."""
+        self._hello, self._welcome = hello, None
+        _, welcome = await self._connected()
+        return welcome
+
+    async def call(self, message: ToScheduler, timeout: float = ANSWER_S) -> ToWorker:
+        """The answer to a message, however long it takes until a scheduler gives one within `timeout` seconds."""
+        while True:
+            with suppress(OSError):
+                return await self.once(message, timeout)
+
+    async def once(self, message: ToScheduler, timeout: float = ANSWER_S) -> ToWorker:
+        """The answer to a message, within `timeout` seconds and what the message itself may wait.
+
+        Raises TimeoutError or ConnectionError when there is none: the next call may go to another scheduler.
+        """
+        dealer, _ = await self._connected()
+        try:
+            answer = await dealer.call(message, timeout + (message.wait if isinstance(message, Ask) else 0))
+        except TimeoutError:
+            self._missed += 1 if isinstance(message, Beat) else MISSES
+            if self._missed >= MISSES:
+                await self._leave(dealer, "it does not answer")
+            raise
+        except ConnectionError as error:
+            await self._leave(dealer, str(error))
+            raise
+        self._missed = 0
+        if isinstance(answer, Stranger):
+            if dealer is self._dealer:
+                self._welcome = None
+            raise ConnectionError("it was restarted")
+        return answer
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._dealer.close(linger=1.0)
+
+    async def _connected(self) -> tuple[Dealer, Welcome]:
+        """The connection to a scheduler that has welcomed us, and its welcome."""
+        async with self._turn:
+            while self._welcome is None:
+                try:
+                    answer = await self._dealer.call(self._hello, BEAT_S * MISSES)
+                except OSError as error:
+                    await self._next(str(error) or "it does not answer")
+                    continue
+                if not isinstance(answer, Welcome):
+                    await self._next(f"it did not welcome this worker: {answer}")
+                    continue
+                self._welcome = answer
+                self._tried = self._missed = 0
+                self._renewed()
+            return self._dealer, self._welcome
+
+    async def _leave(self, dealer: Dealer, reason: str) -> None:
+        """Turn to the next scheduler, unless another call has already."""
+        async with self._turn:
+            if dealer is self._dealer:
+                await self._next(reason)
+
+    async def _next(self, reason: str) -> None:
+        left = self._dealer.address
+        if self._tried < len(self._addresses):
+            log.warning("the scheduler is gone", scheduler=left, reason=reason)
+        self._welcome, self._missed = None, 0
+        self._tried += 1
+        rounds, more = divmod(self._tried, len(self._addresses))
+        await self._dealer.close()
+        if not more:
+            await asyncio.sleep(min(RETRY_S * rounds, RETRY_MOST_S))
+        following = self._addresses.index(left) + 1
+        self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._keys)
