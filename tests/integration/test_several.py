@@ -87,6 +87,20 @@ def test_an_event_stream_goes_on_at_another_gateway_where_it_broke(tmp_path: Pat
         assert seen[-1]["type"] == "completed"
 
 
+def test_a_gateway_that_is_told_to_stop_leaves_what_waits_to_the_others(tmp_path: Path) -> None:
+    """Given a request that nobody can run yet, when the gateway that accepted it is told to stop, then it ends without
+    waiting for the request, and the other one sees it through."""
+    with running_cluster(tmp_path, workers=0, serve=["--drain-timeout", "3600"]) as cluster:
+        one, other = cluster.gateways
+        until(lambda: one.get("/health") and other.get("/health"), "the gateways")
+        request = submit(one, Asked("left behind", 1), "left")
+        one.send(signal.SIGTERM)
+        assert one.popen.wait(60) == 0
+        for role in ROLES:
+            cluster.worker(role)
+        until(lambda: (other.get(f"/v1/requests/{request}") or {}).get("status") == "completed", "the request")
+
+
 def test_workers_join_leave_and_are_exchanged_while_requests_run(tmp_path: Path) -> None:
     """Given one worker of each role, when others join, the first ones are told to leave, and for a while there is no
     denoiser at all, then those that leave exit with 0 and every request is completed without a charge."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.request import Change, Record
+from unfuse.queues.memory import MemoryQueue
 
 PIPELINE = Pipeline(
     (
@@ -19,3 +23,16 @@ ENCODE, DENOISE, DECODE = CARD.pools().values()
 
 def params(seed: int = 7) -> Params:
     return {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 1, "seed": seed}
+
+
+class Racing(MemoryQueue):
+    """Lets every other caller of the same moment load a context before one of them commits."""
+
+    async def load(self, request: str) -> Record:
+        record = await super().load(request)
+        await asyncio.sleep(0)
+        return record
+
+    async def commit(self, change: Change) -> Record:
+        await asyncio.sleep(0)
+        return await super().commit(change)

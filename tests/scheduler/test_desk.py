@@ -97,6 +97,18 @@ async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
         assert len(await newer) == 1
 
 
+async def test_an_ask_that_is_dropped_takes_nothing_any_more() -> None:
+    async with at_the_desk() as (desk, _):
+        asking = asyncio.create_task(granted(desk, wait=20.0))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        request = await submit(desk)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await desk.scheduler.queue.load(request)).running == ()
+
+
 async def test_who_says_goodbye_gets_nothing_more() -> None:
     async with at_the_desk() as (desk, _):
         asking = asyncio.create_task(granted(desk, wait=20.0))

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines
-from tests.scheduler.model import CARD, params
+from tests.scheduler.model import CARD, Racing, params
 from tests.scheduler.test_scheduler import done, take
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import Pipeline
-from unfuse.core.request import Change, Record, RequestContext, ResultFile, Timings
+from unfuse.core.request import Record, RequestContext, ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -29,19 +29,6 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 TTL = 15.0
-
-
-class Racing(MemoryQueue):
-    """Lets every other caller of the same moment load a context before one of them commits."""
-
-    async def load(self, request: str) -> Record:
-        record = await super().load(request)
-        await asyncio.sleep(0)
-        return record
-
-    async def commit(self, change: Change) -> Record:
-        await asyncio.sleep(0)
-        return await super().commit(change)
 
 
 async def events_of(scheduler: Scheduler, request: str) -> list[Event]:

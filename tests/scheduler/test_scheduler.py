@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Record, ResultFile, Timings
+from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Wanted
 from unfuse.queues.memory import MemoryQueue
@@ -210,18 +210,6 @@ async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes()
 
 
 async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> None:
-    class Racing(MemoryQueue):
-        """Lets every other commit of the same moment load its context first."""
-
-        async def load(self, request: str) -> Record:
-            record = await super().load(request)
-            await asyncio.sleep(0)
-            return record
-
-        async def commit(self, change: Change) -> Record:
-            await asyncio.sleep(0)
-            return await super().commit(change)
-
     clock = ManualClock()
     scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
     record = await scheduler.submit(CARD, params(), n=8)

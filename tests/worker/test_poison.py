@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import signal
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -196,6 +197,19 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
         os.kill(compute.executor.pid, signal.SIGSTOP)
         waiting = await compute.failure(await compute.run("hello"))
         assert waiting.kind == "hand_back"
+
+
+async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folder: Path) -> None:
+    async with computing(folder, stall_s=1.0) as compute:
+        claim = await compute.run("later nothing", stage="denoise", steps=50)
+        await compute.until(Stepped, claim)
+        assert compute.executor.pid
+        os.kill(compute.executor.pid, signal.SIGSTOP)
+        time.sleep(3.0)  # the parent with it, as when a machine is suspended
+        os.kill(compute.executor.pid, signal.SIGCONT)
+        while not compute.ended(claim):
+            await asyncio.sleep(0.01)
+        assert not any(isinstance(message, Failed) for message in compute.heard)
 
 
 async def test_a_process_that_eats_memory_is_killed_with_the_figures(folder: Path) -> None:

@@ -29,8 +29,7 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
     "serve.results", "serve.workers", "serve.listen", "keys", *PLACING, *COMPUTE, "worker.memory_limit",
-    "lease.stall_s", "serve.max_active", "serve.max_queue",
-    "serve.max_cost", "serve.order", "serve.dispatch",
+    "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order", "serve.dispatch",
     "serve.drain_timeout",
 )  # fmt: skip
 def serve(

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, ProtocolError
+from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
 from unfuse.wire.address import check, open_socket
 from unfuse.wire.keys import Keys
@@ -94,6 +94,9 @@ class Router:
             return Refused(str(error))
         try:
             return await self._answer(peer, message)
+        except TransientError as error:
+            log.warning("a message has to be said again", message=type(message).__name__, reason=str(error))
+            return Refused(str(error))
         except Exception as error:  # one worker's message must not end the service of all
             log.exception("a message could not be answered", message=type(message).__name__)
             return Refused(f"the scheduler failed on this message: {error}")
