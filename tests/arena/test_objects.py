@@ -108,3 +108,184 @@ def test_a_full_space_changes_nothing(table: ObjectTable) -> None:
     with pytest.raises(ArenaFull, match="start the worker with a larger --arena"):
         table.create(9 * 4096, REQUEST)
     assert not table.requests()
+
+
+@pytest.fixture
+def spilled(table: ObjectTable) -> Extent:
+    extent = table.create(100, REQUEST)
+    table.seal(extent.id)
+    table.spill(extent.id)
+    return extent
+
+
+def test_a_spilled_object_takes_no_room_and_is_known_until_it_is_given_up(table: ObjectTable, spilled: Extent) -> None:
+    assert table.usage().used == 0 and table.requests() == {REQUEST} and not table.idle()
+    with pytest.raises(ObjectLost):
+        hold(table, spilled)
+    table.spill(spilled.id)
+    table.release(REQUEST)
+    assert not table.requests()
+    with pytest.raises(ObjectLost):
+        table.spill(spilled.id)
+
+
+def test_what_somebody_holds_is_not_spilled(table: ObjectTable) -> None:
+    extent = table.create(100, REQUEST)
+    table.seal(extent.id)
+    hold(table, extent)
+    table.spill(extent.id)
+    assert table.usage().used == 4096 and hold(table, extent) == extent
+    table.delete(extent.id)
+    with pytest.raises(ObjectLost):
+        table.spill(extent.id)
+
+
+def test_a_spilled_object_comes_back_elsewhere_as_itself_and_held(table: ObjectTable, spilled: Extent) -> None:
+    table.create(100, "another, where it was")
+    filled: list[int] = []
+    extent = table.restore(spilled.id, filled.append)
+    assert filled == [extent.offset] != [spilled.offset] and hold(table, spilled) == extent
+    table.delete(spilled.id)
+    for _ in range(2):
+        table.unhold(spilled.id)
+    assert table.usage().used == 4096
+
+
+def test_what_does_not_come_back_is_as_before(table: ObjectTable, spilled: Extent) -> None:
+    with pytest.raises(ZeroDivisionError):
+        table.restore(spilled.id, lambda _: 1 / 0)  # type: ignore[arg-type, return-value]
+    full = table.create(8 * 4096, "another")
+    with pytest.raises(ArenaFull):
+        table.restore(spilled.id, lambda _: None)
+    table.abort(full.id)
+    assert table.usage().used == 0
+    with pytest.raises(ObjectLost):
+        table.restore(spilled.id, lambda _: table.release(REQUEST))
+    assert table.usage().used == 0 and not table.requests()
+    with pytest.raises(ObjectLost):
+        table.restore(spilled.id, lambda _: None)
+
+
+def test_only_who_verifies_what_it_reads_has_a_spilled_object_brought_back(table: ObjectTable, spilled: Extent) -> None:
+    table.recall = lambda extent: table.restore(extent.id, lambda _: None)
+    shown = spilled.id, spilled.key, spilled.generation, spilled.nbytes
+    with pytest.raises(ObjectLost):
+        table.hold(*shown)
+    with pytest.raises(ObjectLost):
+        table.hold(spilled.id, b"wrong", *shown[2:], announced=True)
+    table.hold(*shown, announced=True)
+    table.hold(*shown)
+    assert [table.idle(), table.usage().used] == [[], 4096]
+
+
+def test_a_shared_object_goes_when_all_it_is_for_are_released(table: ObjectTable) -> None:
+    shared, own = table.create(100, REQUEST), table.create(100, REQUEST)
+    for extent in (shared, own):
+        table.seal(extent.id)
+    for name in ("cache:k:1", "cache:k:1", "other", REQUEST):
+        table.share(shared.id, name)
+    assert table.requests() == {REQUEST, "cache:k:1", "other"}
+
+    table.release(REQUEST)
+
+    assert table.requests() == {"cache:k:1", "other"}
+    assert hold(table, shared).request == "cache:k:1"
+    table.unhold(shared.id)
+    with pytest.raises(ObjectLost):
+        hold(table, own)
+    table.release("other")
+    table.release(REQUEST)
+    assert table.requests() == {"cache:k:1"}
+    table.release("cache:k:1")
+    assert table.usage().used == 0 and not table.requests()
+
+
+@pytest.mark.parametrize("first", [REQUEST, "cache:k:1"])
+def test_in_whichever_order_they_are_released(table: ObjectTable, first: str) -> None:
+    extent = table.create(100, REQUEST)
+    table.share(extent.id, "cache:k:1")
+    table.seal(extent.id)
+    table.release(first)
+    hold(table, extent)
+    table.unhold(extent.id)
+    for name in (REQUEST, "cache:k:1"):
+        table.release(name)
+    assert table.usage().used == 0
+
+
+def test_what_is_not_there_any_more_cannot_be_shared(table: ObjectTable) -> None:
+    extent = table.create(100, REQUEST)
+    table.seal(extent.id)
+    hold(table, extent)
+    table.release(REQUEST)
+    for id in (extent.id, "unknown"):
+        with pytest.raises(ObjectLost, match=id):
+            table.share(id, "cache:k:1")
+    table.unhold(extent.id)
+    assert table.usage().used == 0
+
+
+def test_a_shared_object_that_is_spilled_goes_with_the_request_it_was_moved_for(table: ObjectTable) -> None:
+    extent = table.create(100, REQUEST)
+    table.seal(extent.id)
+    table.share(extent.id, "cache:k:1")
+    table.spill(extent.id)
+    table.release(REQUEST)
+    assert not table.requests() and table.usage().used == 0
+
+
+def shared(table: ObjectTable, pages: int, name: str) -> Extent:
+    """An object that only that name keeps."""
+    extent = table.create(pages * 4096 - 1, "over")
+    table.seal(extent.id)
+    table.share(extent.id, name)
+    table.release("over")
+    return extent
+
+
+def test_what_no_request_needs_gives_way_the_least_recently_used_first(table: ObjectTable) -> None:
+    first = shared(table, 2, "a")
+    for pages, name in ((2, "b"), (4, "c")):
+        shared(table, pages, name)
+    hold(table, first)
+    table.unhold(first.id)
+    usage = table.usage()
+    assert (usage.used, usage.requested, usage.free, usage.largest_free) == (0, 0, 8 * 4096, 0)
+
+    needed = table.create(2 * 4096, "another")
+
+    assert table.requests() == {"a", "c", "another"}
+    table.abort(needed.id)
+    table.create(6 * 4096, "another")
+    assert table.requests() == {"a", "another"} and table.usage().used == 6 * 4096
+
+
+def test_what_is_read_or_belongs_to_a_request_does_not_give_way(table: ObjectTable) -> None:
+    read, own = shared(table, 2, "a"), table.create(2 * 4096, REQUEST)
+    table.seal(own.id)
+    table.share(own.id, "b")
+    hold(table, read)
+    assert table.usage().used == 4 * 4096
+    with pytest.raises(ArenaFull):
+        table.create(5 * 4096, "another")
+    assert table.requests() == {"a", "b", REQUEST}
+
+
+def test_nothing_gives_way_to_what_is_larger_than_all_there_is(table: ObjectTable) -> None:
+    shared(table, 2, "a")
+    with pytest.raises(ArenaFull):
+        table.create(9 * 4096, "another")
+    assert table.requests() == {"a"}
+
+
+def test_a_spilled_object_comes_back_in_place_of_spare_ones(table: ObjectTable, spilled: Extent) -> None:
+    shared(table, 8, "a")
+    table.restore(spilled.id, lambda offset: None)
+    assert table.requests() == {REQUEST}
+
+
+def test_what_is_spare_is_not_offered_to_be_spilled_since_it_goes_first_anyway(table: ObjectTable) -> None:
+    shared(table, 1, "cache:k:1")
+    own = table.create(100, REQUEST)
+    table.seal(own.id)
+    assert table.idle() == [own]

@@ -177,7 +177,7 @@ class Redis(Process):
 class Cluster:
     """`schedulers` gateways over Redis, or one over SQLite, and workers that know all of them.
 
-    `workers` is how many of each role.
+    `workers` is how many of each role; those `apart` are each on a node of its own, by what they know.
     """
 
     def __init__(
@@ -189,9 +189,10 @@ class Cluster:
         arena: str = "16MiB",
         serve: Sequence[str] = (),
         worker: Sequence[str] = (),
+        apart: bool = False,
         **variables: str,
     ) -> None:
-        self.folder = folder
+        self.folder, self._apart = folder, apart
         site, self.model = install(folder)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
         paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -228,7 +229,7 @@ class Cluster:
         addresses = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]
         command = [
             sys.executable, "-m", "unfuse", "worker", "--role", role, *addresses, "--arena", self._arena,
-            "--node", "here", "--device", "cpu", *self._worker_arguments, *arguments,
+            "--node", name if self._apart else "here", "--device", "cpu", *self._worker_arguments, *arguments,
         ]  # fmt: skip
         self.workers.append(Process(name, command, self.folder / f"{name}.log", self._environment))
         return self.workers[-1]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.checker import check
-from tests.chaos.cluster import running_cluster
+from tests.chaos.cluster import running_cluster, until
 from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
@@ -39,12 +39,18 @@ def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: 
 
 
 def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
-    """Given a server with a SQLite queue, when it is killed and started again, with workers dying beside it, then it
-    goes on where it was."""
+    """Given a server with a SQLite queue, and workers on nodes of their own whose transfers fail now and then, when it
+    is killed and started again, with workers dying beside it, then it goes on where it was, and no copy is left."""
+    copies = tmp_path / "copies"
+    bad = {f"UNFUSE_FAULT__{name}": "0.05" for name in ("DROP", "CUT", "CORRUPT", "DELAY")}
     faults = {"kill compute": 30, "kill worker": 14, "kill scheduler": 12, "freeze worker": 3}
-    with running_cluster(tmp_path, queue="sqlite", schedulers=1) as cluster:
+    durable = ["--durable", f"disk:{copies}"]
+    with running_cluster(tmp_path, queue="sqlite", schedulers=1, apart=True, serve=durable, **bad) as cluster:
         verdict = drill("sqlite", cluster, 400, seed, faults)
         say(verdict, record_property)
+        until(
+            lambda: not [path for path in copies.rglob("*") if path.is_file()], "copies of dead workers to be dropped"
+        )
     assert verdict.faults == faults
 
 

@@ -20,10 +20,11 @@ from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
 from unfuse.cli.serve import SHARED_ARENA, keys, options
-from unfuse.cli.settings import load
+from unfuse.cli.settings import Transfer, load
 from unfuse.client import Client, connect
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Overloaded, PermanentError, TransientError
+from unfuse.core.messages import Places
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source
@@ -307,10 +308,17 @@ def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
 def test_settings_become_what_is_composed() -> None:
     environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
     environment["UNFUSE_SERVE__PLACE"] = "decoder=cpu"
+    environment |= {
+        "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
+        "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
+    }
+    environment |= {"UNFUSE_TRANSFER__ENGINE": "zmq,tcp", "UNFUSE_TRANSFER__TRUSTED_NETWORK": "true"}
 
     composed = options(load({"serve.max_active": 7}, None, environment))
 
-    assert composed.results == "disk:/d"
+    kinds = ("denoise", "text_encode")
+    assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
+    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
     assert composed.keys == {"k": "default"}
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
@@ -330,6 +338,11 @@ def test_settings_become_what_is_composed() -> None:
 )
 def test_models_go_by_the_names_they_are_given(models: list[str], names: list[str], public: dict[str, str]) -> None:
     assert public_names(options(load({"serve.models": models, "serve.served_model_name": names}, None, {}))) == public
+
+
+def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
+    with pytest.raises(ConfigError, match="use shared_memory"):
+        options(load({"serve.store": "memory"}, None, {}))
 
 
 def test_it_must_be_clear_whose_a_name_is() -> None:

@@ -20,7 +20,7 @@ PLAIN: Mapping[object, st.SearchStrategy[Any]] = {
 
 @cache
 def of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of a type: a plain one, a struct, or a tuple, dict, literal or union of such."""
+    """Values of a type: a plain one, a struct, or a tuple, frozenset, dict, literal or union of such."""
     if kind in PLAIN:
         return PLAIN[kind]
     origin, inside = get_origin(kind), get_args(kind)
@@ -30,6 +30,8 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(inside)
     if origin is dict:
         return st.dictionaries(of(inside[0]), of(inside[1]), max_size=2)
+    if origin is frozenset:
+        return st.frozensets(of(inside[0]), max_size=2)
     if origin is tuple and inside[-1] is ...:
         return st.lists(of(inside[0]), max_size=2).map(tuple)
     if origin is tuple:

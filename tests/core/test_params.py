@@ -316,7 +316,7 @@ def test_missing_seeds_differ() -> None:
 
 
 def test_delivery_has_its_own_defaults() -> None:
-    assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", False, 0, None, {})
+    assert check_delivery({"prompt": "a", "seed": 1}) == Delivery("b64_json", False, 0, None, {}, True)
 
 
 def test_delivery_is_read() -> None:
@@ -325,7 +325,14 @@ def test_delivery_is_read() -> None:
     assert [check_delivery({"stream": sent}).stream for sent in (True, "true", False, "false", None)] == [
         True, True, False, False, False,
     ]  # fmt: skip
+    sent = (True, "true", False, "false", None)
+    assert [check_delivery({"cache": value}).cache for value in sent] == [True, True, False, False, True]
     assert delivery.metadata == {"job": "7"}
+
+
+@pytest.mark.parametrize("medium", [PICTURE, VIDEO])
+def test_whether_to_share_what_is_encoded_is_no_matter_of_stages(medium: Medium) -> None:
+    assert "cache" not in check(CARD, {"prompt": "a", "cache": False}, medium)[0]
 
 
 @pytest.mark.parametrize(
@@ -335,6 +342,8 @@ def test_delivery_is_read() -> None:
         {"response_format": ["url"]},
         {"stream": 1},
         {"stream": []},
+        {"cache": 0},
+        {"cache": "no"},
         {"priority": 101},
         {"priority": 0.5},
         {"timeout": 0},
@@ -362,7 +371,7 @@ MEDIA = st.sampled_from([PICTURE, VIDEO])
 NAMES = st.sampled_from(
     ["prompt", "negative_prompt", "size", "n", "seed", "num_inference_steps", "guidance_scale", "num_frames", "fps",
      "output_format", "output_compression", "response_format", "priority", "timeout", "metadata", "quality", "user",
-     "seconds", "stream", "partial_images", "preview_every"]
+     "seconds", "stream", "cache", "partial_images", "preview_every"]
 )  # fmt: skip
 
 

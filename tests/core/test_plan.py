@@ -2,14 +2,15 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import pipelines
-from unfuse.core.errors import ConfigError
-from unfuse.core.plan import ROLES, Pipeline, Room, StageSpec, compile_plan, kinds_of, pool_name
+from unfuse.core.errors import ConfigError, ProtocolError
+from unfuse.core.plan import ROLES, Params, Pipeline, Room, StageSpec, compile_plan, kinds_of, pool_name
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -95,6 +96,60 @@ class TestCompiling:
             for seed in ("1", "2", "3", "4")
         }
         assert len(orders) == 1
+
+
+class TestCacheKeys:
+    PIPELINE = Pipeline(
+        (
+            msgspec.structs.replace(stage("text", outputs="x"), reads=("prompt", "scale")),
+            msgspec.structs.replace(stage("picture", outputs="y", per_sample=True), reads=("seed",)),
+            stage("other", outputs="z"),
+            msgspec.structs.replace(stage("denoise", "x", "latents", per_sample=True), reads=("prompt",)),
+            stage("decode", "latents y z", per_sample=True),
+        )
+    )
+    PARAMS: Params = {"prompt": "p", "scale": 1.0, "size": 64}
+
+    def keys(
+        self, params: Params = PARAMS, shared_by: Any = ("tenant", "exact"), pool: str = "pool", samples: int = 2
+    ) -> dict[str, str]:
+        pools = {spec.name: f"{pool} of {spec.name}" for spec in self.PIPELINE.stages}
+        plan = compile_plan(self.PIPELINE, pools, params, [{"seed": 7 + n} for n in range(samples)], shared_by)
+        return {one.name: one.cache for one in plan.stages if one.cache}
+
+    def test_stages_that_read_parameters_only_have_one_each(self) -> None:
+        keys = self.keys()
+        assert set(keys) == {"text", "picture.0", "picture.1"}
+        assert {len(key) for key in keys.values()} == {32}
+        assert len(set(keys.values())) == 3
+
+    def test_they_depend_on_what_the_stage_reads_and_on_nothing_else(self) -> None:
+        assert self.keys() == self.keys({**self.PARAMS, "size": 128})
+        assert self.keys()["picture.1"] == self.keys(samples=3)["picture.1"]
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"params": {**PARAMS, "prompt": "q"}},
+            {"params": {**PARAMS, "scale": 2.0}},
+            {"params": {**PARAMS, "scale": True}},
+            {"params": {**PARAMS, "scale": None}},
+            {"params": {**PARAMS, "prompt": "", "scale": "p"}},
+            {"shared_by": ("another", "exact")},
+            {"shared_by": ("tenant", "batched")},
+            {"shared_by": ("tenantexact",)},
+            {"pool": "another"},
+        ],
+    )
+    def test_whatever_may_change_the_output_changes_the_key(self, other: dict[str, Any]) -> None:
+        assert self.keys()["text"] != self.keys(**other)["text"]
+
+    def test_a_request_that_shares_nothing_has_none(self) -> None:
+        assert self.keys(shared_by=None) == {}
+
+    def test_what_is_no_text_has_no_key(self) -> None:
+        with pytest.raises(ProtocolError):
+            self.keys({"prompt": "\ud800"})
 
 
 @settings(deadline=None)

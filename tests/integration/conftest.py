@@ -6,7 +6,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.harness import Server, serving
+from tests.integration.harness import PAIR, SHAPES, Server, defaults, serving, undivided
+from tests.stores.conftest import redis_server, s3_server
+
+__all__ = ["redis_server", "s3_server"]
+
+
+@pytest.fixture(scope="session")
+def expected_pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The pixels of PAIR, undivided."""
+    cases = [defaults() | case for case in PAIR]
+    return [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import os
 import signal
@@ -17,9 +19,39 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from PIL import Image
 
 START_S = 120.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
+
+SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
+JUDGE = Path(__file__).with_name("reference.py")
+
+
+PAIR: list[dict[str, Any]] = [
+    {"prompt": "a red circle on white", "seed": 1}, {"prompt": "a blue star on black", "seed": 2}
+]  # fmt: skip
+
+
+def digest(picture: bytes) -> str:
+    """SHA-256 of an encoded picture's pixels."""
+    return hashlib.sha256(Image.open(io.BytesIO(picture)).convert("RGB").tobytes()).hexdigest()
+
+
+def undivided(model: Path, folder: Path, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """SHA-256 of every frame that the undivided pipeline makes in each case, in a process that knows nothing of us."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / JUDGE.name).write_text(JUDGE.read_text())
+    command = [sys.executable, "-I", JUDGE.name, str(model), "out.json", "cases.json"]
+    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
+    found: list[list[str]] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+def defaults() -> dict[str, Any]:
+    """What the built-in model's pipeline is called with where a request says nothing."""
+    found: dict[str, Any] = json.loads((SHAPES / "serving.json").read_text())["defaults"]
+    return {name: value for name, value in found.items() if name != "fps"}
 
 
 def free_port() -> int:
@@ -63,12 +95,12 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 class Server:
-    """One `unfuse serve` process on free ports."""
+    """One `unfuse serve` process on free ports; workers connect to it at the address `at`."""
 
-    def __init__(self, folder: Path, *arguments: str, **variables: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, at: str = "127.0.0.1", **variables: str) -> None:
         self.folder = folder
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.control = f"tcp://127.0.0.1:{free_port()}"
+        self.control = f"tcp://{at}:{free_port()}"
         self._log = (folder / "serve.log").open("wb")
         command = unfuse("serve", *arguments, "--port", str(port), "--listen", self.control)
         self._start = partial(
@@ -114,14 +146,24 @@ class Server:
         self.process = self._start()
         return self
 
-    def worker(self, role: str, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a worker by hand."""
+    def worker(
+        self, role: str, *arguments: str, within: Callable[[list[str]], list[str]] = list, **variables: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a worker by hand, by the command that `within` makes of its own."""
         command = unfuse("worker", "--role", role, "--scheduler", self.control, "--arena", "64MiB", *arguments)
         worker = subprocess.Popen(
-            command, env=environment(self.folder), stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            within(command), env=environment(self.folder) | variables, stdout=self._log, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
         self.workers.append(worker)
         return worker
+
+    def killed(self, worker: subprocess.Popen[bytes]) -> None:
+        """`kill -9` a worker that was started by hand, and wait until all of it is gone."""
+        everyone = family_of(worker.pid)
+        worker.kill()
+        worker.wait()
+        until(lambda: all_gone(everyone), "a worker's processes to end")
 
     def submit(self, prompt: str, **parameters: Any) -> str:
         """Queue a picture; returns the request's id."""
@@ -143,6 +185,12 @@ class Server:
             pass
         found: dict[str, Any] = self.get(f"/v1/requests/{request}")
         return found
+
+    def pair(self) -> list[str]:
+        """The pixels of PAIR, made here."""
+        ids = [self.submit(**case) for case in PAIR]
+        assert [self.finished(id)["status"] for id in ids] == ["completed"] * len(ids)
+        return [digest(self.result(id)) for id in ids]
 
     def result(self, request: str, index: int = 0) -> bytes:
         with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/result/{index}", timeout=30) as answer:
@@ -172,8 +220,8 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, **variables: str) -> Iterator[Server]:
-    server = Server(folder, *arguments, **variables)
+def serving(folder: Path, *arguments: str, at: str = "127.0.0.1", **variables: str) -> Iterator[Server]:
+    server = Server(folder, *arguments, at=at, **variables)
     try:
         yield server
     except BaseException:

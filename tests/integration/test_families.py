@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from PIL import Image
 
-from tests.integration.harness import Server, environment, serving
+from tests.integration.harness import Server, digest, serving, undivided
 from tests.models.conftest import draw_pictures
 from tests.models.tiny import SERVING, build
 
@@ -52,9 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def undivided(folder: Path) -> dict[str, list[list[str]]]:
+def expected(folder: Path) -> dict[str, list[list[str]]]:
     """SHA-256 of every frame of every case, by kind of model."""
-    (folder / "reference.py").write_text(Path(__file__).with_name("reference.py").read_text())
     found = {}
     for kind, cases in CASES.items():
         arguments = []
@@ -63,10 +57,7 @@ def undivided(folder: Path) -> dict[str, list[list[str]]]:
             own = TRUE_CFG if kind == "flux" else {}
             given = {name: value for name, value in case.items() if name != "size"}
             arguments.append({**SERVING, **own, **given, "width": width, "height": height})
-        (folder / "cases.json").write_text(json.dumps(arguments))
-        command = [sys.executable, "-I", "reference.py", kind, "out.json", "cases.json"]
-        subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
-        found[kind] = json.loads((folder / "out.json").read_text())
+        found[kind] = undivided(Path(kind), folder, arguments)
     return found
 
 
@@ -88,23 +79,23 @@ def frames(server: Server, request: str) -> list[str]:
     shown = server.finished(request)
     assert shown["status"] == "completed", shown["error"]
     files = [server.result(request, place) for place in range(len(shown["result"]))]
-    return [hashlib.sha256(Image.open(io.BytesIO(file)).convert("RGB").tobytes()).hexdigest() for file in files]
+    return [digest(file) for file in files]
 
 
 @pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler"])
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
-    kind: str, server: Server, undivided: dict[str, list[list[str]]]
+    kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
     cases = [{name: value for name, value in case.items() if name != "num_frames"} for case in CASES[kind]]
     requests = [server.submit(model=kind, **case) for case in cases]
 
-    assert [frames(server, request) for request in requests] == undivided[kind]
+    assert [frames(server, request) for request in requests] == expected[kind]
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["wan-image", "wan"])
 def test_videos_have_the_pixels_of_the_undivided_pipeline(
-    kind: str, server: Server, client: openai.OpenAI, folder: Path, undivided: dict[str, list[list[str]]]
+    kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     """As frames, without loss; one frame is a video too."""
     videos = []
@@ -117,11 +108,11 @@ def test_videos_have_the_pixels_of_the_undivided_pipeline(
         )  # fmt: skip
         videos.append(video.id)
 
-    assert [frames(server, video) for video in videos] == undivided[kind]
+    assert [frames(server, video) for video in videos] == expected[kind]
 
 
 def test_an_edit_is_a_video_of_one_frame(
-    server: Server, client: openai.OpenAI, folder: Path, undivided: dict[str, list[list[str]]]
+    server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     case = CASES["wan-image"][2]
     reply = client.images.edit(
@@ -129,7 +120,7 @@ def test_an_edit_is_a_video_of_one_frame(
         extra_body={"seed": "5", "guidance_scale": "1.0"},
     )  # fmt: skip
 
-    assert frames(server, reply.model_extra["id"]) == undivided["wan-image"][2]
+    assert frames(server, reply.model_extra["id"]) == expected["wan-image"][2]
 
 
 def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import io
 import json
 import os
 import subprocess
@@ -16,11 +14,9 @@ from typing import Any
 
 import openai
 import pytest
-from PIL import Image
 
-from tests.integration.harness import Server, environment, unfuse, until
+from tests.integration.harness import SHAPES, Server, defaults, digest, environment, undivided, unfuse, until
 
-SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
 CASES: list[dict[str, Any]] = [
     *({"prompt": caption, "seed": 11 + number} for number, caption in enumerate(CAPTIONS)),
@@ -32,27 +28,16 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def digest(picture: bytes) -> str:
-    return hashlib.sha256(Image.open(io.BytesIO(picture)).convert("RGB").tobytes()).hexdigest()
-
-
 @pytest.fixture(scope="module")
-def undivided(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """SHA-256 of the pixels the undivided pipeline makes of CASES, with the model's own defaults."""
-    folder = tmp_path_factory.mktemp("reference")
-    defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
-    defaults.pop("fps")
     cases = []
     for case in CASES:
-        width, height = map(int, case.get("size", f"{defaults['width']}x{defaults['height']}").split("x"))
+        standard = defaults()
+        width, height = map(int, case.get("size", f"{standard['width']}x{standard['height']}").split("x"))
         given = {name: value for name, value in case.items() if name != "size"}
-        cases.append(defaults | given | {"width": width, "height": height})
-    (folder / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("reference.py").read_text()
-    (folder / "reference.py").write_text(script)
-    command = [sys.executable, "-I", "reference.py", str(SHAPES), "out.json", "cases.json"]
-    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
-    return [frames[0] for frames in json.loads((folder / "out.json").read_text())]
+        cases.append(standard | given | {"width": width, "height": height})
+    return [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
 
 
 def picture(client: openai.OpenAI, case: dict[str, Any]) -> bytes:
@@ -68,11 +53,11 @@ def client(server: Server) -> openai.OpenAI:
 
 
 def test_concurrent_openai_clients_get_the_undivided_pipeline_s_pixels(
-    client: openai.OpenAI, undivided: list[str]
+    client: openai.OpenAI, expected: list[str]
 ) -> None:
     with ThreadPoolExecutor(len(CASES)) as pool:
         pictures = list(pool.map(lambda case: picture(client, case), CASES))
-    assert [digest(picture) for picture in pictures] == undivided
+    assert [digest(picture) for picture in pictures] == expected
 
 
 TWO = Path(sys.prefix) / "openai-2"
@@ -89,7 +74,7 @@ with ThreadPoolExecutor(8) as pool:
 
 
 def test_the_older_openai_client_gets_the_same_pixels_eight_at_once(
-    server: Server, tmp_path: Path, undivided: list[str]
+    server: Server, tmp_path: Path, expected: list[str]
 ) -> None:
     """The client's second major lies beside ours; `make` puts it there."""
     if not TWO.is_dir() and not os.environ.get("CI"):
@@ -97,17 +82,17 @@ def test_the_older_openai_client_gets_the_same_pixels_eight_at_once(
     variables = environment(tmp_path) | {"PYTHONPATH": str(TWO)}
     command = [sys.executable, "-c", ASK_WITH_TWO, server.url, CAPTIONS[0]]
     subprocess.run(command, cwd=tmp_path, env=variables, check=True, timeout=100)
-    assert {digest((tmp_path / f"{index}.png").read_bytes()) for index in range(8)} == {undivided[0]}
+    assert {digest((tmp_path / f"{index}.png").read_bytes()) for index in range(8)} == {expected[0]}
 
 
-def test_n_pictures_are_the_seeds_in_a_row(client: openai.OpenAI, undivided: list[str]) -> None:
+def test_n_pictures_are_the_seeds_in_a_row(client: openai.OpenAI, expected: list[str]) -> None:
     reply = client.images.generate(prompt=CAPTIONS[0], n=3, extra_body={"seed": 11})
     digests = [digest(base64.b64decode(item.b64_json)) for item in reply.data]
-    assert digests == [undivided[0], undivided[4], undivided[5]]
+    assert digests == [expected[0], expected[4], expected[5]]
 
 
 def test_a_request_can_be_followed_resumed_and_shows_where_its_time_went(server: Server) -> None:
-    request = server.submit(CAPTIONS[1], seed=3)
+    request = server.submit(CAPTIONS[1], seed=3, cache=False)
     seen = list(server.events(request))
     types = [event["type"] for event in seen]
     assert (types[0], types[-1]) == ("queued", "completed")
@@ -167,24 +152,24 @@ def test_what_cannot_be_served_is_a_400_that_says_why_and_queues_nothing(
     assert server.get("/v1/requests?limit=1")["data"] == newest
 
 
-def test_generate_writes_the_same_pixels_and_leaves_no_process(tmp_path: Path, undivided: list[str]) -> None:
+def test_generate_writes_the_same_pixels_and_leaves_no_process(tmp_path: Path, expected: list[str]) -> None:
     command = unfuse("generate", CAPTIONS[0], "-o", "out.png", "--seed", "11")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert digest((tmp_path / "out.png").read_bytes()) == undivided[0]
+    assert digest((tmp_path / "out.png").read_bytes()) == expected[0]
     assert "denoise" in done.stderr
 
 
-def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, undivided: list[str]) -> None:
+def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, expected: list[str]) -> None:
     command = unfuse("generate", CAPTIONS[1], "-o", "out.png", "--seed", "12", "--server", server.url, "--json")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stderr
-    assert digest((tmp_path / "out.png").read_bytes()) == undivided[1]
+    assert digest((tmp_path / "out.png").read_bytes()) == expected[1]
     assert json.loads(done.stdout)["seed"] == 12
 
 
 def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
-    server: Server, undivided: list[str]
+    server: Server, expected: list[str]
 ) -> None:
     request = server.submit(CAPTIONS[0], seed=99, num_inference_steps=100)
     compute = server.compute_of("denoiser")
@@ -194,5 +179,5 @@ def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
             break
     shown = server.finished(request)
     assert (shown["status"], shown["attempts"]) == ("completed", 2)
-    assert digest(server.result(request)) == undivided[-1]
+    assert digest(server.result(request)) == expected[-1]
     assert server.compute_of("denoiser").pid != compute.pid

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 import shutil
@@ -18,10 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.integration.harness import Server, environment, unfuse, until
+from tests.integration.harness import SHAPES, Server, defaults, digest, environment, undivided, unfuse, until
 
 HERE = Path(__file__).parent
-SHAPES = HERE.parents[1] / "unfuse" / "models" / "shapes"
 TWO = Path(sys.prefix) / "openai-2"
 CAPTION = "a red circle on white"
 
@@ -82,16 +79,11 @@ def test_the_content_is_read_by_range(server: Server) -> None:
 
 
 def test_every_frame_is_the_undivided_pipeline_s(server: Server, tmp_path: Path) -> None:
-    defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
-    case = {name: value for name, value in defaults.items() if name != "fps"}
-    case |= {"prompt": CAPTION, "seed": 7, "num_frames": 9, "num_inference_steps": 5}
-    (tmp_path / "cases.json").write_text(json.dumps([case]))
-    (tmp_path / "reference.py").write_text((HERE / "reference.py").read_text())
-    command = [sys.executable, "-I", "reference.py", str(SHAPES), "out.json", "cases.json"]
-    subprocess.run(command, cwd=tmp_path, env=environment(tmp_path) | {"OMP_NUM_THREADS": "1"}, check=True)
+    case = {"prompt": CAPTION, "seed": 7, "num_frames": 9, "num_inference_steps": 5}
     id = made(server, seed=7, num_frames=9, num_inference_steps=5, output_format="png")
-    frames = [Image.open(io.BytesIO(server.result(id, index))).convert("RGB").tobytes() for index in range(9)]
-    assert [hashlib.sha256(frame).hexdigest() for frame in frames] == json.loads((tmp_path / "out.json").read_text())[0]
+    assert [[digest(server.result(id, index)) for index in range(9)]] == undivided(
+        SHAPES, tmp_path, [defaults() | case]
+    )
 
 
 def test_generate_writes_a_video_and_every_frame(server: Server, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from unittest.mock import patch
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from unfuse import queues
 from unfuse.core.clock import SystemClock
@@ -19,7 +21,19 @@ from unfuse.queues.base import Wanted
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock, check_queue
-from unfuse.testing.queue_samples import LIMITS, TTL, change, drained, leased, request, started, submitted, task, wanted
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    drained,
+    handle,
+    leased,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+)
 from unfuse.testing.queue_suite import RULES, Rule, check_rule
 
 
@@ -165,6 +179,35 @@ class TestTheSuiteCanFail:
     async def test_when_the_log_has_no_bound(self) -> None:
         with patch("unfuse.queues.history.MAX_EVENTS", 10_000):
             assert await self.broken_rules(MemoryQueue) == {"old_progress_is_dropped_first"}
+
+
+uses = st.lists(st.tuples(st.sampled_from("klmn"), st.integers(-1, 70), st.booleans()), max_size=60)
+
+
+@settings(deadline=None)
+@given(uses)
+def test_what_is_cached_is_what_was_used_last_and_has_room(history: list[tuple[str, int, bool]]) -> None:
+    """Beside an oracle: all that was kept in order of its last use, cut where the room of 100 ends."""
+
+    async def live() -> None:
+        queue, kept = MemoryQueue(ManualClock()), OrderedDict[str, int]()
+        for key, nbytes, lost in history:
+            if nbytes < 0 and lost:
+                await queue.uncache(key, key)
+                kept.pop(key, None)
+            elif nbytes < 0:
+                await queue.cached([key])
+                kept.move_to_end(key) if key in kept else None
+            else:
+                await queue.cache(key, handle(key, nbytes), 100)
+                kept.pop(key, None)
+                kept[key] = nbytes
+                while sum(kept.values()) > 100:
+                    kept.popitem(last=False)
+            found = await queue.cached("klmn", use=False)
+            assert {key: ref.nbytes for key, ref in found.items()} == dict(kept)
+
+    asyncio.run(live())
 
 
 async def test_a_long_line_keeps_its_order(queue: MemoryQueue) -> None:

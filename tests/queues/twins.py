@@ -24,7 +24,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Filter, Limits, TaskQueue, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import request, worker
+from unfuse.testing.queue_samples import handle, request, worker
 
 POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
@@ -329,6 +329,26 @@ class Twins(RuleBasedStateMachine):
 
         self.both(ask)
 
+    @rule(
+        verb=st.sampled_from(["cache", "cache", "cached", "look", "uncache"]),
+        keys=st.lists(st.sampled_from("klmn"), min_size=1, max_size=3),
+        id=st.sampled_from("ab"),
+        nbytes=st.sampled_from([0, 1, 30, 50, 101]),
+        room=st.sampled_from([100, 100, 60]),
+    )
+    def share_outputs(self, verb: str, keys: list[str], id: str, nbytes: int, room: int) -> None:
+        self.step()
+
+        async def ask(side: Side) -> Any:
+            match verb:
+                case "cache":
+                    return await side.queue.cache(keys[0], handle(id, nbytes), room)
+                case "uncache":
+                    return await side.queue.uncache(keys[0], id)
+            return await side.queue.cached(keys, use=verb == "cached")
+
+        self.both(ask)
+
     async def followed(self, side: Side, name: str, after: int) -> list[Event]:
         """What is there of the events of one that is over; of another, as many as there are."""
         entry = self.sides[0].queue._requests.get(name)  # type: ignore[attr-defined]
@@ -352,4 +372,5 @@ class Twins(RuleBasedStateMachine):
     def look_at_everything(self) -> None:
         self.both(lambda side: side.queue.list(Filter(), limit=1000))
         self.both(lambda side: side.queue.workers())
+        self.both(lambda side: side.queue.cached(list("klmn")))
         self.they_stand_alike()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from unfuse.core.card import Limits, ModelCard
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.plan import Params, Pipeline, Room, StageSpec, Value
 from unfuse.core.request import Change, Record
 from unfuse.queues.memory import MemoryQueue
 
@@ -16,13 +18,23 @@ PIPELINE = Pipeline(
         StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
     )
 )
+"""Nothing of it is cached."""
+
 WEIGHTS = {"text_encoder": "e" * 32, "transformer": "d" * 32, "vae": "v" * 32}
 CARD = ModelCard("test/model", "/nowhere", "test", PIPELINE, Limits(), {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
+SHARING = msgspec.structs.replace(
+    CARD,
+    pipeline=Pipeline(
+        (msgspec.structs.replace(PIPELINE.stages[0], reads=("prompt", "guidance_scale")), *PIPELINE.stages[1:])
+    ),
+)
+"""The same model, of which encoder outputs may be cached."""
+
 ENCODE, DENOISE, DECODE = CARD.pools().values()
 
 
-def params(seed: int = 7) -> Params:
-    return {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 1, "seed": seed}
+def params(seed: int = 7, **more: Value) -> Params:
+    return {"prompt": "a red circle", "width": 64, "height": 64, "num_frames": 1, "seed": seed, **more}
 
 
 class Racing(MemoryQueue):

@@ -20,6 +20,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Places,
     Progress,
     Pulse,
     Refused,
@@ -42,7 +43,7 @@ HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
 @asynccontextmanager
 async def at_the_desk() -> AsyncIterator[tuple[Desk, ManualClock]]:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        desk = Desk(scheduler, [(CARD.name, CARD.source, "auto")], "disk:/results")
+        desk = Desk(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
         await desk.answer(PEER, HELLO)
         yield desk, clock
 
@@ -62,9 +63,9 @@ async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered(
     async with at_the_desk() as (desk, _):
         reply = await desk.answer(OTHER, Hello(info("worker-2")))
         assert isinstance(reply, Welcome)
-        assert (reply.models, reply.results, reply.lease_ttl) == (
+        assert (reply.models, reply.places, reply.lease_ttl) == (
             ((CARD.name, CARD.source, "auto"),),
-            "disk:/results",
+            Places("disk:/results"),
             5.0,
         )
         assert [member.info.id for member in await desk.scheduler.workers()] == ["worker-1"]
@@ -229,7 +230,7 @@ async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
     async with at_the_desk() as (desk, clock):
         mine, stolen = secretly("worker-9", b"a" * 16), secretly("worker-9", b"b" * 16)
         assert isinstance(await desk.answer(OTHER, mine), Welcome)
-        elsewhere = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], "")
+        elsewhere = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
         for place in (desk, elsewhere):
             for hello in (stolen, Hello(mine.worker, mine.cards)):
                 reply = await place.answer(b"thief", hello)
@@ -278,7 +279,7 @@ async def test_a_worker_goes_on_at_another_scheduler() -> None:
     async with at_the_desk() as (desk, clock):
         await submit(desk)
         (lease,) = await granted(desk)
-        other = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], "")
+        other = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
         await other.answer(OTHER, HELLO)
         assert await other.answer(OTHER, Progress(lease.claim, 1, 9, 1)) == Accepted()
         assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
@@ -300,7 +301,7 @@ async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_
 
 async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
     async with at_the_desk() as (desk, clock):
-        quick = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=0.04), [], "")
+        quick = Desk(Scheduler(desk.scheduler.queue, clock=clock, lease_ttl=0.04), [], Places(""))
         welcome = await quick.answer(PEER, HELLO)
         assert isinstance(welcome, Welcome)
         assert BEATS_MISSED * welcome.beat < 0.04
@@ -333,7 +334,7 @@ async def test_an_outcome_waits_for_the_queue_to_be_back(
     monkeypatch.setattr(desk_module, "QUEUE_PAUSE_S", 0.0)
     clock = ManualClock()
     queue = Away(clock)
-    desk = Desk(Scheduler(queue, clock=clock), [], "")
+    desk = Desk(Scheduler(queue, clock=clock), [], Places(""))
     await desk.answer(PEER, HELLO)
     await submit(desk)
     (lease,) = await granted(desk)

@@ -10,7 +10,7 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
 from tests.scheduler.test_scheduler import info
 from unfuse.core.card import ModelCard
-from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Pulse, ToScheduler, ToWorker
+from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, Room, StageSpec
 from unfuse.core.request import ResultFile, Timings
@@ -134,7 +134,7 @@ async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worke
     """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[BIG])
-    desk = Desk(scheduler, [], "")
+    desk = Desk(scheduler, [], Places(""))
     here = [Worker(desk, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
     for worker in here:
         await worker.say(Hello(worker.info, (BIG,)))

@@ -148,6 +148,8 @@ class TestCompletion:
             {"output": None},
             {"output": {"request": "req_another"}},
             {"output": {"stage": "image"}},
+            {"output": {"nbytes": -1}},
+            {"output": {"nbytes": 2**60}},
             {"output": {"attempt": 9}},
             {"output": {"owner": "another"}},
             {"results": (ResultFile(0, "image/png", 1, "hash"),)},

@@ -11,7 +11,7 @@ import pytest
 
 from tests.scheduler.model import CARD, DENOISE, params
 from tests.scheduler.test_scheduler import done, info
-from unfuse.core.messages import Ask, Done, Granted, Hello
+from unfuse.core.messages import Ask, Done, Granted, Hello, Places
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -183,7 +183,7 @@ class Waiting:
     def __init__(self, dispatch: Dispatch) -> None:
         clock = ManualClock()
         self.scheduler = Scheduler(MemoryQueue(clock), clock=clock)
-        self.desk = Desk(self.scheduler, [], "", dispatch=dispatch)
+        self.desk = Desk(self.scheduler, [], Places(""), dispatch=dispatch)
 
     async def join(self, name: str, slots: int) -> None:
         worker = msgspec.structs.replace(info(name, DENOISE), node=f"node of {name}", slots=slots)

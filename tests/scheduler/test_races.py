@@ -25,7 +25,7 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import lifecycle
-from unfuse.scheduler.scheduler import Scheduler
+from unfuse.scheduler.scheduler import Observer, Scheduler
 from unfuse.testing.clock import ManualClock
 
 TTL = 15.0
@@ -67,7 +67,7 @@ async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[s
     assert await take(scheduler) == []
 
 
-class Observed:
+class Observed(Observer):
     """What an observer heard, by request."""
 
     def __init__(self) -> None:

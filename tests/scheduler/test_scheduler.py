@@ -234,15 +234,15 @@ async def test_missing_names_the_pools_without_a_live_worker() -> None:
         assert await scheduler.missing() == {CARD.name: [DECODE]}
 
 
-async def test_addresses_are_the_registry_s_for_owners_that_are_known() -> None:
+async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.hello(info(WORKER, ENCODE), [CARD])
         await scheduler.submit(CARD, params())
         (encode,) = await take(scheduler)
-        assert await scheduler.addresses([encode]) == {}
+        assert await scheduler.owners([encode]) == {}
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        assert await scheduler.addresses([denoise]) == {WORKER: ("node-1", f"unix:@{WORKER}")}
+        assert await scheduler.owners([denoise]) == {WORKER: info(WORKER, ENCODE)}
 
 
 async def test_over_says_which_requests_need_no_objects_any_more() -> None:

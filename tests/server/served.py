@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 PIPELINE = Pipeline(
     (
-        StageSpec("text_encode", "text_encode", ("text_encoder",), (), ("embeds",)),
+        StageSpec("text_encode", "text_encode", ("text_encoder",), (), ("embeds",), reads=("prompt",)),
         StageSpec("denoise", "denoise", ("transformer",), ("embeds",), ("latents",), True),
         StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
     )
@@ -224,6 +224,7 @@ def serve(
     queue: str = "memory",
     works: bool = True,
     lease_ttl: float = 600.0,
+    cache_bytes: int = 0,
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -232,7 +233,8 @@ def serve(
 
     async def main() -> None:
         tasks = queues.open(queue)
-        scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=(IDLE,) if idle else ())
+        known = (IDLE,) if idle else ()
+        scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
         app = create_app(scheduler, results, keys=keys, names=names)

@@ -17,7 +17,10 @@ from structlog.testing import capture_logs
 from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
 from unfuse import __version__
 from unfuse.core.errors import Overloaded
+from unfuse.core.messages import Beat, Hello, Moved, Places
+from unfuse.core.plan import ROLES
 from unfuse.queues.base import Limits, Wanted
+from unfuse.scheduler.desk import Desk
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle"}
@@ -221,12 +224,14 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
         name: {
             value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
         }
-        for name in ("model", "stage", "pool", "backend")
+        for name in ("model", "stage", "pool", "backend", "role", "engine")
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
     assert labels["pool"] <= {*PICTURES.pools().values(), *IDLE.pools().values(), None}
     assert labels["backend"] == {"shared_memory", None}
+    assert labels["role"] <= {*ROLES, "all", None}
+    assert labels["engine"] <= {"tcp", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
     assert names <= {*labels, "le"}
 
@@ -264,6 +269,28 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         served.scheduler.lease_ttl = 600.0
         assert http.get("/v1/workers").json()["data"][0]["healthy"]
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 4096
+
+
+def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Path) -> None:
+    """Given beats of a worker, when metrics are read, then what it pulled is summed by engine."""
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        desk = Desk(served.scheduler, [], Places(""))
+        served.run(desk.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
+        for moved in (Moved(1000, 0.5), Moved(24, 0.25, 1)):
+            beat = Beat(used=1024, high_water=3072, fragmentation=0.125, moved={"tcp": moved})
+            served.run(desk.answer(b"w", beat))
+        told = {
+            name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
+            for name in ("bytes", "seconds", "failures")
+        }
+        assert told == {"bytes": 1024.0, "seconds": 0.75, "failures": 1.0}
+        shares = {
+            name: sample(http, f'unfuse_arena_{name}{{role="{WORKER.role}"}}')
+            for name in ("occupancy", "high_water", "fragmentation")
+        }
+        assert shares == {"occupancy": 0.25, "high_water": 0.75, "fragmentation": 0.125}
+        (shown,) = http.get("/v1/workers").json()["data"]
+        assert (shown["high_water"], shown["fragmentation"], shown["engines"]) == (3072, 0.125, {})
 
 
 def test_every_call_and_every_end_is_a_line_of_the_log(guarded: Served) -> None:

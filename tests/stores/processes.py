@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 
 
 class Process:
-    """A store in a process of its own, which does what is asked of it."""
+    """A store in a process of its own, of this host or by `enter` of another, which does what is asked of it."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, enter: Callable[[list[str]], list[str]] = list, **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, CHILD, json.dumps(options)],
+            enter([sys.executable, str(CHILD), json.dumps(options)]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

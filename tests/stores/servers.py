@@ -65,14 +65,14 @@ class Server:
 class RedisServer(Server):
     """Redis."""
 
-    def __init__(self, binary: str, folder: Path) -> None:
-        self.binary, (self.port,) = binary, free_ports(1)
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = redis.Redis(port=self.port, retry=Retry(NoBackoff(), 0))
+    def __init__(self, binary: str, folder: Path, host: str = "127.0.0.1") -> None:
+        self.binary, (self.port,), self.host = binary, free_ports(1), host
+        self.url = f"redis://{host}:{self.port}/0"
+        self.client = redis.Redis(host, self.port, retry=Retry(NoBackoff(), 0))
         super().__init__(folder)
 
     def command(self) -> list[str]:
-        where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        where = ["--port", str(self.port), "--bind", self.host, "--protected-mode", "no", "--dir", str(self.folder)]
         return [*where, "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"]
 
     def sync(self) -> None:

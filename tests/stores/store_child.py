@@ -13,6 +13,8 @@ from unfuse.core.errors import UnfuseError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.transfer import open_engine
+from unfuse.transfer.base import TransferOptions
 
 
 class Child:
@@ -64,6 +66,16 @@ class Child:
     def close(self, name: str = "x") -> None:
         """Let go."""
         self.held.pop(name).close()
+
+    def serve(self, name: str, host: str = "127.0.0.1", secret: str = "") -> str:
+        """Let other nodes pull by a transfer engine; where."""
+        assert self.store.arena
+        self.engine = open_engine(name, TransferOptions(host=host, secret=secret, trusted_network=True))
+        return self.engine.serve(self.store.arena)
+
+    def release(self, request: str) -> None:
+        """Give up what is kept of a request."""
+        self.store.release(request)
 
     def learn(self, peers: dict[str, list[str]]) -> None:
         """Where others are."""

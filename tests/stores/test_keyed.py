@@ -19,6 +19,7 @@ from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, Tra
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.keyed import open_copies
+from unfuse.stores.results import open_results
 from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
 from unfuse.stores.tensor_store import TensorStore
 
@@ -135,7 +136,7 @@ def test_a_part_that_redis_lost_is_an_object_lost(redis_server: RedisServer) -> 
 def test_redis_forgets_by_itself(redis_server: RedisServer) -> None:
     with TensorStore.create(redis_server.url + "?prefix=long&ttl=600", owner="w") as store:
         put(store, 1)
-        (key,) = redis_server.client.keys("{long}:w/*")
+        (key,) = redis_server.client.keys("{long}:objects/w/*")
         assert 0 < redis_server.client.ttl(key) <= 600
     with TensorStore.create(redis_server.url + "?prefix=brief&ttl=1", owner="w") as store:
         ref = put(store, 1)
@@ -264,7 +265,7 @@ def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_er
 def test_a_store_on_a_disk_has_the_bound_it_was_given(tmp_path: Path) -> None:
     with TensorStore.create(f"disk:{tmp_path}", owner="w", capacity=3000) as store:
         first = put(store, 1, 2000)
-        with pytest.raises(ArenaFull):
+        with pytest.raises(ArenaFull, match="the disk store has no room for 2048 bytes .* a larger --arena"):
             put(store, 2, 2000)
         with TensorStore.create(f"disk:{tmp_path}", owner="w", capacity=3000) as again:
             assert again.usage().free == 3000 - first.nbytes, "what is there counts, whoever put it there"
@@ -321,12 +322,17 @@ def test_an_object_that_is_lost_is_read_from_its_copy_by_anybody(durable: Durabl
     ref, other = put(one, 7, 5 * MIB, request), put(one, 8, 10, request)
     one.save(ref)
     check(two, ref, 7)
-    one.release(request)
+    for given_up in (ref, other):
+        one.delete(given_up)
     check(one, ref, 7)
     for store in (one, two):
         with pytest.raises(ObjectLost) as lost:
             store.get(other)
         assert lost.value.object_id == other.id
+    one.release(request)
+    for store in (one, two):
+        with pytest.raises(ObjectLost):
+            store.get(ref)
 
 
 def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable, place: str) -> None:
@@ -338,11 +344,35 @@ def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable
         store.delete(ref)
     assert copies.holding() >= {ref.request for ref in refs}
     copies.release(refs[0].request)
-    copies.release(refs[0].request)
+    assert refs[0].request not in copies.holding() and refs[1].request in copies.holding()
     with pytest.raises(ObjectLost):
         store.get(refs[0])
     check(store, refs[1], 2)
     copies.release(refs[1].request)
+
+
+@pytest.mark.parametrize("kind", ["disk", "s3"])
+def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
+    request: pytest.FixtureRequest, kind: str, tmp_path: Path
+) -> None:
+    url = f"disk:{tmp_path}" if kind == "disk" else request.getfixturevalue("s3_server").url
+    results, copies, over = open_results(url), open_copies(url), new_request_id()
+    assert copies is not None
+    with TensorStore.create(url, owner="w", durable=url) as store:
+        ref = put(store, 1, request=over)
+        store.save(ref)
+        results.put(over, 0, "image/png", b"a picture")
+        results.forget(0.0)
+        copies.release(over)
+        assert over not in copies.holding() and store.holding() == {over}
+        check(store, ref, 1)
+        store.release(over)
+        assert results.read(over, 0) == b"a picture"
+        store.save(kept := put(store, 2, request=over))
+        results.delete(over)
+        store.delete(kept)
+        check(store, kept, 2)
+        copies.release(over)
 
 
 def test_a_damaged_copy_is_never_read(durable: Durable, shelf: Shelf) -> None:

@@ -22,9 +22,20 @@ CAPACITY = 48 << 20
 assert torch, "the suite checks torch tensors where torch has been imported"
 
 
-@pytest.mark.parametrize("name", ["memory", "shared_memory"])
-def test_a_backend_is_a_tensor_store(name: str) -> None:
-    check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY))
+def join(name: str) -> Callable[[TensorStore], TensorStore]:
+    """How another owner's store is opened, which knows the first."""
+
+    def opened(first: TensorStore) -> TensorStore:
+        other = TensorStore.create(name, owner="w2", node="n1", capacity=CAPACITY)
+        other.learn({first.owner: (first.node, first.address)})
+        return other
+
+    return opened
+
+
+@pytest.mark.parametrize(("name", "joined"), [("memory", None), ("shared_memory", join("shared_memory"))])
+def test_a_backend_is_a_tensor_store(name: str, joined: Callable[[TensorStore], TensorStore] | None) -> None:
+    check_store(lambda: TensorStore.create(name, owner="w1", node="n1", capacity=CAPACITY), join=joined)
 
 
 @pytest.fixture(params=["disk", "redis", "s3"])
@@ -51,13 +62,15 @@ def behind_the_back(place: str) -> Callable[[ObjectRef, bytes | None], None]:
 
 def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(place: str) -> None:
     opened = lambda: TensorStore.create(place, owner="w/1", node="n1", capacity=CAPACITY)  # noqa: E731
-    check_store(opened, behind_the_back(place))
+    check_store(opened, behind_the_back(place), join(place))
 
 
 @pytest.mark.parametrize("fast", ["memory", "shared_memory"])
 def test_a_store_that_spills_is_a_tensor_store(fast: str, place: str) -> None:
+    url = f"spill:{fast}+{place}"
     check_store(
-        lambda: TensorStore.create(f"spill:{fast}+{place}", owner="w1", capacity=CAPACITY // 2, spill_capacity=CAPACITY)
+        lambda: TensorStore.create(url, owner="w1", capacity=CAPACITY // 2, spill_capacity=CAPACITY),
+        join=join(url) if fast == "shared_memory" else None,
     )
 
 
@@ -69,7 +82,8 @@ def parent() -> Iterator[TensorStore]:
 
 def test_a_writer_at_another_process_arena_is_a_tensor_store(parent: TensorStore) -> None:
     check_store(
-        lambda: TensorStore.create("shared_memory", owner="w1", address=parent.address, write_token=parent.write_token)
+        lambda: TensorStore.create("shared_memory", owner="w1", address=parent.address, write_token=parent.write_token),
+        join=join("shared_memory"),
     )
     assert parent.usage().used == 0
 
@@ -114,6 +128,29 @@ class Forgetful(MemoryBackend):
         return Draft(draft.id, draft.key, draft.generation, np.zeros_like(draft.memory))
 
 
+class Early(MemoryBackend):
+    """Seals what it begins."""
+
+    def create(self, nbytes: int, request: str) -> Draft:
+        draft = super().create(nbytes, request)
+        self._objects.seal(draft.id)
+        return draft
+
+    def seal(self, id: str) -> None:
+        """Is done already."""
+
+    def abort(self, id: str) -> None:
+        self._objects.delete(id)
+
+
+class Eager(MemoryBackend):
+    """Has what is held moved."""
+
+    def idle(self):  # type: ignore[no-untyped-def]
+        entries = self._objects._entries.values()
+        return [entry.extent for entry in entries if entry.state == "sealed"]
+
+
 class Endless(MemoryBackend):
     """Knows no bound."""
 
@@ -125,7 +162,7 @@ class Endless(MemoryBackend):
         return type(usage)(CAPACITY, usage.used, usage.requested, CAPACITY - usage.used, CAPACITY, usage.high_water)
 
 
-@pytest.mark.parametrize("broken", [Leaky, Trusting, Copying, Forgetful, Endless])
+@pytest.mark.parametrize("broken", [Leaky, Trusting, Copying, Forgetful, Early, Eager, Endless])
 def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
     from unfuse.core.clock import SystemClock
 

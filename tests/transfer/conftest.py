@@ -11,25 +11,46 @@ from threading import Lock
 from typing import Any
 
 import msgspec
+import pytest
 
+from tests.netns import SecondHost, second_host
 from unfuse.arena.arena import Arena
+from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.testing.transfer_suite import CAPACITY, ArenaOwner, Pair
+from unfuse.testing.transfer_owner import CAPACITY, ArenaOwner
+from unfuse.testing.transfer_suite import Pair
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferEngine, TransferOptions
 
 CHILD = Path(__file__).with_name("owner_child.py")
 ROOT = Path(__file__).parents[2]
 OPTIONS = TransferOptions(trusted_network=True)
+Enter = Callable[[list[str]], list[str]]
+
+
+def needed(name: str) -> None:
+    """Skip, on a laptop, where an engine's library is not installed."""
+    try:
+        open_engine(name, OPTIONS).close()
+    except ConfigError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SecondHost]:
+    with second_host() as host:
+        yield host
 
 
 class ChildOwner:
-    """An owner in a process of its own, started by a command that may lead elsewhere."""
+    """An owner in a process of its own, of this host or, by `enter`, of another."""
 
-    def __init__(self, name: str, options: TransferOptions = OPTIONS, command: Sequence[str] = ()) -> None:
+    def __init__(self, name: str, options: TransferOptions = OPTIONS, enter: Enter = list) -> None:
         self._lock = Lock()
         self.process = subprocess.Popen(
-            [*command, sys.executable, CHILD, name, msgspec.json.encode(options)],
+            enter([sys.executable, str(CHILD), name, msgspec.json.encode(options).decode()]),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -89,10 +110,10 @@ def one_process(name: str, options: TransferOptions = OPTIONS) -> Iterator[Pair]
 
 @contextmanager
 def two_processes(
-    name: str, options: TransferOptions = OPTIONS, theirs: TransferOptions = OPTIONS, command: Sequence[str] = ()
+    name: str, options: TransferOptions = OPTIONS, theirs: TransferOptions = OPTIONS, enter: Enter = list
 ) -> Iterator[Pair]:
     """The owner in a child."""
-    owner = ChildOwner(name, theirs, command)
+    owner = ChildOwner(name, theirs, enter)
     try:
         with reader(name, options) as (engine, arena):
             yield Pair(owner, engine, arena)

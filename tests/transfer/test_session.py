@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from tests.transfer.conftest import OPTIONS, ChildOwner
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
-from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
-from unfuse.testing.transfer_suite import ArenaOwner, pattern, soon
+from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef, same_prefix
+from unfuse.stores.checksums import checksums_of
+from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
 from unfuse.transfer.fake import FakeEngine, FakeLink
@@ -336,6 +337,33 @@ def test_what_another_attempt_brought_before_need_not_come_again(owner: ArenaOwn
     with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
         fetching.fetch(ref, sink, good=2 * CHUNK_BYTES).result(60)
     assert engine.pulled == [(2 * CHUNK_BYTES, 3 * CHUNK_BYTES)]
+
+
+@pytest.mark.parametrize("same", [2, 1, 0])
+def test_who_read_a_stream_that_broke_goes_on_only_over_equal_chunks(owner: ArenaOwner, same: int) -> None:
+    """The producer died after two chunks of three; what another made instead has so many leading chunks of the same."""
+    address, broken, engine = owner.start(), owner.begin(1, 3 * CHUNK_BYTES), Recording()
+    owner.write(broken, 2)
+    memory = np.empty(broken.nbytes, np.uint8)
+    with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
+        session = fetching.fetch(broken, Window(memory, broken))
+        soon(lambda: session.good == 2 * CHUNK_BYTES, "two chunks did not come")
+        owner.abort(broken)
+        with pytest.raises(ObjectLost):
+            session.result(60)
+        known = msgspec.structs.replace(broken, checksums=checksums_of(memory[: session.good]))
+
+        recomputed = owner.begin(1, broken.nbytes)
+        made = owner._extents[recomputed.id][1]
+        made[same * CHUNK_BYTES :] ^= 1
+        owner.write(recomputed, 3)
+        owner.seal(recomputed)
+        recomputed = msgspec.structs.replace(recomputed, checksums=checksums_of(made))
+        good = same_prefix(known, recomputed)
+        assert good == same * CHUNK_BYTES
+        engine.pulled.clear()
+        fetching.fetch(recomputed, Window(memory, recomputed), good).result(60)
+    assert engine.pulled == [(same * CHUNK_BYTES, broken.nbytes)] and (memory == made).all()
 
 
 def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner: ArenaOwner) -> None:

@@ -1,37 +1,27 @@
 """Every engine is one: in one process, between two, and between two hosts. The suite notices what is none."""
 
-import os
-import subprocess
+import multiprocessing
+import time
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import zmq
 from numpy.typing import NDArray
 
-from tests.transfer.conftest import OPTIONS, one_process, reader, two_processes
-from unfuse.core.errors import ConfigError
+from tests.netns import SecondHost
+from tests.transfer.conftest import OPTIONS, ChildOwner, needed, one_process, reader, two_processes
 from unfuse.core.object_ref import ObjectRef
-from unfuse.testing import check_transfer
-from unfuse.testing.transfer_suite import ArenaOwner, Pair
+from unfuse.testing import ArenaOwner, Pair, check_transfer
+from unfuse.testing.transfer_owner import pattern
 from unfuse.transfer import open_engine
-from unfuse.transfer.base import Link, TransferEngine
+from unfuse.transfer.base import Link, LinkBroken, TransferEngine
 from unfuse.transfer.fake import FakeEngine, FakeLink
-
-
-def needed(name: str) -> None:
-    """Skip, on a laptop, where an engine's library is not installed."""
-    try:
-        open_engine(name, OPTIONS).close()
-    except ConfigError as error:
-        if os.environ.get("CI") == "true":
-            raise
-        pytest.skip(str(error))
-
 
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
@@ -48,39 +38,67 @@ def test_an_engine_between_processes(name: str) -> None:
     check_transfer(partial(two_processes, name))
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[tuple[str, str, list[str]]]:
-    """Another host, made of a network namespace: our address there, its own, and how to start a process on it."""
-    name, net = f"unfuse-{os.getpid()}", f"10.213.{os.getpid() % 250}"
-    root = [] if os.geteuid() == 0 else ["sudo", "-n"]
-
-    def do(line: str) -> None:
-        done = subprocess.run([*root, *line.split()], capture_output=True, text=True)
-        if done.returncode:
-            if os.environ.get("CI") == "true" and "not permitted" not in done.stderr:
-                pytest.fail(f"{line}: {done.stderr}")
-            pytest.skip(f"network namespaces cannot be made here: {done.stderr}")
-
-    do(f"ip netns add {name}")
-    try:
-        do(f"ip link add uf{os.getpid()} type veth peer name far netns {name}")
-        do(f"ip addr add {net}.1/30 dev uf{os.getpid()}")
-        do(f"ip link set uf{os.getpid()} up")
-        for line in (f"addr add {net}.2/30 dev far", "link set far up", "link set lo up"):
-            do(f"ip -n {name} {line}")
-        yield f"{net}.1", f"{net}.2", [*root, "ip", "netns", "exec", name]
-    finally:
-        subprocess.run([*root, "ip", "netns", "del", name], capture_output=True)
-
-
-@pytest.mark.parametrize("name", ["tcp", "zmq", nightly("mooncake"), nightly("nixl")])
-def test_an_engine_between_hosts(host: tuple[str, str, list[str]], name: str) -> None:
+@pytest.mark.parametrize("name", ["tcp", "zmq", "mooncake", nightly("nixl")])
+def test_an_engine_between_hosts(host: SecondHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed(name)
-    near, far, command = host
+    monkeypatch.setenv("UCX_NET_DEVICES", f"{host.link},lo")  # NIXL takes any device, also one that leads nowhere
     secret = zmq.curve_keypair()[1].decode()
-    ours, theirs = (msgspec.structs.replace(OPTIONS, host=at, secret=secret) for at in (near, far))
-    path = f"PYTHONPATH={Path(__file__).parents[2]}"
-    check_transfer(partial(two_processes, name, ours, theirs, [*command, "env", path]))
+    ours, theirs = (msgspec.structs.replace(OPTIONS, host=at, secret=secret) for at in (host.near, host.far))
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:  # NIXL's transport reads routes once
+        fresh.submit(check_transfer, partial(two_processes, name, ours, theirs, host.enter)).result()
+
+
+@pytest.mark.parametrize("name", ["tcp", "zmq"])
+def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondHost, name: str) -> None:
+    known, other = (zmq.curve_keypair()[1].decode() for _ in range(2))
+    theirs = msgspec.structs.replace(OPTIONS, host=host.far, secret=known)
+    owner = ChildOwner(name, theirs, host.enter)
+    address, ref = owner.start(), owner.put(1, 1000)
+    for secret, comes in ((other, False), ("", False), (known, True)):
+        engine = open_engine(name, msgspec.structs.replace(OPTIONS, secret=secret, heartbeat_s=1.0))
+        memory = np.zeros(1000, np.uint8)
+        with closing(engine.connect(address)) as link, nullcontext() if comes else pytest.raises(LinkBroken):
+            list(link.pull(ref, 0, 1000, memory))
+        assert memory.any() == comes
+        engine.close()
+    owner.end()
+
+
+@pytest.mark.parametrize("name", ["tcp", "zmq", "mooncake"])
+def test_an_owner_that_is_stopped_is_silent_and_heard_again_when_it_goes_on(name: str) -> None:
+    """As by SIGSTOP, a debugger, or a machine that swaps: its connections stay, but nothing comes."""
+    needed(name)
+    with two_processes(name, msgspec.structs.replace(OPTIONS, heartbeat_s=0.3, max_missed=1)) as pair:
+        assert isinstance(pair.owner, ChildOwner)
+        ref, memory = pair.owner.put(1, 12 << 20), pair.arena.memory[: 12 << 20]
+        with closing(pair.engine.connect(pair.owner.start())) as link:
+            link.ping()
+            with stopped(pair.owner.process.pid):
+                for asked in (
+                    link.ping,
+                    lambda: list(link.pull(ref, 0, ref.nbytes, memory)),
+                    lambda: link.written(ref, 9, 0),
+                ):
+                    with pytest.raises(LinkBroken):
+                        asked()
+            link.ping()
+            assert list(link.pull(ref, 0, ref.nbytes, memory))[-1] == ref.nbytes
+            assert (memory == pattern(1, ref.nbytes)).all()
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process that stands still: a signal is sent before it has been taken."""
+    process = psutil.Process(pid)
+    process.suspend()
+    try:
+        until = time.monotonic() + 60
+        while process.status() != psutil.STATUS_STOPPED:
+            assert time.monotonic() < until, process.status()
+            time.sleep(0.01)
+        yield
+    finally:
+        process.resume()
 
 
 class Trusting(FakeEngine):

@@ -16,11 +16,11 @@ from tests.transfer.conftest import OPTIONS
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.testing.transfer_suite import ArenaOwner, pattern, soon
+from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.channel import HEADER, Connection, prove, read, send, write
-from unfuse.transfer.messages import Coming, FromOwner, Lost, Ping, Pong, Pull, ToOwner, Watch
+from unfuse.transfer.channel import HEADER, Connection, Owner, prove, read, send, write
+from unfuse.transfer.messages import Coming, FromOwner, Got, Lost, Ping, Pong, Pull, ToOwner, Watch
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 
@@ -306,16 +306,32 @@ def test_a_reader_that_stops_reading_is_given_up_and_its_hold_ends() -> None:
     owner.stop()
 
 
-def test_what_is_sent_is_held_until_the_reader_says_that_it_is_there(owner: ArenaOwner) -> None:
-    """The kernel reads the arena when the bytes leave, which may be after sendfile returned."""
-    address, ref = owner.start(), owner.put(1, 1000)
-    with closing(Connection(address, OPTIONS)) as reader:
+def test_what_a_reader_takes_by_itself_is_held_until_it_has_it(owner: ArenaOwner) -> None:
+    """As with mooncake and nixl, which read the owner's memory behind its back."""
+    ref, serving = owner.put(1, 1000), Owner(owner.arena, OPTIONS, lambda peer, *_: read(peer))
+    with closing(serving), closing(Connection(serving.address, OPTIONS)) as reader:
         reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
-        assert len(reader.socket.recv(1000, socket.MSG_WAITALL)) == 1000
         owner.delete(ref)
         assert owner.used() > 0
+        send(reader.socket, Got())
         reader.ask(Ping(), Pong)
         assert owner.used() == 0
+
+
+def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
+    """Nor until the owner gives up sending: the object may be large, and others want its room."""
+    owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
+    address, ref = owner.start(), owner.put(1, 40 << 20)
+    reader = Connection(address, OPTIONS)
+    reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes), Coming)
+    owner.delete(ref)
+    assert owner.used() > 0
+    reader.interrupt()
+    while reader.socket.recv(1 << 20):
+        pass
+    reader.close()
+    soon(lambda: owner.used() == 0, "it is still held")
+    owner.stop()
 
 
 def test_beyond_this_machine_only_with_a_secret(arena: Arena) -> None:

@@ -25,6 +25,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Places,
     Progress,
     Pulse,
     Refused,
@@ -96,7 +97,7 @@ class Site:
 @asynccontextmanager
 async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
     scheduler = Scheduler(MemoryQueue(SystemClock()), limits=Limits(100_000, 100_000), cards=[CARD])
-    desk = Desk(scheduler, [(CARD.name, CARD.source, offered)], "disk:/results")
+    desk = Desk(scheduler, [(CARD.name, CARD.source, offered)], Places("disk:/results"))
     dropped: list[ToWorker] = []
 
     async def undelivered(peer: bytes, reply: ToWorker) -> None:
@@ -135,7 +136,7 @@ BAD = {
     "another version": bytes([VERSION + 1]) + encode(Beat())[1:],
     "version zero": b"\0" + encode(Beat())[1:],
     "unknown tag": body(b"\x81\xa4type\xa6Launch"),
-    "an answer": encode(Welcome((), "disk:/x", 1.0, 1.0)),
+    "an answer": encode(Welcome((), Places("disk:/x"), 1.0, 1.0)),
     "no tag": body(b"\x80"),
     "a number": body(b"\x01"),
     "a list of four thousand million claims": BEAT + b"\xa6claims\xdd\xff\xff\xff\xff",

@@ -6,6 +6,7 @@ import asyncio
 import sys
 
 from unfuse.core.clock import SystemClock
+from unfuse.core.messages import Places
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.scheduler import Scheduler
@@ -14,7 +15,7 @@ from unfuse.wire.router import Router
 
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
-    desk = Desk(scheduler, [("none", "none", "auto")], "disk:/nowhere")
+    desk = Desk(scheduler, [("none", "none", "auto")], Places("disk:/nowhere"))
     router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")

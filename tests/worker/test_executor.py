@@ -13,7 +13,7 @@ import pytest
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Value, kinds_of
 from unfuse.core.request import new_request_id
@@ -28,7 +28,9 @@ SHAPES = "unfuse/shapes"
 
 def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder") -> Load:
     models, kinds, compute = ((model, model, "auto"),), kinds_of(role), ComputeOptions("cpu", threads=1)
-    return Load(models, kinds, compute, store.owner, store.node, store.address, store.write_token, f"disk:{folder}")
+    return Load(
+        models, kinds, compute, store.owner, store.node, store.address, store.write_token, Places(f"disk:{folder}")
+    )
 
 
 def lease(stage: str = "text_encode", *inputs: ObjectRef, **changes: Value) -> Lease:

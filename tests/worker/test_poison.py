@@ -17,7 +17,7 @@ import pytest
 from tests.worker import outside
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease, Task
@@ -86,7 +86,7 @@ async def computing(folder: Path, stall_s: float = 600.0) -> AsyncIterator[Compu
         options = ComputeOptions(threads=1)
         load = Load(
             (("outside", str(folder), "auto"),), None, options, "w", "n", store.address, store.write_token,
-            f"disk:{folder}/results",
+            Places(f"disk:{folder}/results"),
         )  # fmt: skip
         executor = Executor(load, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
         compute = Compute(executor, store, folder)

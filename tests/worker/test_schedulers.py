@@ -20,6 +20,7 @@ from unfuse.core.messages import (
     Done,
     Failed,
     Hello,
+    Places,
     Pulse,
     Refused,
     ToScheduler,
@@ -63,7 +64,7 @@ class Town:
     async def open(self, address: str = "tcp://127.0.0.1:0") -> Router:
         number = len(self.routers)
         scheduler = Scheduler(self.queue, cards=[self.card])
-        desk = Desk(scheduler, self.offered, self.results)
+        desk = Desk(scheduler, self.offered, Places(self.results))
 
         async def answer(peer: bytes, message: ToScheduler) -> ToWorker | None:
             self.heard.append((number, message))
@@ -291,7 +292,7 @@ class Here:
         self.heard.append(message)
         match message:
             case Hello():
-                return Welcome((), "", 15.0, 1.0)
+                return Welcome((), Places(""), 15.0, 1.0)
             case Beat():
                 return Pulse((), ("here",))
         return Accepted()

@@ -61,12 +61,12 @@ class Arena(ObjectTable):
         os.close(self.read_fd)
 
 
-def map_bytes(fd: int, *, writable: bool) -> NDArray[np.uint8]:
+def map_bytes(fd: int, *, writable: bool, populate: bool = True) -> NDArray[np.uint8]:
     """Map a whole file; the map lasts as long as the array or any view of it.
 
-    Pages are entered into a writable map at once, since a fault each would halve the speed of the first write.
+    With `populate` pages are entered at once (40 ms a GiB): faults would make their first use several times slower.
     """
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if writable else 0)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     return np.frombuffer(mmap.mmap(fd, 0, flags, prot), np.uint8)
 

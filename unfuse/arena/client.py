@@ -26,6 +26,7 @@ from unfuse.arena.protocol import (
     Release,
     Seal,
     Seen,
+    Spill,
     ToOwner,
     Unhold,
     Write,
@@ -62,10 +63,7 @@ class ArenaClient:
         self._address = address
         self._turn = Turn()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        for direction in (
-            socket.SO_RCVTIMEO,
-            socket.SO_SNDTIMEO,
-        ):  # MSG_WAITALL needs a socket that Python sees as blocking
+        for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # Python must see it as blocking, for MSG_WAITALL
             self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
         try:
             self._connect(name)
@@ -102,6 +100,10 @@ class ArenaClient:
     def delete(self, id: str) -> None:
         """Delete an object; its room is free when its last hold ends."""
         self._ask(Delete(id))
+
+    def spill(self, id: str) -> None:
+        """Free the room of an object that is kept elsewhere now, unless somebody holds it. Raises ObjectLost."""
+        self._ask(Spill(id), id)
 
     def release(self, request: str) -> None:
         """Delete every object of a request."""
@@ -184,7 +186,7 @@ class ArenaClient:
             if writable:
                 self.memory = map_bytes(fd, writable=True)
             else:
-                self.view = map_bytes(fd, writable=False)
+                self.view = map_bytes(fd, writable=False, populate=False)  # most of it is never read from here
         finally:
             os.close(fd)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from threading import Condition
@@ -12,18 +13,22 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from unfuse.arena.buddy import Usage
+from unfuse.arena.buddy import BLOCK, Usage
 from unfuse.arena.turn import Turn
-from unfuse.core.errors import ObjectLost, ProtocolError
+from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
-State = Literal["writing", "sealed", "deleted"]
+State = Literal["writing", "sealed", "spilled", "deleted"]
 
 OBJECT_MOVES: dict[State, frozenset[State]] = {
     "writing": frozenset({"sealed", "deleted"}),
-    "sealed": frozenset({"deleted"}),
+    "sealed": frozenset({"spilled", "deleted"}),
+    "spilled": frozenset({"sealed", "deleted"}),
     "deleted": frozenset(),
 }
-"""Legal moves of an object. A deleted one keeps its bytes until nobody holds it; a writer does until seal or abort."""
+"""Legal moves of an object. A deleted one keeps its bytes until nobody holds it; a writer does until seal or abort.
+
+A spilled one has no bytes here: they are in the store that it was moved to.
+"""
 
 MOST_IDLE = 256
 
@@ -45,7 +50,10 @@ class Space(Protocol):
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Where an object lies. `key` must be shown to read it; `generation` tells it from what was there before."""
+    """Where an object lies. `key` must be shown to read it; `generation` tells it from what was there before.
+
+    `request` is whom it is for, or the first of those.
+    """
 
     id: str
     key: bytes
@@ -62,10 +70,19 @@ class _Entry:
     holds: int = 1
     written: tuple[int, ...] | None = None
     whole: bool = False
+    shared: list[str] = field(default_factory=list)
+    """For whom it is kept beside its request, and after it."""
+    spare: bool = False
+    """Whether its request is released."""
 
 
 class ObjectTable:
-    """The objects in one space, the least recently used first. Thread-safe; every method is atomic."""
+    """The objects in one space, the least recently used first. Thread-safe; every method is atomic.
+
+    `recall` brings a spilled object back by `restore`, and raises what that does.
+    """
+
+    recall: Callable[[Extent], Extent] | None = None
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -77,7 +94,7 @@ class ObjectTable:
     def create(self, nbytes: int, request: str) -> Extent:
         """Make room for an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
         with self._turn:
-            offset = self._space.allocate(nbytes)
+            offset = self._place(nbytes)
             self._generation += 1
             extent = Extent(secrets.token_hex(16), secrets.token_bytes(16), self._generation, offset, nbytes, request)
             self._entries[extent.id] = _Entry(extent)
@@ -133,22 +150,56 @@ class ObjectTable:
     def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
         """Keep a sealed object where it is until `unhold`. Raises ObjectLost unless all of this is its own.
 
-        With `announced`, also one that is announced; what of it may be read is what `written` says.
+        With `announced`, also one that is announced; what of it may be read is what `written` says. A spilled one is
+        then brought back first, and ArenaFull raised while there is no room for it.
         """
         with self._turn:
             entry = self._entry(id)
             extent = entry.extent
             known = hmac.compare_digest(extent.key, key) and (extent.generation, extent.nbytes) == (generation, nbytes)
             early = announced and entry.state == "writing" and entry.written is not None
-            if not (known and (early or entry.state == "sealed")):
+            recall = self.recall if announced and entry.state == "spilled" else None
+            if not (known and (early or recall or entry.state == "sealed")):
                 raise _lost(id)
-            entry.holds += 1
-            self._entries[id] = self._entries.pop(id)
-            return extent
+            if not recall:
+                entry.holds += 1
+                self._entries[id] = self._entries.pop(id)
+                return extent
+        return recall(extent)
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits and never fails, so that finalizers may call it."""
         self._turn.post(partial(self._drop, id))
+
+    def spill(self, id: str) -> None:
+        """Free the room of a sealed object that is kept elsewhere now, unless somebody holds it. Raises ObjectLost."""
+        with self._turn:
+            entry = self._entry(id)
+            if entry.state == "deleted":
+                raise _lost(id)
+            if entry.state == "sealed" and not entry.holds:
+                self._move(entry, "spilled")
+                self._space.free(entry.extent.offset)
+
+    def restore(self, id: str, fill: Callable[[int], None]) -> Extent:
+        """Make room for a spilled object, have `fill` write its bytes at that offset, and hold it.
+
+        Raises ArenaFull, what `fill` raises, and ObjectLost if it was deleted meanwhile; it is as before then.
+        """
+        with self._turn:
+            offset = self._place(self._entry(id).extent.nbytes)
+        try:
+            fill(offset)
+            with self._turn:
+                entry = self._entry(id)
+                self._move(entry, "sealed")
+                entry.holds, entry.extent = 1, msgspec.structs.replace(entry.extent, offset=offset)
+                self._entries[id] = self._entries.pop(id)
+                return entry.extent
+        except BaseException:
+            with self._turn:
+                self._space.free(offset)
+            raise
 
     def delete(self, id: str) -> None:
         """No new holds from now on; the room is free when the last hold ends. An unknown id changes nothing."""
@@ -156,27 +207,64 @@ class ObjectTable:
             if id in self._entries:
                 self._delete(self._entries[id])
 
-    def release(self, request: str) -> None:
-        """Delete every object of a request, those being written included."""
+    def share(self, id: str, name: str) -> None:
+        """Keep an object until that name is released too, and not only its request. Raises ObjectLost.
+
+        Without its request it is spare: when room is short, the least recently used of those are deleted first.
+        """
         with self._turn:
-            for entry in [entry for entry in self._entries.values() if entry.extent.request == request]:
-                self._delete(entry)
+            entry = self._entry(id)
+            if entry.state == "deleted":
+                raise _lost(id)
+            if name not in (entry.extent.request, *entry.shared):
+                entry.shared.append(name)
+
+    def release(self, request: str) -> None:
+        """Delete every object of a request, those being written included, unless it is shared.
+
+        One that is spilled goes all the same: it was moved under the name of that request.
+        """
+        with self._turn:
+            for entry in [*self._entries.values()]:
+                if request in entry.shared:
+                    entry.shared.remove(request)
+                elif entry.extent.request == request and entry.shared and entry.state != "spilled":
+                    entry.extent, entry.spare = msgspec.structs.replace(entry.extent, request=entry.shared.pop(0)), True
+                elif entry.extent.request == request:
+                    self._delete(entry)
 
     def requests(self) -> frozenset[str]:
-        """Ids of the requests that objects exist for, deleted ones not counted."""
+        """Ids of the requests, and other names, that objects exist for, deleted ones not counted."""
         with self._turn:
-            return frozenset(entry.extent.request for entry in self._entries.values() if entry.state != "deleted")
+            alive = [entry for entry in self._entries.values() if entry.state != "deleted"]
+            return frozenset(name for entry in alive for name in (entry.extent.request, *entry.shared))
 
     def idle(self) -> list[Extent]:
-        """Sealed objects that nobody holds, least recently used first: the first MOST_IDLE of them."""
+        """Sealed objects that nobody holds, least recently used first: the first MOST_IDLE. Spare ones go otherwise."""
         with self._turn:
-            idle = (entry for entry in self._entries.values() if entry.state == "sealed" and not entry.holds)
+            idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def usage(self) -> Usage:
-        """How full the space is."""
+        """How full the space is. What spare objects take is free, though not in one piece with the rest."""
         with self._turn:
-            return self._space.usage()
+            usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
+        taken, asked = sum(max(1, -(-size // BLOCK)) * BLOCK for size in sizes), sum(sizes)
+        fields = {"used": usage.used - taken, "requested": usage.requested - asked, "free": usage.free + taken}
+        return msgspec.structs.replace(usage, **fields) if sizes else usage
+
+    def _spare(self) -> Iterator[_Entry]:
+        return (e for e in self._entries.values() if e.spare and e.state == "sealed" and not e.holds)
+
+    def _place(self, nbytes: int) -> int:
+        while True:
+            try:
+                return self._space.allocate(nbytes)
+            except ArenaFull as full:
+                entry = next(self._spare(), None)
+                if entry is None or nbytes > full.capacity:
+                    raise
+                self._delete(entry)
 
     def _news(self, id: str, known: int) -> bool:
         with self._turn:
@@ -199,10 +287,11 @@ class ObjectTable:
         entry.state = state
 
     def _delete(self, entry: _Entry) -> None:
-        if entry.state == "deleted":
-            return
-        self._move(entry, "deleted")
-        self._sweep(entry)
+        if entry.state == "spilled":
+            del self._entries[entry.extent.id]
+        elif entry.state != "deleted":
+            self._move(entry, "deleted")
+            self._sweep(entry)
 
     def _drop(self, id: str) -> None:
         entry = self._entries[id]

@@ -74,6 +74,12 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     request: str
 
 
+class Spill(msgspec.Struct, frozen=True, tag=True):
+    """An object is kept elsewhere now: free its room. Answered by Done, or Lost."""
+
+    id: str
+
+
 class Look(msgspec.Struct, frozen=True, tag=True):
     """Answered by Seen."""
 
@@ -89,7 +95,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The object cannot be held or sealed."""
+    """The object cannot be held, sealed or spilled."""
 
     message: str
 
@@ -110,7 +116,7 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     idle: list[Extent]
 
 
-ToOwner = Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Look
+ToOwner = Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Spill | Look
 FromOwner = Placed | Done | Lost | Full | Seen
 
 

@@ -28,6 +28,7 @@ from unfuse.arena.protocol import (
     Release,
     Seal,
     Seen,
+    Spill,
     ToOwner,
     Unhold,
     Write,
@@ -125,72 +126,54 @@ class ArenaServer:
             self._arena.abort(id)
 
     def _answer(self, connection: _Connection, message: ToOwner) -> None:
+        reply: FromOwner
         fd = None
-        match message:
-            case Unhold(id):
-                self._unhold(connection, id)
-                return
-            case Hold():
-                reply = self._hold(connection, message)
-                if isinstance(reply, Placed) and not connection.reads:
-                    connection.reads, fd = True, self._arena.read_fd
-            case Write(token):
-                if not hmac.compare_digest(token, self._token):
-                    raise ProtocolError("not this arena's token")
-                connection.writer, reply, fd = True, Done(), self._arena.fd
-            case _:
-                reply = self._change(connection, message)
-        _send(connection.socket, frame(reply), fd)
-
-    def _hold(self, connection: _Connection, message: Hold) -> FromOwner:
         try:
-            extent = self._arena.hold(message.id, message.key, message.generation, message.nbytes)
+            match message:
+                case Unhold(id):
+                    if not connection.holds[id]:
+                        raise ProtocolError(f"object {id} is not held by this connection")
+                    connection.holds[id] -= 1
+                    self._arena.unhold(id)
+                    return
+                case Hold(id, key, generation, nbytes):
+                    reply = Placed(self._arena.hold(id, key, generation, nbytes))
+                    connection.holds[id] += 1
+                    if not connection.reads:
+                        connection.reads, fd = True, self._arena.read_fd
+                case Write(token):
+                    if not hmac.compare_digest(token, self._token):
+                        raise ProtocolError("not this arena's token")
+                    connection.writer, reply, fd = True, Done(), self._arena.fd
+                case _:
+                    reply = self._change(connection, message)
         except ObjectLost as error:
-            return Lost(str(error))
-        connection.holds[message.id] += 1
-        return Placed(extent)
-
-    def _unhold(self, connection: _Connection, id: str) -> None:
-        if not connection.holds[id]:
-            raise ProtocolError(f"object {id} is not held by this connection")
-        connection.holds[id] -= 1
-        self._arena.unhold(id)
+            reply = Lost(str(error))
+        except ArenaFull as error:
+            reply = Full(error.needed, error.free, error.capacity)
+        _send(connection.socket, frame(reply), fd)
 
     def _change(self, connection: _Connection, message: ToOwner) -> FromOwner:
         if not connection.writer:
             raise ProtocolError("not a writer")
         match message:
             case Create(nbytes, request):
-                return self._create(connection, nbytes, request)
+                extent = self._arena.create(nbytes, request)
+                connection.writing.add(extent.id)
+                return Placed(extent)
             case Seal(id) | Abort(id):
-                return self._finish(connection, message, id)
+                if id not in connection.writing:
+                    raise ProtocolError(f"object {id} is not being written by this connection")
+                connection.writing.remove(id)
+                (self._arena.abort if isinstance(message, Abort) else self._arena.seal)(id)
+            case Spill(id):
+                self._arena.spill(id)
             case Delete(id):
                 self._arena.delete(id)
             case Release(request):
                 self._arena.release(request)
             case Look():
                 return Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
-        return Done()
-
-    def _create(self, connection: _Connection, nbytes: int, request: str) -> FromOwner:
-        try:
-            extent = self._arena.create(nbytes, request)
-        except ArenaFull as error:
-            return Full(error.needed, error.free, error.capacity)
-        connection.writing.add(extent.id)
-        return Placed(extent)
-
-    def _finish(self, connection: _Connection, message: Seal | Abort, id: str) -> FromOwner:
-        if id not in connection.writing:
-            raise ProtocolError(f"object {id} is not being written by this connection")
-        connection.writing.remove(id)
-        if isinstance(message, Abort):
-            self._arena.abort(id)
-            return Done()
-        try:
-            self._arena.seal(id)
-        except ObjectLost as error:
-            return Lost(str(error))
         return Done()
 
 

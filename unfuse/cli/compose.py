@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import msgspec
@@ -23,6 +23,7 @@ from unfuse.cli.components import Plan
 from unfuse.cli.machine import devices
 from unfuse.client import Client, connect
 from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.messages import Places
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -31,7 +32,9 @@ from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
+from unfuse.transfer.base import TransferEngine
 from unfuse.wire.address import is_loopback
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
@@ -43,13 +46,17 @@ DRAIN_CHECK_S = 0.1
 FORGET_S = 60.0
 """At most this long after their time, finished requests and their results are dropped."""
 
+REMAINS_S = 10.0
+"""How often what dead workers left in durable places is looked for."""
+
 log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
     """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
 
-    `worker_flags` are what the workers it starts are told beside how to compute, by flag.
+    `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
+    variable.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -59,14 +66,16 @@ class ServeOptions(msgspec.Struct, frozen=True):
     port: int = 8000
     keys: Mapping[str, str] = {}
     queue: str = "memory"
-    results: str = ""
+    places: Places = Places("")
     listen: str = "tcp://127.0.0.1:8001"
     wire_keys: Keys | None = None
     worker_flags: Mapping[str, object] = {}
+    worker_environment: Mapping[str, str] = {}
     workers: Wanted = Wanted()
     limits: Limits = Limits()
     order: Order = "fifo"
     dispatch: Dispatch = "locality"
+    encoder_cache: int = 0
     lease_ttl: float = 15.0
     retention: float = 86400.0
     drain_timeout: float = 20.0
@@ -113,17 +122,19 @@ class Service:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             scheduler, router = await stack.enter_async_context(self._scheduler())
-            results = open_results(options.results)
+            results = open_results(options.places.results)
             app = create_app(scheduler, results, keys=options.keys, names=names)
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
-            forgetting = asyncio.create_task(_forget(scheduler.queue, results, options.retention))
-            workers = LocalWorkers(self._commands(router.address))
+            remains = remains_at(options.places.store, options.places.durable)
+            sweeping = [_forget(scheduler.queue, results, options.retention), _drop_remains(scheduler, remains)]
+            sweepers = [asyncio.create_task(sweep) for sweep in sweeping]
+            workers = LocalWorkers(self._commands(router.address), self._options.worker_environment)
             workers.start()
             started(f"http://{options.host}:{listener.getsockname()[1]}")
             try:
-                await _first(serving, self._stop.wait(), _raise(workers.failed), forgetting)
+                await _first(serving, self._stop.wait(), _raise(workers.failed), *sweepers)
                 await self._drain(scheduler)
             finally:
                 await workers.stop(0 if self._stop_now.is_set() else options.drain_timeout)
@@ -136,10 +147,11 @@ class Service:
         cards = [model.card for model in models]
         queue = queues.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order
-        )
+            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
+            cache_bytes=options.encoder_cache, flavour=f"{options.workers.compute.outcome} {options.places.encodings}",
+        )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
-        desk = Desk(scheduler, offered, options.results, options.workers.compute.outcome, options.dispatch)
+        desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
         router = Router(options.listen, desk.answer, desk.undelivered, options.wire_keys)
         await scheduler.start()
         try:
@@ -175,14 +187,14 @@ class Service:
                     await asyncio.sleep(DRAIN_CHECK_S)
 
 
-async def work(options: WorkerOptions, lifeline: int | None) -> None:
+async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
     """Run one worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
 
     `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
     which reaches the whole process group, to its starter.
     """
     loop = asyncio.get_running_loop()
-    worker = Worker(options)
+    worker = Worker(options, engines)
     running = asyncio.create_task(worker.run())
 
     def stop() -> None:
@@ -240,6 +252,17 @@ async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> N
         with contextlib.suppress(TransientError):
             await queue.forget(before)
         await asyncio.to_thread(results.forget, before)
+
+
+async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:
+    """Drop what is left of requests that are over, where whoever kept it died, or was too late to drop it."""
+    while True:
+        await asyncio.sleep(REMAINS_S)
+        for place in places:
+            with contextlib.suppress(TransientError):
+                folders = await asyncio.to_thread(place.requests)
+                for request in await scheduler.over(tuple(folders)):
+                    await asyncio.to_thread(place.drop, folders[request])
 
 
 def public_names(options: ServeOptions) -> dict[str, str]:

@@ -11,7 +11,8 @@ import typer
 from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.cli.settings import load
+from unfuse.cli.settings import Transfer, load
+from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unfuse.cli.components import Model, Plan
@@ -38,13 +39,42 @@ def doctor(
     machine = look((serve.port, int(serve.listen.rpartition(":")[2])))
     found = plan(models, serve.revision, wanted(loaded), devices()) if models else None
     if json:
-        show.as_json({"machine": msgspec.to_builtins(machine, str_keys=True), **(_report(found) if found else {})})
+        facts = {
+            "machine": msgspec.to_builtins(machine, str_keys=True),
+            "transfers": transfers(loaded.settings.transfer),
+        }
+        show.as_json({**facts, **(_report(found) if found else {})})
         return
     if clean:
         typer.echo("nothing to clean: tensors live in memory that ends with its last process")
     _print_machine(machine)
+    for name, state in transfers(loaded.settings.transfer).items():
+        typer.echo(f"{'transfers':12} {name}: {state}")
     if found:
         _print_plan(found)
+
+
+def transfers(wanted: Transfer) -> dict[str, str]:
+    """Each transfer engine: whether it listens in the workers of this machine, and to whom."""
+    from unfuse.core.registry import resolve
+    from unfuse.transfer import BACKENDS
+    from unfuse.transfer.base import TransferEngine
+
+    states = {}
+    for name in sorted({*BACKENDS, *wanted.engine} - {"fake"}):
+        try:
+            engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
+        except ConfigError as error:
+            states[name] = str(error)
+            continue
+        listens = "listens in every worker" if name in wanted.engine else "not used"
+        whom = "to holders of the keys, and reads need the object's own"
+        if not engine.enforces_refs:
+            whom = (
+                "whoever reaches it can read and overwrite all tensors: only with --trusted-network; rdma not verified"
+            )
+        states[name] = f"{listens}; {whom}"
+    return states
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from msgspec.structs import asdict
 
 from unfuse.cli import logs, show
 from unfuse.cli.options import COMPUTE, Config, takes
-from unfuse.cli.settings import DEFAULT, Loaded, Size, load
+from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, Size, load
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from unfuse.cli.components import Plan
     from unfuse.cli.compose import ServeOptions
+    from unfuse.core.messages import Places
     from unfuse.launch.placement import Wanted
 
 
@@ -28,9 +30,10 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
-    "serve.results", "serve.workers", "serve.listen", "keys", *PLACING, *COMPUTE, "worker.memory_limit",
+    "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.workers",
+    "serve.listen", "keys", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
     "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order", "serve.dispatch",
-    "serve.drain_timeout",
+    "serve.encoder_cache", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -72,9 +75,13 @@ def options(loaded: Loaded) -> ServeOptions:
         port=serve.port,
         keys=keys((*serve.api_key, *filter(None, [settings.api_key]))),
         queue=serve.queue,
-        results=serve.results.replace("DATA_DIR", settings.data_dir),
+        places=places(settings),
         listen=serve.listen,
         wire_keys=read_keys(settings.keys, "scheduler"),
+        worker_environment={
+            FIELDS[name].variable: FIELDS[name].written(value)
+            for name, value in ((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items())
+        },
         worker_flags={
             "keys": settings.keys,
             "memory-limit": settings.worker.memory_limit,
@@ -84,10 +91,28 @@ def options(loaded: Loaded) -> ServeOptions:
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
         order=serve.order,
         dispatch=serve.dispatch,
+        encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
         lease_ttl=settings.lease.ttl_s,
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,
     )
+
+
+def places(settings: Settings) -> Places:
+    """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
+    from unfuse.core.messages import Places
+
+    serve = settings.serve
+    if serve.store == "memory":
+        raise ConfigError("the store memory lies within one process, and workers are several: use shared_memory")
+    results, store, durable = (
+        url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
+    )
+    encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
+    if wrong := set(encodings.values()) - {"bf16", "fp16"}:
+        raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
+    spill = settings.spill
+    return Places(results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings)
 
 
 def keys(given: tuple[str, ...]) -> dict[str, str]:

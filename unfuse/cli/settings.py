@@ -61,6 +61,17 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
     queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
+    store: Annotated[
+        str,
+        says("Where stage outputs lie: shared_memory, spill:shared_memory+disk:PATH, disk:PATH, redis://… or s3://…."),
+    ] = "shared_memory"
+    durable: Annotated[
+        str, says("Where copies of some outputs outlive their worker: disk:PATH, redis://… or s3://…; none keeps none.")
+    ] = "none"
+    durable_stages: Annotated[tuple[str, ...], says("Kinds of stages whose outputs are copied there.")] = ("denoise",)
+    encode: Annotated[
+        tuple[str, ...], says("KIND=bf16 or KIND=fp16: what such stages make travels in 16 bits; changes results.")
+    ] = ()
     listen: Annotated[str, says("Address that workers started by hand connect to.")] = "tcp://127.0.0.1:8001"
     workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
@@ -76,6 +87,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dispatch: Annotated[
         Dispatch, says("Tasks go to workers with their inputs and what fits what runs; by turns; or by free slots.")
     ] = "locality"
+    encoder_cache: Annotated[
+        Size, says("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none.")
+    ] = Size.parse("256MiB")
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 
@@ -90,6 +104,9 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[int, says("Tasks it holds at a time: one runs while the next one's inputs arrive.", ge=1)] = 2
     node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
+    listen: Annotated[
+        str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
+    ] = ""
     memory_limit: Annotated[
         Size, says("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
     ] = Size(0)
@@ -99,6 +116,41 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's tensor memory."""
 
     bytes: Annotated[Size, says("Memory for stage outputs, taken from the machine at start.")] = Size.parse("2GiB")
+
+
+class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A store that moves what nobody reads from a fast place to a slow one."""
+
+    threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
+    capacity: Annotated[Size, says("Bytes of a worker that the slow place keeps.")] = Size.parse("16GiB")
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tensors move between nodes."""
+
+    engine: Annotated[
+        tuple[str, ...], says("Ways to move tensors: the best that both ends have, then the next.", min_length=1)
+    ] = ("tcp", "zmq")
+    trusted_network: Annotated[
+        bool, says("Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its tensors.")
+    ] = False
+    threads: Annotated[int, says("Threads of a worker that move tensors here.", ge=1, le=256)] = 4
+    queues: Annotated[int, says("Connections to each other worker.", ge=1, le=256)] = 4
+    bootstrap_s: Annotated[float, says("Seconds to reach an owner, or find room, before a transfer fails.", gt=0)] = (
+        30.0
+    )
+    heartbeat_s: Annotated[float, says("Seconds between two pings of another worker.", gt=0)] = 5.0
+    max_missed: Annotated[int, says("Pings without an answer after which a worker is given up.", ge=1)] = 2
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Transfers that fail on purpose, for tests: how probable each fault is at every pull."""
+
+    seed: Annotated[int, says("Seed of the faults.")] = 0
+    drop: Annotated[float, says("Nothing comes.", ge=0, le=1)] = 0.0
+    cut: Annotated[float, says("It ends in mid-range.", ge=0, le=1)] = 0.0
+    corrupt: Annotated[float, says("One bit is wrong.", ge=0, le=1)] = 0.0
+    delay: Annotated[float, says("It comes late.", ge=0, le=1)] = 0.0
 
 
 class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -124,6 +176,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
     lease: Leases = Leases()
+    spill: Spill = Spill()
+    transfer: Transfer = Transfer()
+    fault: Fault = Fault()
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -143,6 +198,10 @@ class Field(msgspec.Struct, frozen=True):
     def variable(self) -> str:
         """Its environment variable."""
         return PREFIX + self.name.upper().replace(".", "__")
+
+    def written(self, value: Any) -> str:
+        """A value as its environment variable has it."""
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
 
 
 def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import structlog
 import typer
+from msgspec.structs import asdict
 
 from unfuse.cli import logs
 from unfuse.cli.options import COMPUTE, Config, takes
-from unfuse.cli.settings import load
+from unfuse.cli.settings import Fault, Settings, load
+
+if TYPE_CHECKING:
+    from unfuse.transfer.base import TransferEngine, TransferOptions
+
+
+log = structlog.get_logger(__name__)
 
 
 @takes(
-    "worker.role", "worker.scheduler", "keys", "worker.model", *COMPUTE, "worker.slots", "worker.node", "arena.bytes",
+    "worker.role", "worker.scheduler", "keys", "worker.model", *COMPUTE, "worker.slots", "worker.node", "worker.listen",
+    "transfer.engine", "transfer.trusted_network", "arena.bytes",
     "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
 def worker(
@@ -26,14 +35,16 @@ def worker(
 
     SIGTERM and Ctrl-C finish what runs and end; a second one ends at once.
     """
-    import structlog
     import uvloop
 
     from unfuse.cli.compose import work
+    from unfuse.transfer.base import TransferOptions
+    from unfuse.wire.address import host_towards
     from unfuse.wire.keys import read
     from unfuse.worker.worker import WorkerOptions
 
     settings = load(flags, config).settings
+    keys = read(settings.keys, "worker")
     wanted, compute = settings.worker, settings.compute
     logs.to_stderr()
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
@@ -41,7 +52,7 @@ def worker(
         role=wanted.role,
         schedulers=wanted.scheduler,
         node=wanted.node or socket.gethostname(),
-        keys=read(settings.keys, "worker"),
+        keys=keys,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots,
@@ -49,5 +60,26 @@ def worker(
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
+        transfer=TransferOptions(
+            host=wanted.listen or host_towards(wanted.scheduler[0]),
+            secret=keys.secret if keys else "",
+            **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
+        ),
     )
-    uvloop.run(work(options, lifeline))
+    uvloop.run(work(options, engines(settings, options.transfer), lifeline))
+
+
+def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
+    """The engines that are set, at fault if that is. Raises ConfigError for one that cannot run, or must not."""
+    from unfuse.transfer import open_engine
+
+    opened = {name: open_engine(name, options) for name in settings.transfer.engine}
+    if open_to_all := [name for name, engine in opened.items() if not engine.enforces_refs]:
+        log.warning(
+            "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=open_to_all
+        )
+    if settings.fault == Fault():
+        return opened
+    from unfuse.testing.transfer_faults import Faults, FaultyEngine
+
+    return {name: FaultyEngine(engine, Faults(**asdict(settings.fault))) for name, engine in opened.items()}

@@ -54,12 +54,18 @@ class ObjectLost(TransientError):
 
 
 class ArenaFull(TransientError):
-    """The arena has no room for an object now; `needed` and `free` are bytes."""
+    """There is no room for an object now; `needed` and `free` are bytes. `full` says where, `remedy` what helps."""
 
-    def __init__(self, needed: int, free: int, capacity: int) -> None:
+    def __init__(
+        self,
+        needed: int,
+        free: int,
+        capacity: int,
+        full: str = "the arena has no contiguous room",
+        remedy: str = "start the worker with a larger --arena",
+    ) -> None:
         super().__init__(
-            f"the arena has no contiguous room for {needed} bytes ({free} of {capacity} free): "
-            "wait for requests to finish, or start the worker with a larger --arena"
+            f"{full} for {needed} bytes ({free} of {capacity} free): wait for requests to finish, or {remedy}"
         )
         self.needed, self.free, self.capacity = needed, free, capacity
 

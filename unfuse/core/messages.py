@@ -14,9 +14,27 @@ from unfuse.core.task import Claim, Lease
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 
 
+class Places(msgspec.Struct, frozen=True):
+    """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
+
+    A store that spills does so above the share `threshold` of the arena, into `spill_capacity` bytes. `encodings` are
+    those of stages' 32-bit floats by kind: bf16, fp16, or nothing.
+    """
+
+    results: str
+    store: str = "shared_memory"
+    threshold: float = 0.8
+    spill_capacity: int = 16 << 30
+    durable: str = "none"
+    saved: tuple[str, ...] = ("denoise",)
+    encodings: dict[str, str] = {}
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken.
 
+    `high_water` is the most that ever were, `fragmentation` the share of the free ones that no one object can have.
+    Other nodes pull its objects at the addresses of its transfer `engines`.
     `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
     """
 
@@ -30,6 +48,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     pid: int = 0
     used: int = 0
     proof: bytes = b""
+    high_water: int = 0
+    fragmentation: float = 0.0
+    engines: dict[str, str] = {}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -53,9 +74,21 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     affinity: str = ""
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """What came here by a transfer engine: verified bytes, the seconds they took, and how often it failed."""
+
+    bytes: int = 0
+    seconds: float = 0.0
+    failures: int = 0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take.
 
+    `moved` is what came by which transfer engine since the last one.
     The answer may wait up to `wait` seconds for a request to be interrupted: a cancellation is heard of at once.
     """
 
@@ -63,6 +96,9 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     holding: tuple[str, ...] = ()
     used: int = 0
     wait: float = 0.0
+    high_water: int = 0
+    fragmentation: float = 0.0
+    moved: dict[str, Moved] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -106,23 +142,27 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Hello: models to serve as (name, source, dtype), where results go, how often to beat (seconds).
+    """The answer to Hello: models to serve as (name, source, dtype), where things are kept, seconds between heartbeats.
 
     `outcome` is what a worker's ComputeOptions must agree with, if it says anything.
     """
 
     models: tuple[tuple[str, str, str], ...]
-    results: str
+    places: Places
     lease_ttl: float
     beat: float
     outcome: dict[str, str] = {}
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Leases, and the arena addresses of the workers that own their inputs as {worker id: (node, address)}."""
+    """Leases, and where the workers are that own their inputs.
+
+    `peers` is {worker id: (node, arena address)}, `engines` {worker id: {transfer engine: address}}.
+    """
 
     leases: tuple[Lease, ...]
     peers: dict[str, tuple[str, str]]
+    engines: dict[str, dict[str, str]] = {}
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import takewhile
 from math import prod
 
 import msgspec
@@ -23,13 +24,17 @@ MAX_DIMS = 16
 
 
 class TensorMeta(msgspec.Struct, frozen=True):
-    """One named tensor inside an object. `dtype` is "none" for a value that is None; offset and nbytes are bytes."""
+    """One named tensor inside an object. `dtype` is "none" for a value that is None; offset and nbytes are bytes.
+
+    One that was narrowed is read as the type that it had before, `wide`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
     nbytes: int
+    wide: str = ""
 
 
 class ObjectRef(msgspec.Struct, frozen=True):
@@ -57,6 +62,17 @@ class ObjectRef(msgspec.Struct, frozen=True):
 def chunk_bytes(nbytes: int) -> int:
     """Bytes per checksummed chunk of an object: at least CHUNK_BYTES, at most MAX_CHUNKS chunks."""
     return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
+
+
+def same_prefix(old: ObjectRef, new: ObjectRef) -> int:
+    """Leading bytes, in whole chunks, that a ref's object is known to share with another: what need not come again.
+
+    Objects of different tensors share nothing, whatever their bytes are.
+    """
+    if old.tensors != new.tensors or old.nbytes != new.nbytes:
+        return 0
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(old.checksums, new.checksums, strict=False))
+    return min(sum(1 for _ in equal) * chunk_bytes(old.nbytes), old.nbytes)
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:

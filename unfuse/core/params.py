@@ -65,13 +65,17 @@ _SIZE = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit)."""
+    """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit).
+
+    Without `cache` nothing that another request has encoded is used for it, nor the other way round.
+    """
 
     response_format: Literal["b64_json", "url"] = "b64_json"
     stream: bool = False
     priority: int = 0
     timeout: float | None = None
     metadata: dict[str, str] = {}
+    cache: bool = True
 
 
 def check(card: ModelCard, given: Mapping[str, object], medium: Medium = PICTURE) -> tuple[Params, int]:
@@ -114,10 +118,11 @@ def check_delivery(given: Mapping[str, object]) -> Delivery:
     timeout = values.get("timeout")
     return Delivery(
         response_format="url" if form == "url" else "b64_json",
-        stream=_choice("stream", str(values.get("stream", False)).lower(), ("true", "false")) == "true",
+        stream=_flag("stream", values.get("stream", False)),
         priority=_integer("priority", values.get("priority", 0), -MAX_PRIORITY, MAX_PRIORITY),
         timeout=None if timeout is None else _number("timeout", timeout, MIN_TIMEOUT, MAX_TIMEOUT),
         metadata=_metadata(values.get("metadata", {})),
+        cache=_flag("cache", values.get("cache", True)),
     )
 
 
@@ -217,6 +222,10 @@ def _choice(name: str, value: object, known: tuple[str, ...]) -> str:
     if not isinstance(value, str) or value not in known:
         raise InvalidParameter(f"{name} must be one of {', '.join(known)}, not {_shown(value)}", name)
     return value
+
+
+def _flag(name: str, value: object) -> bool:
+    return _choice(name, str(value).lower(), ("true", "false")) == "true"
 
 
 def _size(limits: Limits, value: object) -> tuple[int, int]:

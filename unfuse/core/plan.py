@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
+from hashlib import blake2b
 
 import msgspec
 
+from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
 
 Value = str | int | float | bool | None
@@ -39,6 +41,8 @@ class StageSpec(msgspec.Struct, frozen=True):
 
     `components` are the folders its workers load; the first names its pool. `inputs` and `outputs` are value names that
     join stages. A stage with `per_sample` runs once for each picture of a request, the others once a request.
+    `reads` names all parameters that the output of a stage without inputs depends on (an upload goes by its hash, under
+    its name): requests with the same values may then share one. Without it, or with inputs, each has its own.
     """
 
     name: str
@@ -48,6 +52,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     outputs: tuple[str, ...] = ()
     per_sample: bool = False
     room: Room = Room()
+    reads: tuple[str, ...] = ()
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -86,7 +91,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     """A stage of one request: where it waits, which stages it comes after, what is particular to it.
 
     `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
-    `final` stages write results.
+    `final` stages write results. `cache` is the key under which other requests find its output, "" if none is to.
     """
 
     name: str
@@ -96,6 +101,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     params: Params
     room: int
     final: bool
+    cache: str = ""
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -130,12 +136,22 @@ def kinds_of(role: str) -> frozenset[str] | None:
     return ROLES[role]
 
 
+def cache_key(*parts: object) -> str:
+    """128 bits, as hex, of everything that an output depends on. Raises ProtocolError for what is no message."""
+    return blake2b(encode(parts), digest_size=16).hexdigest()
+
+
 def compile_plan(
-    pipeline: Pipeline, pools: Mapping[str, str], params: Params, samples: Iterable[Params]
+    pipeline: Pipeline,
+    pools: Mapping[str, str],
+    params: Params,
+    samples: Iterable[Params],
+    shared_by: tuple[str, ...] | None = None,
 ) -> ExecutionPlan:
     """Fan a validated pipeline out over the samples of one request.
 
-    `pools` maps stage names to pools; `samples` holds what differs between the pictures of the request.
+    `pools` maps stage names to pools; `samples` holds what differs between the pictures of the request. `shared_by`
+    says, beside what a stage reads, which requests may share its output; None: this one shares none.
     """
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
@@ -148,5 +164,7 @@ def compile_plan(
             feeds = dict.fromkeys(producers[name].name for name in spec.inputs)
             after = tuple(f"{name}.{index}" if specs[name].per_sample else name for name in feeds)
             name = f"{spec.name}.{index}" if spec.per_sample else spec.name
-            planned.append(PlannedStage(name, spec.kind, pools[spec.name], after, own, room, not spec.outputs))
+            read = [(key, (params | own).get(key)) for key in sorted(spec.reads) if not spec.inputs]
+            cache = cache_key(shared_by, pools[spec.name], read) if read and shared_by is not None else ""
+            planned.append(PlannedStage(name, spec.kind, pools[spec.name], after, own, room, not spec.outputs, cache))
     return ExecutionPlan(tuple(planned))

@@ -9,17 +9,26 @@ import msgspec
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params
 
-TaskStatus = Literal["waiting", "queued", "leased", "done", "cancelled"]
+TaskStatus = Literal["waiting", "queued", "leased", "announced", "done", "cancelled"]
 
 TASK_MOVES: dict[str, frozenset[str]] = {
-    "waiting": frozenset({"queued", "cancelled"}),
+    "waiting": frozenset({"queued", "done", "cancelled"}),
     "queued": frozenset({"leased", "waiting", "cancelled"}),
-    "leased": frozenset({"queued", "waiting", "done", "cancelled"}),
+    "leased": frozenset({"announced", "queued", "waiting", "done", "cancelled"}),
+    "announced": frozenset({"queued", "waiting", "done", "cancelled"}),
     "done": frozenset({"queued", "waiting"}),
     "cancelled": frozenset(),
 }
-"""Legal moves of one stage of one request. `done` is left only when its output was lost;
-`waiting` is reached again when an input was."""
+"""Legal moves of one stage of one request. `done` is left only when its output was lost, and reached at once where the
+encoder cache has it; `waiting` is reached again when an input was lost. `announced` is reserved for a stage whose
+output may be read while it is written: nothing makes this move yet."""
+
+CACHED = "cache:"
+
+
+def cached_as(key: str, id: str) -> str:
+    """The name by which its owner holds an object for the encoder cache, beside that of its request."""
+    return f"{CACHED}{key}:{id}"
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -29,6 +38,7 @@ class Task(msgspec.Struct, frozen=True):
     seconds of the queue's clock; `room` is the predicted bytes of the output. `near` is the node that holds most bytes
     of its inputs, `affinity` what it has in common with tasks it would share a forward with: preferences, no more.
     One that is to run `alone` was among several when a compute process died: no other may be begun beside it.
+    `cache` is the key under which other requests find its output, "" if none is to.
     """
 
     request: str
@@ -48,6 +58,7 @@ class Task(msgspec.Struct, frozen=True):
     near: str = ""
     affinity: str = ""
     alone: bool = False
+    cache: str = ""
 
     @property
     def key(self) -> tuple[str, str]:

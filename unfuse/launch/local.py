@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import structlog
@@ -16,6 +16,9 @@ from unfuse.core.errors import ConfigError
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
 """Pause before a worker that died is started again; it doubles, up to the most, while it dies at once every time."""
+
+ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+"""GPUs have the numbers by which they were placed."""
 
 SETTLED_S = 30.0
 """A worker that lived this long did not die at once."""
@@ -26,12 +29,12 @@ log = structlog.get_logger(__name__)
 class LocalWorkers:
     """A set of `unfuse worker` processes.
 
-    Each entry of `commands` holds the arguments of one. They hold the reading end of a pipe whose writing end is
-    ours: when this process ends, however it ends, the pipe closes and they end too.
+    Each entry of `commands` holds the arguments of one; `environment` is theirs beside ours. They hold the reading end
+    of a pipe whose writing end is ours: when this process ends, however it ends, the pipe closes and they end too.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]]) -> None:
-        self._commands = commands
+    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> None:
+        self._commands, self._environment = commands, environment or {}
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -67,7 +70,7 @@ class LocalWorkers:
             process = self._processes[number] = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
                 pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
-                env={"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **os.environ},  # GPUs in the order they were placed by
+                env={**ORDER, **os.environ, **self._environment},
             )  # fmt: skip
             code = await process.wait()
             if self._stopping:

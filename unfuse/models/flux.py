@@ -244,12 +244,13 @@ class Flux(DiffusersFamily):
         shape = Shape.of(folder)
         pooled = shape.pooled_dim * widths["text_encoder"]
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
+        reads = ("prompt", "negative_prompt", "true_cfg_scale", "max_sequence_length")
         clip = StageSpec(
-            "text_encode", "text_encode", ("text_encoder", "tokenizer"),
+            "text_encode", "text_encode", ("text_encoder", "tokenizer"), reads=reads,
             outputs=("pooled_prompt_embeds", "negative_pooled_prompt_embeds"), room=Room(2 * (pooled + ALIGNMENT)),
         )  # fmt: skip
         t5 = StageSpec(
-            "text_encode_2", "text_encode_2", ("text_encoder_2", "tokenizer_2"),
+            "text_encode_2", "text_encode_2", ("text_encoder_2", "tokenizer_2"), reads=reads,
             outputs=("prompt_embeds", "negative_prompt_embeds"), room=Room(2 * (embeds + ALIGNMENT)),
         )  # fmt: skip
         denoise = StageSpec(

@@ -282,6 +282,7 @@ class Wan(DiffusersFamily):
                 "text_encode", "text_encode", ("text_encoder", "tokenizer"),
                 outputs=("prompt_embeds", "negative_prompt_embeds"),
                 room=Room(fixed=2 * (embeds + ALIGNMENT)),
+                reads=("prompt", "negative_prompt", "guidance_scale", "max_sequence_length"),
             ),
             StageSpec(
                 "denoise", "denoise", ("transformer", "scheduler"),

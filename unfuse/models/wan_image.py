@@ -104,6 +104,7 @@ class WanImage(Wan):
         picture = StageSpec(
             "image_encode", "image_encode", ("image_encoder", "image_processor", "vae"),
             outputs=("image_embeds", "condition"), room=Room(embeds + 2 * ALIGNMENT, per_pixel, shape.temporal),
+            reads=("image", "width", "height", "num_frames"),
         )  # fmt: skip
         denoise = structs.replace(denoise, inputs=(*denoise.inputs, *picture.outputs))
         return Pipeline((text, picture, denoise, decode))

@@ -19,6 +19,7 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, RequestStatus
 from unfuse.core.task import Claim, Lease, Task
 
@@ -63,6 +64,10 @@ class Wanted(msgspec.Struct, frozen=True):
 PREFERENCE_AMONG = 16
 PREFERENCE_S = 0.02
 """Among how many tasks a preference chooses, and how long one that may be leased can be passed over for it."""
+
+
+MAX_CACHED = 512
+"""Encoder outputs that are kept, at most: whoever owns them names each with every heartbeat."""
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -237,6 +242,22 @@ class TaskQueue(ABC):
         terminal event (at once, if `after` is that one or a later), when the request is forgotten, and on `close`.
         Raises NotFound for an unknown request, at once or when the first event is asked for.
         """
+
+    @abstractmethod
+    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+        """Let an encoder's output be found under that key, in place of what was found there; not durable.
+
+        Then the least recently used are given up, until there are `room` bytes of them and MAX_CACHED, at most. One
+        that is larger than the room is not kept.
+        """
+
+    @abstractmethod
+    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        """What is found under these keys, which thereby are used, in this order, unless it is no `use`."""
+
+    @abstractmethod
+    async def uncache(self, key: str, id: str) -> None:
+        """Let the object of that id be found under the key no more; another one stays. Idempotent."""
 
     @abstractmethod
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:

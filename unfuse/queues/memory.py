@@ -25,7 +25,8 @@ from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue, Wanted, check_storable
+from unfuse.queues.base import Filter, Limits, Member, Renewal, Wanted, check_storable
+from unfuse.queues.cached import CacheInMemory
 from unfuse.queues.history import History
 from unfuse.queues.lines import Lines, Rank
 
@@ -69,10 +70,11 @@ class _Entry:
     history: History = field(default_factory=History)
 
 
-class MemoryQueue(TaskQueue):
+class MemoryQueue(CacheInMemory):
     """A queue of one process and one event loop; it ends with them."""
 
     def __init__(self, clock: Clock) -> None:
+        super().__init__()
         self._clock = clock
         self._requests: dict[str, _Entry] = {}
         self._by_idempotency_key: dict[tuple[str, str], _Entry] = {}
@@ -110,8 +112,7 @@ class MemoryQueue(TaskQueue):
         if known is not None:
             return self._record(known)
         self._admit(context, tasks, limits)
-        entry = _Entry(context, next(self._arrivals))
-        self._requests[context.id] = entry
+        entry = self._requests[context.id] = _Entry(context, next(self._arrivals))
         if context.idempotency_key:
             self._by_idempotency_key[key] = entry
         self._count(context, not context.over)
@@ -396,5 +397,4 @@ class MemoryQueue(TaskQueue):
         """Set an alarm; returns what takes it back."""
         if isinstance(self._clock, AlarmClock):
             return self._clock.call_at(when, callback)
-        loop = asyncio.get_running_loop()
-        return loop.call_later(max(0.0, when - self._clock.now()), callback).cancel
+        return asyncio.get_running_loop().call_later(max(0.0, when - self._clock.now()), callback).cancel

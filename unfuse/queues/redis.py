@@ -21,10 +21,12 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Conflict, LeaseLost, NotFound, Overloaded, TransientError, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
+    MAX_CACHED,
     PREFERENCE_AMONG,
     PREFERENCE_S,
     Filter,
@@ -205,6 +207,20 @@ class RedisQueue(TaskQueue):
                     await news
         finally:
             self._wake_followers(request)
+
+    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+        """Keep a handle, and no more than there is room for."""
+        kept = {"id": ref.id, "nbytes": ref.nbytes, "ref": script.raw(encode(ref))}
+        await self._call("cache", key=key, room=room, most=MAX_CACHED, **kept)
+
+    async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
+        """Look handles up."""
+        found = await self._call("cached", keys=keys, use=use)
+        return {key: decode(ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
+
+    async def uncache(self, key: str, id: str) -> None:
+        """Give that object up."""
+        await self._call("uncache", key=key, id=id)
 
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
         """Register a worker; cards it brought before are kept when it brings none."""

@@ -28,9 +28,9 @@ class Costs:
         self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
 
     def learn(self, context: RequestContext) -> None:
-        """Take in what a completed request took. Who shared a forward counts their part of it."""
+        """Take in what a completed request took. Who shared a forward counts their part, what was cached nothing."""
         rates = self._rates.setdefault(context.model, {})
-        for stage in context.plan.stages:
+        for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):
             timings = context.stages[stage.name].timings
             rate = timings.run_s / max(1.0, timings.batch) / _work(context.params)
             known = rates.setdefault(stage.kind, rate)

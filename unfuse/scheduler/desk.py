@@ -21,6 +21,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Places,
     Progress,
     Pulse,
     Refused,
@@ -78,7 +79,7 @@ class _Peer:
 class Desk:
     """Answers workers for one scheduler.
 
-    `models` are (name, source, dtype) offered to workers that come without; `results` says where they write results,
+    `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
     `outcome` what their settings have to agree with.
     It remembers which worker each connection is; everything else is in the queue.
     """
@@ -87,7 +88,7 @@ class Desk:
         self,
         scheduler: Scheduler,
         models: Sequence[tuple[str, str, str]],
-        results: str,
+        places: Places,
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
     ) -> None:
@@ -95,7 +96,7 @@ class Desk:
         self._queue = scheduler.queue
         self._dispatch = dispatch
         ttl = scheduler.lease_ttl
-        self._welcome = Welcome(tuple(models), results, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}))
+        self._welcome = Welcome(tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}))
         self._peers: dict[bytes, _Peer] = {}
         self._flow: Flow | None = None
         self._flow_until = 0.0
@@ -182,7 +183,9 @@ class Desk:
             peer.ask = None
         leases = [] if waiting.cancelled() else waiting.result()
         peer.claims.update(lease.claim for lease in leases)
-        return Granted(tuple(leases), dict(await self.scheduler.addresses(leases)))
+        owners = await self.scheduler.owners(leases)
+        peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
+        return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Flow:
         """The flow through the pools, as it was lately."""
@@ -203,7 +206,10 @@ class Desk:
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        await self._queue.hello(msgspec.structs.replace(hello.worker, used=beat.used), hello.cards)
+        fill = {"used": beat.used, "high_water": beat.high_water, "fragmentation": beat.fragmentation}
+        await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
+        for engine, moved in beat.moved.items():
+            self.scheduler.observer.moved(engine, moved)
         interruption = self.scheduler.interruption
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)

@@ -9,7 +9,7 @@ repeats the one that completed its stage, and everything else is answered with N
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -21,6 +21,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, PlannedStage
 from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
+from unfuse.queues.base import EXACT
 
 Charge = Literal["failures", "crashes", "recomputes"]
 
@@ -34,11 +35,17 @@ BACKOFF_S = 0.5
 """Wait before the first retry of a transient failure; each further one waits twice as long."""
 
 
-def admitted(context: RequestContext, wall: float) -> Change:
-    """The first tasks of a new request: every stage that reads nothing. The version stays as it is."""
+def admitted(context: RequestContext, wall: float, cached: Mapping[str, ObjectRef] | None = None) -> Change:
+    """The first tasks of a new request: every stage that reads nothing. The version stays as it is.
+
+    Stages whose output is `cached`, by name, are done without having run: at their attempt 0, on the object's owner.
+    """
     stages = {stage.name: StageState() for stage in context.plan.stages}
     draft = _Draft(msgspec.structs.replace(context, stages=stages), wall)
     draft.publish("queued")
+    for name, output in (cached or {}).items():
+        draft.move(name, "done", output=output, worker=output.owner)
+        draft.publish("stage_completed", name, "cached")
     draft.queue_ready()
     return Change(draft.context(version=context.version), push=tuple(draft.push), events=tuple(draft.events))
 
@@ -180,6 +187,7 @@ class _Draft:
                 near=_nearest(inputs),
                 affinity=_affinity(request.model, params),
                 alone=self.stages[stage].alone,
+                cache=planned.cache,
             )
         )
 
@@ -289,7 +297,7 @@ def _as_declared(stage: PlannedStage, done: Done, worker: str) -> bool:
     if stage.final:
         return bool(done.results) and done.output is None
     ref, claim = done.output, done.claim
-    made = ref and (ref.request, ref.stage, ref.attempt, ref.owner)
+    made = ref and 0 <= ref.nbytes <= EXACT and (ref.request, ref.stage, ref.attempt, ref.owner)
     return not done.results and made == (claim.request, claim.stage, claim.attempt, worker)
 
 

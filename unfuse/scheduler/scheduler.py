@@ -14,14 +14,16 @@ import structlog
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Moved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
-from unfuse.core.task import Claim, Lease
+from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, Member, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.costs import Costs
+from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.order import Order, place
+from unfuse.scheduler.rooms import Rooms
 
 SWEEP_S = 0.5
 """How late the end of a lease may be noticed."""
@@ -57,6 +59,14 @@ class Observer(Protocol):
         """A worker was silent for too long; its task is another's."""
         return
 
+    def moved(self, engine: str, moved: Moved) -> None:
+        """A worker has pulled something from another node."""
+        return
+
+    def looked_up(self, hits: int, misses: int) -> None:
+        """So many outputs were in the encoder cache for an accepted request, and so many were not."""
+        return
+
 
 class _Nobody(Observer):
     pass
@@ -65,7 +75,8 @@ class _Nobody(Observer):
 class Scheduler:
     """Turns what happened into what happens next, over one queue. Any number may run over a shared one.
 
-    `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring.
+    `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
+    outputs of up to `cache_bytes` serve other requests too, of those whose schedulers have an equal `flavour`.
     """
 
     def __init__(
@@ -77,6 +88,8 @@ class Scheduler:
         cards: Sequence[ModelCard] = (),
         clock: Clock | None = None,
         order: Order = "fifo",
+        cache_bytes: int = 0,
+        flavour: str = "",
     ) -> None:
         self.queue = queue
         self.lease_ttl = lease_ttl
@@ -89,8 +102,9 @@ class Scheduler:
         self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs = Costs()
-        self._arenas: dict[str, tuple[str, str]] = {}
+        self._costs, self._rooms = Costs(), Rooms()
+        self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
+        self._owners: dict[str, WorkerInfo] = {}
         self._troubled = False
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -121,17 +135,19 @@ class Scheduler:
         timeout: float | None = None,
         metadata: dict[str, str] | None = None,
         id: str = "",
+        cache: bool = True,
     ) -> Record:
         """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
 
-        `timeout` is seconds from now; `id` is the request's, drawn here if none is given. A repeat (same tenant and
-        idempotency key) gets the first record. Raises Overloaded, which says when to try again.
+        `timeout` is seconds from now; `id` is the request's, drawn here if none is given; without `cache`, the encoder
+        cache is neither read nor written. A repeat (same tenant and idempotency key) gets the first record. Raises
+        Overloaded, which says when to try again.
         """
         seed = params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(n)]
-        plan = compile_plan(card.pipeline, card.pools(), params, samples)
+        plan = compile_plan(card.pipeline, card.pools(), params, samples, self._cache.shared_by(tenant, cache))
         context = RequestContext(
             id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
             priority=priority, metadata=metadata or {},
@@ -159,14 +175,17 @@ class Scheduler:
         deadline, cost = timeout and now + timeout, self._costs.of(context)
         context = msgspec.structs.replace(context, created_at=self._clock.wall(), deadline=deadline, cost=cost)
         order = await place(self._order, self.queue, context)
-        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall())
+        hits, misses = await self._cache.find(context.plan)
+        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
+        push = self._rooms.given(admitted.push)
         try:
-            record = await self.queue.submit(admitted.context, admitted.push, admitted.events, self._limits)
+            record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
         except Overloaded as error:
             error.retry_after = self._costs.until_room(cost, self._clock.now())
             raise
         if record.context == admitted.context:
             self.observer.submitted(record.context)
+            self.observer.looked_up(len(hits), misses)
             self._arm(record.context, now)
         return record
 
@@ -177,11 +196,14 @@ class Scheduler:
 
     async def complete(self, done: Done, worker: str) -> Record:
         """Record a task's outcome. Raises LeaseLost when it is not that worker's to complete (any more)."""
-        now = self._clock.wall()
+        now, claim = self._clock.wall(), done.claim
         record, _ = await self._apply(
-            done.claim.request,
-            lambda record: lifecycle.completed(record.context, done, worker, now, record.running),
+            claim.request, lambda record: lifecycle.completed(record.context, done, worker, now, record.running)
         )
+        if done.output and record.context.stages[claim.stage].output == done.output:
+            stage = record.context.plan.stage(claim.stage)
+            self._rooms.learn(stage.pool, done.output.nbytes)
+            await self._cache.keep(stage, done.output)
         return record
 
     async def fail(self, failed: Failed, worker: str) -> Record:
@@ -196,6 +218,8 @@ class Scheduler:
             claim.request,
             lambda record: lifecycle.failed(record.context, failed, worker, now, queue_now, record.running),
         )
+        if failed.object_id:
+            await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
 
     async def holds(self, worker: str, claim: Claim) -> bool:
@@ -224,18 +248,20 @@ class Scheduler:
         wanted = {name: sorted(set(card.pools().values()) - manned) for name, card in (await self.cards()).items()}
         return {name: pools for name, pools in wanted.items() if pools}
 
-    async def addresses(self, leases: Sequence[Lease]) -> Mapping[str, tuple[str, str]]:
-        """(node, arena address) of every worker that owns an input of these leases."""
+    async def owners(self, leases: Sequence[Lease]) -> Mapping[str, WorkerInfo]:
+        """Every worker that owns an input of these leases, by id, as far as they are known."""
         owners = {ref.owner for lease in leases for ref in lease.task.inputs}
-        if not owners <= self._arenas.keys():
-            infos = [member.info for member in await self.queue.workers()]
-            self._arenas = {info.id: (info.node, info.arena) for info in infos}
-        return {owner: self._arenas[owner] for owner in owners if owner in self._arenas}
+        if not owners <= self._owners.keys():
+            self._owners = {member.info.id: member.info for member in await self.queue.workers()}
+        return {owner: self._owners[owner] for owner in owners if owner in self._owners}
 
-    async def over(self, requests: Sequence[str]) -> list[str]:
-        """Which of these requests nothing will happen to any more."""
+    async def over(self, names: Sequence[str]) -> list[str]:
+        """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
+        cached = [name for name in names if name.startswith(CACHED)]
+        requests = [name for name in names if not name.startswith(CACHED)]
         over = await asyncio.gather(*(self._is_over(request) for request in requests))
-        return [request for request, is_over in zip(requests, over, strict=True) if is_over]
+        ended = [request for request, is_over in zip(requests, over, strict=True) if is_over]
+        return ended + await self._cache.over(cached)
 
     async def _is_over(self, request: str) -> bool:
         try:
@@ -254,6 +280,7 @@ class Scheduler:
             change = decide(before)
             if change is None:
                 return before, False
+            change = msgspec.structs.replace(change, push=self._rooms.given(change.push))
             with suppress(Conflict):
                 record = await self.queue.commit(change)
                 ours = record.context == change.context and change.context.version > before.context.version

@@ -94,6 +94,7 @@ class Call:
                 timeout=delivery.timeout,
                 metadata=delivery.metadata,
                 id=id,
+                cache=delivery.cache,
             )
             unused = unused and record.context.id != id
         except TransientError:

@@ -29,6 +29,7 @@ def _shared(medium: Medium) -> Schema:
         "output_format": {"type": "string", "enum": list(medium.formats), "default": medium.formats[0]},
         "output_compression": _integer(0, 100, "quality of jpeg and webp"),
         "preview_every": _integer(0, 1000, "steps between previews; 0: none"),
+        "cache": {"type": "boolean", "default": True, "description": "false: encode anew, for this request alone"},
         "priority": _integer(-params.MAX_PRIORITY, params.MAX_PRIORITY),
         "timeout": {**_SECONDS, "description": "seconds from acceptance to the end"},
         "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},

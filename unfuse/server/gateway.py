@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnknownModel
+from unfuse.core.messages import Moved
 from unfuse.core.request import Record, RequestContext
 from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Observer, Scheduler
@@ -90,6 +91,14 @@ class Gateway(Observer):
     def lease_expired(self, pool: str) -> None:
         """Count a lease that this scheduler ended."""
         self.metrics.lease_expired(pool)
+
+    def moved(self, engine: str, moved: Moved) -> None:
+        """Count what a worker pulled from another node."""
+        self.metrics.moved(engine, moved)
+
+    def looked_up(self, hits: int, misses: int) -> None:
+        """Count what an accepted request had from the encoder cache."""
+        self.metrics.looked_up(hits, misses)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from unfuse.core.messages import Moved
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Filter, Member, TaskQueue
 
@@ -36,8 +38,26 @@ class Metrics:
             "batch_size", "Tasks in a forward, as the mean of a stage's steps", ["pool"], (1, 2, 4, 8, 16, 32, 64, 128)
         )
         self._expired = Counter("unfuse_lease_expired", "Leases that ran out", ["pool"], registry=self._registry)
+        self._hits = Counter("unfuse_cache_hits", "Outputs of encoders that were in the cache", registry=self._registry)
+        self._misses = Counter("unfuse_cache_misses", "Those that were not, and could be", registry=self._registry)
+        self._moved = [
+            Counter(f"unfuse_transfer_{name}", says, ["engine"], registry=self._registry)
+            for name, says in (
+                ("bytes", "Verified bytes that workers pulled from other nodes"),
+                ("seconds", "Seconds that they took"),
+                ("failures", "Pulls that broke, and were tried again or given up"),
+            )
+        ]
         self._active = self._gauge("requests_active", f"Requests that are not over, up to {_MOST_ACTIVE}")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
+        self._arenas = {
+            name: self._gauge(f"arena_{name}", says, "role")
+            for name, says in (
+                ("occupancy", "Share of the arena that is taken, in the fullest healthy worker"),
+                ("fragmentation", "Share of an arena's free bytes that no one object can have, at the worst"),
+                ("high_water", "Share of the arena that ever was taken, at the most"),
+            )
+        }
         self._size = self._gauge("queue_size", "Tasks that wait", "pool")
         self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", "pool")
         self._busy = self._gauge("worker_active", "Healthy workers that hold a task", "pool")
@@ -66,12 +86,30 @@ class Metrics:
         """A lease ran out."""
         self._expired.labels(pool).inc()
 
+    def moved(self, engine: str, moved: Moved) -> None:
+        """Tensors came from one node to another."""
+        for counter, count in zip(self._moved, msgspec.structs.astuple(moved), strict=True):
+            counter.labels(engine).inc(count)
+
+    def looked_up(self, hits: int, misses: int) -> None:
+        """The encoder cache was looked through for an accepted request."""
+        self._hits.inc(hits)
+        self._misses.inc(misses)
+
     async def page(self, queue: TaskQueue, members: Sequence[Member], oldest: Mapping[str, float]) -> bytes:
         """Everything in Prometheus' text format; `oldest` is the longest wait in each pool, in seconds."""
         self._active.set(len(await queue.list(Filter(over=False), limit=_MOST_ACTIVE)))
         self._bytes.labels(_ARENA).set(sum(member.info.used for member in members))
-        for gauge in (self._size, self._oldest, self._busy, self._idle):
+        for gauge in (self._size, self._oldest, self._busy, self._idle, *self._arenas.values()):
             gauge.clear()
+        for role in {member.info.role for member in members}:
+            infos = [member.info for member in members if member.info.role == role and member.info.room]
+            for name, shares in {
+                "occupancy": [info.used / info.room for info in infos],
+                "fragmentation": [info.fragmentation for info in infos],
+                "high_water": [info.high_water / info.room for info in infos],
+            }.items():
+                self._arenas[name].labels(role).set(max(shares, default=0.0))
         for pool, waited in oldest.items():
             held = [member.leased > 0 for member in members if pool in member.info.pools]
             self._oldest.labels(pool).set(waited)
@@ -83,7 +121,7 @@ class Metrics:
     def _observe(self, context: RequestContext) -> None:
         if context.completed_at is not None:
             self._latency.labels(context.model).observe(max(0.0, context.completed_at - context.created_at))
-        for stage in context.plan.stages:
+        for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):
             timings = context.stages[stage.name].timings
             spent = timings.get_s + timings.run_s + timings.put_s
             self._stage_latency.labels(context.model, stage.name.partition(".")[0]).observe(spent)

@@ -113,6 +113,7 @@ def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) 
         "status": "leased" if run else state.status,
         "worker": run.worker if run else state.worker,
         "attempt": run.attempt if run else state.attempt,
+        "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
         **{name: round(seconds, 6) for name, seconds in asdict(state.timings).items()},
     }

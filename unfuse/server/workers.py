@@ -29,6 +29,9 @@ async def workers(gateway: Served) -> dict[str, object]:
             "pid": member.info.pid,
             "room": member.info.room,
             "used": member.info.used,
+            "high_water": member.info.high_water,
+            "fragmentation": round(member.info.fragmentation, 3),
+            "engines": member.info.engines,
             "healthy": member.info.id in healthy,
             "seen_s": round(max(0.0, now - member.seen), 3),
         }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.object_ref import ObjectRef
@@ -87,15 +88,23 @@ class StorageBackend(ABC):
 
     Thread-safe. What is not sealed cannot be read; what is sealed never changes. Room comes back when an object is
     aborted, or deleted and not held. `address` is where other processes reach the objects, and `write_token` what they
-    must show there to put their own; both are empty for a backend that no other process reaches.
+    must show there to put their own; both are empty for a backend that no other process reaches. `arena` is where
+    transfers begin and end, in the process that owns one. All that is put lies in memory where it is `bounded`.
     """
 
     address: str = ""
     write_token: bytes = b""
+    arena: Arena | None = None
+    bounded: bool = True
 
     @abstractmethod
     def create(self, nbytes: int, request: str) -> Draft:
         """Make room for an object, to be filled and then sealed or aborted. Raises ArenaFull when there is none now."""
+
+    def reserve(self, nbytes: int, request: str) -> Extent:
+        """Room in `arena` for an object from elsewhere, as `create` finds it. Raises ArenaFull."""
+        assert self.arena
+        return self.arena.create(nbytes, request)
 
     @abstractmethod
     def seal(self, id: str) -> None:
@@ -131,6 +140,13 @@ class StorageBackend(ABC):
     def idle(self) -> Sequence[Extent]:
         """Some sealed objects of this owner that nobody holds, least recently used first: those `spill` may move."""
         return ()
+
+    def spill(self, ref: ObjectRef) -> None:
+        """Free the room of an object that is kept elsewhere now, unless somebody holds it.
+
+        Its request still counts as held. Raises ObjectLost if it was given up meanwhile.
+        """
+        self.delete(ref)
 
     @abstractmethod
     def usage(self) -> Usage:

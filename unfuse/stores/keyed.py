@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from unfuse.arena.objects import Extent
 from unfuse.arena.turn import Turn
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
+from unfuse.stores import SHELVES
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.checksums import Checksums
 from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
@@ -23,16 +24,23 @@ from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+OBJECTS, COPIES = "objects", "copies"
+"""Where on a shelf they are."""
+
 
 class KeyedBackend(StorageBackend):
     """At most `capacity` bytes of one owner's objects on a shelf, where any process that reaches it reads them.
 
-    Without an `owner` they are copies of everybody's, unbounded. What is written, and what is held, lies in this
-    process's memory: `usage` counts it beside what is kept.
+    Without an `owner` they are copies of everybody's, unbounded; neither meets the other, or what else is on the shelf.
+    What is written, and what is held, lies in this process's memory: `usage` counts it beside what is kept. `full` is
+    what is full when no more fits, and what helps.
     """
 
-    def __init__(self, shelf: Shelf, owner: str = "", capacity: int = 0) -> None:
-        self._shelf, self._owner, self._capacity = shelf, owner, capacity
+    bounded = False
+
+    def __init__(self, shelf: Shelf, owner: str = "", capacity: int = 0, full: tuple[str, str] = ("", "")) -> None:
+        self._shelf, self._owner, self._capacity, self._full = shelf, owner, capacity, full
+        self._folder = partial(folder_of, OBJECTS if owner else COPIES)
         self._turn = Turn()
         self._writing: dict[str, tuple[Draft, str]] = {}
         self._generations = count(1)
@@ -50,7 +58,7 @@ class KeyedBackend(StorageBackend):
         """See StorageBackend. Raises TransientError when the shelf cannot take it; nothing is kept then."""
         draft, request = self._writing.get(id) or (None, "")
         if draft is not None:
-            folder, name = folder_of(self._owner, request), _name(draft)
+            folder, name = self._folder(self._owner, request), _name(draft)
             try:
                 self._shelf.write(folder, name, draft.memory, durable=False)
             except TransientError:
@@ -69,12 +77,16 @@ class KeyedBackend(StorageBackend):
         """Keep a sealed object of another store. Raises ArenaFull, or TransientError when the shelf cannot take it."""
         if self._owner:
             self._admit(ref.nbytes)
-        self._shelf.write(folder_of(self._owner, ref.request), _name(ref), memory, durable=durable)
+        self._shelf.write(self._folder(self._owner, ref.request), _name(ref), memory, durable=durable)
+
+    def load(self, object: Extent, memory: NDArray[np.uint8]) -> None:
+        """Fill `memory` with what is kept of an object of this owner, not verified. Raises NotFound, TransientError."""
+        self._read(self._folder(self._owner, object.request), object, memory)
 
     def hold(self, ref: ObjectRef) -> Hold:
         """See StorageBackend. Raises ObjectLost also when a byte is not the one that was written."""
         try:
-            memory = self._read(folder_of(self._owner and ref.owner, ref.request), ref)
+            memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
         except (NotFound, TransientError) as error:
             raise ObjectLost(f"object {ref.id} is lost: {error}", ref.id) from error
         with self._turn:
@@ -87,18 +99,18 @@ class KeyedBackend(StorageBackend):
     def delete(self, ref: ObjectRef) -> None:
         """See StorageBackend."""
         if self._owner in ("", ref.owner):
-            self._shelf.remove(folder_of(self._owner, ref.request), _name(ref))
+            self._shelf.remove(self._folder(self._owner, ref.request), _name(ref))
 
     def release(self, request: str) -> None:
         """See StorageBackend."""
         for id in [id for id, (_, other) in tuple(self._writing.items()) if other == request]:
             self.abort(id)
-        self._shelf.drop(folder_of(self._owner, request))
+        self._shelf.drop(self._folder(self._owner, request))
 
     def holding(self) -> frozenset[str]:
         """See StorageBackend."""
         begun = {request for _, request in tuple(self._writing.values())}
-        return frozenset(begun | {last_part(entry.folder) for entry in self._shelf.entries(folder_of(self._owner))})
+        return frozenset(begun | {last_part(entry.folder) for entry in self._shelf.entries(self._folder(self._owner))})
 
     def usage(self) -> Usage:
         """See StorageBackend."""
@@ -113,34 +125,36 @@ class KeyedBackend(StorageBackend):
 
     def clear(self) -> None:
         """Forget every object of this owner."""
-        self._shelf.drop(folder_of(self._owner))
+        self._shelf.drop(self._folder(self._owner))
 
     def forget(self, before: float) -> None:
         """Forget what was kept before Unix time `before`, whoever its owner is. Raises TransientError."""
-        for entry in [entry for entry in self._shelf.entries() if entry.modified < before]:
+        for entry in [entry for entry in self._shelf.entries(self._folder()) if entry.modified < before]:
             self._shelf.remove(entry.folder, entry.name)
 
     def _used(self) -> int:
         begun: int = sum(draft.memory.nbytes for draft, _ in tuple(self._writing.values()))
-        return begun + sum(entry.nbytes for entry in self._shelf.entries(folder_of(self._owner)))
+        return begun + sum(entry.nbytes for entry in self._shelf.entries(self._folder(self._owner)))
 
     def _admit(self, nbytes: int) -> None:
         used = self._used()
         if used + nbytes > self._capacity:
-            raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity)
+            raise ArenaFull(nbytes, max(0, self._capacity - used), self._capacity, *self._full)
         self._high_water = max(self._high_water, used + nbytes)
 
-    def _read(self, folder: str, ref: ObjectRef) -> NDArray[np.uint8]:
-        nbytes, parts = self._shelf.read(folder, _name(ref))
-        if nbytes != ref.nbytes:
-            raise TransientError(f"{nbytes} bytes of {ref.nbytes} are there")
-        memory, end = np.empty(nbytes, np.uint8), 0
+    def _read(
+        self, folder: str, object: ObjectRef | Extent, memory: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        nbytes, parts = self._shelf.read(folder, _name(object))
+        if nbytes != object.nbytes:
+            raise TransientError(f"{nbytes} bytes of {object.nbytes} are there")
+        memory, end = np.empty(nbytes, np.uint8) if memory is None else memory, 0
         checksums = Checksums(memory)
         for part in parts:
             memory[end : end + len(part)] = np.frombuffer(part, np.uint8)[: nbytes - end]
             end += len(part)
             checksums.filled(min(end, nbytes))
-        if end != nbytes or checksums.finish() != ref.checksums:
+        if end != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
             raise TransientError("it is damaged: its bytes are not the ones that were written")
         return memory
 
@@ -148,9 +162,10 @@ class KeyedBackend(StorageBackend):
         self._held -= nbytes
 
 
-def open_keyed(options: StoreOptions) -> KeyedBackend:
-    """The owner's objects on the shelf at the URL. Raises ConfigError."""
-    return KeyedBackend(open_shelf(options.url), options.owner, options.capacity)
+def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
+    """The owner's objects on the shelf at the URL. `remedy` is what to do when it is full. Raises ConfigError."""
+    full = f"the {options.url.partition(':')[0]} store has no room", remedy
+    return KeyedBackend(open_shelf(options.url), options.owner, options.capacity, full)
 
 
 def open_copies(url: str) -> KeyedBackend | None:
@@ -159,6 +174,32 @@ def open_copies(url: str) -> KeyedBackend | None:
     They last until they are released with their request, by whoever knows that it is over.
     """
     return None if url == "none" else KeyedBackend(open_shelf(url))
+
+
+class Remains:
+    """All that is kept for requests in one place, objects and copies, whoever keeps them and whether that one lives."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+
+    def requests(self) -> dict[str, set[str]]:
+        """The folders of each request. Raises TransientError."""
+        found: dict[str, set[str]] = {}
+        for root in (OBJECTS, COPIES):
+            for entry in self._shelf.entries(folder_of(root)):
+                found.setdefault(last_part(entry.folder), set()).add(entry.folder)
+        return found
+
+    def drop(self, folders: Iterable[str]) -> None:
+        """Forget what is in them. Raises TransientError."""
+        for folder in folders:
+            self._shelf.drop(folder)
+
+
+def remains_at(*urls: str) -> list[Remains]:
+    """What stores and copies at these URLs may leave, as far as it lies where others reach it. Raises ConfigError."""
+    places = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
+    return [Remains(open_shelf(url)) for url in places if url.partition(":")[0] in SHELVES]
 
 
 def _name(object: ObjectRef | Extent | Draft) -> str:

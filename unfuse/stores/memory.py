@@ -87,6 +87,10 @@ class MemoryBackend(StorageBackend):
         """See StorageBackend."""
         return self._objects.idle()
 
+    def spill(self, ref: ObjectRef) -> None:
+        """See StorageBackend."""
+        self._objects.spill(ref.id)
+
     def usage(self) -> Usage:
         """See StorageBackend."""
         return self._objects.usage()

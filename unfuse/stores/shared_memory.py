@@ -92,6 +92,10 @@ class SharedMemoryBackend(StorageBackend):
         """See StorageBackend."""
         return self._home.idle()
 
+    def spill(self, ref: ObjectRef) -> None:
+        """See StorageBackend."""
+        self._home.spill(ref.id)
+
     def usage(self) -> Usage:
         """See StorageBackend."""
         return self._home.usage()
@@ -106,10 +110,10 @@ class OwnedSharedMemory(SharedMemoryBackend):
     """The store of the process that owns the arena and serves it to the others."""
 
     def __init__(self, options: StoreOptions) -> None:
-        arena = Arena(options.capacity)
+        self.arena = Arena(options.capacity)
         token = secrets.token_bytes(16)
-        self._server = ArenaServer(arena, token)
-        super().__init__(options, arena, self._server.address, token)
+        self._server = ArenaServer(self.arena, token)
+        super().__init__(options, self.arena, self._server.address, token)
 
     def close(self) -> None:
         """See StorageBackend."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from threading import Lock
 from time import time
+from typing import TypeVar
 
 import msgspec
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
-from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
+from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
@@ -18,30 +21,33 @@ from unfuse.stores.keyed import KeyedBackend, open_keyed
 SPILLED_S = 24 * 3600
 """After this long whoever moved an object is over, however that one ended."""
 
+Place = TypeVar("Place")
+
 
 class SpillBackend(StorageBackend):
     """Objects are put into `fast`; above the share `threshold` of it, the least recently used idle ones go to `slow`.
 
-    From there they are read where they are, verified.
+    From there they are read where they are, verified; for other nodes' transfers, which verify what they bring
+    themselves, the owner's process takes them back into its arena.
     """
+
+    bounded = False
 
     def __init__(self, fast: StorageBackend, slow: KeyedBackend, options: StoreOptions) -> None:
         self._fast, self._slow, self._options = fast, slow, options
-        self.address, self.write_token = fast.address, fast.write_token
+        self.address, self.write_token, self.arena = fast.address, fast.write_token, fast.arena
+        self._recalling = Lock()
+        if self.arena:
+            self.arena.recall = self._recall
 
     def create(self, nbytes: int, request: str) -> Draft:
         """See StorageBackend. Raises TransientError when there is no room because the slow store takes no more."""
-        usage, idle = self._fast.usage(), self._idle()
-        excess = usage.used + nbytes - self._options.threshold * usage.capacity
-        with suppress(TransientError):  # until the fast one is full it does not matter that the slow one fails
-            while excess > 0 and (moved := self._move(idle)):
-                excess -= moved
-        while True:
-            try:
-                return self._fast.create(nbytes, request)
-            except ArenaFull:
-                if nbytes > usage.capacity or not self._move(idle):
-                    raise
+        return self._place(nbytes, partial(self._fast.create, nbytes, request))
+
+    def reserve(self, nbytes: int, request: str) -> Extent:
+        """See StorageBackend."""
+        assert self.arena
+        return self._place(nbytes, partial(self.arena.create, nbytes, request))
 
     def seal(self, id: str) -> None:
         """See StorageBackend."""
@@ -83,10 +89,26 @@ class SpillBackend(StorageBackend):
 
     def close(self) -> None:
         """See StorageBackend. With its owner's arena, what was moved out of it goes, too."""
+        if self.arena:
+            self.arena.recall = None
         self._fast.close()
         if not self._options.address:
             with suppress(TransientError):
                 self._slow.clear()
+
+    def _place(self, nbytes: int, find: Callable[[], Place]) -> Place:
+        """The room that `find` finds once enough is moved."""
+        usage, idle = self._fast.usage(), self._idle()
+        excess = usage.used + nbytes - self._options.threshold * usage.capacity
+        with suppress(TransientError):  # until the fast one is full it does not matter that the slow one fails
+            while excess > 0 and (moved := self._move(idle)):
+                excess -= moved
+        while True:
+            try:
+                return find()
+            except ArenaFull:
+                if nbytes > usage.capacity or not self._move(idle):
+                    raise
 
     def _idle(self) -> Iterator[Extent]:
         yield from self._fast.idle()  # asked only when the first is wanted
@@ -108,11 +130,28 @@ class SpillBackend(StorageBackend):
         self._slow.keep(ref, hold.bytes())
         hold.release()
         try:
-            self._fast.hold(ref).release()
+            self._fast.spill(ref)
         except ObjectLost:
             self._slow.delete(ref)
             raise
-        self._fast.delete(ref)
+
+    def _recall(self, extent: Extent) -> Extent:
+        """Take a spilled object back into the arena, held. Raises ArenaFull while there is no room for it."""
+        arena = self.arena
+        assert arena
+
+        def fill(offset: int) -> None:
+            self._slow.load(extent, arena.memory[offset : offset + extent.nbytes])
+
+        with self._recalling:
+            with suppress(ObjectLost):  # whoever wanted it, too, has brought it back
+                return arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
+            try:
+                return self._place(extent.nbytes, partial(arena.restore, extent.id, fill))
+            except (ArenaFull, ObjectLost):
+                raise
+            except (NotFound, TransientError) as error:
+                raise ObjectLost(f"object {extent.id} is lost: {error}", extent.id) from error
 
 
 def open_spill(options: StoreOptions) -> SpillBackend:
@@ -120,7 +159,9 @@ def open_spill(options: StoreOptions) -> SpillBackend:
     fast, _, slow = options.url.removeprefix("spill:").partition("+")
     if not slow or not 0 < options.threshold <= 1:
         raise ConfigError(f"{options.url!r}: give spill:FAST+SLOW, like spill:auto+disk:/scratch; threshold is 0 to 1")
-    below = open_keyed(msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity))
+    below = open_keyed(
+        msgspec.structs.replace(options, url=slow, capacity=options.spill_capacity), "set spill.capacity higher"
+    )
     if not options.address:
         below.forget(time() - SPILLED_S)
     return SpillBackend(open_backend(fast, options), below, options)

@@ -8,7 +8,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
+from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
+from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, ObjectRef, TensorMeta, lay_out
@@ -23,7 +27,7 @@ from unfuse.stores.base import (
 )
 from unfuse.stores.checksums import Checksums, checksums_of
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import copy_into, describe, flat_bytes, numpy_over, torch_over
+from unfuse.stores.tensors import NARROW, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
 
     from unfuse.stores.tensors import Value
 
+
+_NARROWED = frozenset(NARROW.values())
 
 LOOK_AGAIN_S = 0.005
 """How often a put that waits for room looks."""
@@ -112,20 +118,45 @@ class TensorStore:
         """What a process shows to put into this store's memory. A secret."""
         return self._backend.write_token
 
+    @property
+    def arena(self) -> Arena | None:
+        """The memory the objects lie in, if this process owns it."""
+        return self._backend.arena
+
+    @property
+    def bounded(self) -> bool:
+        """Whether there is no room but that memory's."""
+        return self._backend.bounded
+
+    def reserve(self, nbytes: int, request: str) -> Extent:
+        """Room in that memory for an object from elsewhere, as `put` finds it. Raises ArenaFull."""
+        return self._backend.reserve(nbytes, request)
+
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Where other owners are, as {owner: (node, address)}: their objects can be got from now on."""
         self._backend.learn(peers)
 
     def put(
-        self, tensors: Mapping[str, Value], *, request: str, stage: str, attempt: int, wait: float = 0.0
+        self,
+        tensors: Mapping[str, Value],
+        *,
+        request: str,
+        stage: str,
+        attempt: int,
+        wait: float = 0.0,
+        encoding: str = "none",
     ) -> ObjectRef:
         """Store one stage's output, copying each tensor once.
 
-        Waits up to `wait` seconds for room. Raises ArenaFull when there is none, TransientError when the store cannot
-        keep it, ObjectLost when the request was released meanwhile, TypeError or ValueError for what may not cross a
-        stage border.
+        With an `encoding` ("bf16" or "fp16") 32-bit floats lie in 16 bits, and read as 32 again. Waits up to `wait`
+        seconds for room. Raises ArenaFull when there is none, TransientError when the store cannot keep it, ObjectLost
+        when the request was released meanwhile, TypeError or ValueError for what may not cross a stage border.
         """
+        wide = tensors
+        if encoding != "none":
+            tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
         metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
+        narrow = {name for name in tensors if tensors[name] is not wide[name]}
         draft = self._room(nbytes, request, wait)
         try:
             checksums = _write(draft.memory, metas, tensors)
@@ -142,7 +173,7 @@ class TensorStore:
             attempt=attempt,
             generation=draft.generation,
             nbytes=nbytes,
-            tensors=metas,
+            tensors=tuple(replace(meta, wide="float32") if meta.name in narrow else meta for meta in metas),
             checksums=checksums,
             key=draft.key,
             created_at=self._clock.wall(),
@@ -187,8 +218,10 @@ class TensorStore:
         self._backend.delete(ref)
 
     def release(self, request: str) -> None:
-        """Give up every object of a request. Idempotent."""
+        """Give up all objects of a request, durable copies too. Idempotent. Raises TransientError for what stays."""
         self._backend.release(request)
+        if self._copies:
+            self._copies.release(request)
 
     def holding(self) -> frozenset[str]:
         """Ids of the requests this owner has objects of."""
@@ -222,7 +255,10 @@ class TensorStore:
 def _consistent(ref: ObjectRef) -> bool:
     """Whether a ref's tensors lie where `lay_out` puts them, so that none reaches into another object."""
     try:
-        return lay_out((meta.name, meta.dtype, meta.shape) for meta in ref.tensors) == (ref.tensors, ref.nbytes)
+        if any(meta.wide not in ("", "float32") or meta.wide and meta.dtype not in _NARROWED for meta in ref.tensors):
+            return False
+        stored = tuple(replace(meta, wide="") if meta.wide else meta for meta in ref.tensors)
+        return lay_out((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)
     except ValueError:
         return False
 
@@ -240,5 +276,6 @@ def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Ma
                 stop = min(start + checksums.chunk, end)
                 memory[start:stop] = source[start - meta.offset : stop - meta.offset]
                 checksums.filled(stop)
-        memory[end : end + -end % ALIGNMENT] = 0
+        if gap := -end % ALIGNMENT:
+            memory[end : end + gap] = 0
     return checksums.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -19,16 +20,41 @@ RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """What numpy shows of the types it lacks: their bits."""
 
 
+NARROW = {"bf16": "bfloat16", "fp16": "float16"}
+"""Encodings of 32-bit floats on their way: the types they are then."""
+
+
+def narrowed(value: Value, encoding: str) -> Value:
+    """A tensor of 32-bit floats in 16 bits, rounded; any other as it is, and one whose numbers float16 has not."""
+    if value is None or describe(value)[0] != "float32":
+        return value
+    if isinstance(value, np.ndarray):
+        if encoding == "bf16":
+            raise TypeError("numpy knows no bfloat16: have what this stage makes encoded as fp16")
+        with np.errstate(over="ignore"):
+            narrow = value.astype(np.float16)
+        return value if np.isinf(narrow).sum() > np.isinf(value).sum() else narrow
+    import torch
+
+    half = value.to(getattr(torch, NARROW[encoding]))
+    return value if half.isinf().sum() > value.isinf().sum() else half
+
+
 def describe(value: Value) -> tuple[str, tuple[int, ...]]:
     """The dtype's name and the shape of a tensor; "none" for None. Raises TypeError for anything else."""
     if value is None:
         return "none", ()
     if isinstance(value, np.ndarray):
-        return value.dtype.name, value.shape
+        return _name(value.dtype), value.shape
     torch = sys.modules.get("torch")  # there is no torch tensor where torch was never imported
     if torch is not None and isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), tuple(value.shape)
     raise TypeError(f"an object holds tensors of numpy or torch and None, not {type(value).__name__}")
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:  # numpy puts it together anew each time, which is a third of a small put
+    return dtype.name
 
 
 def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
@@ -54,18 +80,22 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """The tensor that `meta` places in an object's bytes, without a copy; bfloat16 and float8 as their bits."""
+    """The tensor that `meta` places in an object's bytes, copied only to be widened; bfloat16 and float8 as bits."""
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]
-    return part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
+    found = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
+    if meta.wide and meta.dtype in RAW:
+        return (found.astype(np.uint32) << 16).view(np.float32)
+    return found.astype(meta.wide) if meta.wide else found
 
 
 def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
     """As numpy_over, for torch. torch knows no read-only tensor: writing to this one ends the process."""
     if meta.dtype == "none":
         return None
-    return _torch_over(memory[meta.offset : meta.offset + meta.nbytes], meta.dtype, meta.shape)
+    found = _torch_over(memory[meta.offset : meta.offset + meta.nbytes], meta.dtype, meta.shape)
+    return found.float() if meta.wide else found
 
 
 def _torch_over(memory: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -7,7 +7,11 @@ from typing import Any
 from unfuse.core.registry import resolve
 
 _SUITES = {
+    "ArenaOwner": "unfuse.testing.transfer_owner:ArenaOwner",
+    "Faults": "unfuse.testing.transfer_faults:Faults",
+    "FaultyEngine": "unfuse.testing.transfer_faults:FaultyEngine",
     "ManualClock": "unfuse.testing.clock:ManualClock",
+    "Pair": "unfuse.testing.transfer_suite:Pair",
     "check_queue": "unfuse.testing.queue_suite:check_queue",
     "check_store": "unfuse.testing.store_suite:check_store",
     "check_transfer": "unfuse.testing.transfer_suite:check_transfer",

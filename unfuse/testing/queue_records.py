@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.event import Event
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import MAX_CACHED, Filter, Limits, TaskQueue
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import LIMITS, change, history, raised, request, submitted, task
+from unfuse.testing.queue_samples import LIMITS, change, handle, history, raised, request, submitted, task
 
 
 async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
@@ -109,6 +109,52 @@ async def what_costs_too_much_together_is_refused(queue: TaskQueue, clock: Manua
     await queue.submit(request("d", cost=4.5), [], [], tight)
 
 
+async def what_was_encoded_is_found_by_its_key(queue: TaskQueue, clock: ManualClock) -> None:
+    """As it was kept, the newest under a key, until that very object is given up."""
+    for key, id in (("k", "a"), ("l", "b"), ("k", "c")):
+        await queue.cache(key, handle(id), 100)
+    assert await queue.cached(["nothing", "l", "k"]) == {"l": handle("b"), "k": handle("c")}
+    assert await queue.cached([]) == {}
+    for key, id in (("k", "a"), ("l", "b"), ("l", "b"), ("nothing", "c")):
+        await queue.uncache(key, id)
+    assert await queue.cached(["k", "l"]) == {"k": handle("c")}
+
+
+async def what_was_encoded_is_given_up_when_unused(queue: TaskQueue, clock: ManualClock) -> None:
+    """The least recently used goes first, as much as there must be room for; what is larger than all room is not kept,
+    and does not push out others; who looks without `use` does not use.
+    """
+
+    async def kept(*keys: str) -> list[str]:
+        return sorted(await queue.cached(keys, use=False))
+
+    for key, nbytes in (("a", 40), ("b", 30), ("c", 30)):
+        await queue.cache(key, handle(key, nbytes), 100)
+    await queue.cached(["b", "a"])
+    await queue.cached(["c"], use=False)
+    await queue.cache("d", handle("d", 1), 100)
+    assert await kept("a", "b", "c", "d") == ["a", "b", "d"]
+    await queue.cache("e", handle("e", 31), 100)
+    assert await kept("a", "b", "d", "e") == ["a", "d", "e"]
+    await queue.cache("f", handle("f", 101), 100)
+    await queue.cache("d", handle("d2", 101), 100)
+    assert await kept("a", "d", "e", "f") == ["a", "e"]
+    await queue.cache("g", handle("g", 100), 100)
+    assert await kept("a", "e", "g") == ["g"]
+    await queue.uncache("g", "g")
+    await queue.cache("h", handle("h", 60), 100)
+    await queue.cache("i", handle("i", 40), 100)
+    assert await kept("h", "i") == ["h", "i"]
+
+
+async def so_much_may_be_kept_of_what_was_encoded(queue: TaskQueue, clock: ManualClock) -> None:
+    """However small it is."""
+    keys = [str(number) for number in range(MAX_CACHED + 1)]
+    for key in keys:
+        await queue.cache(key, handle(key, 0), 100)
+    assert list(await queue.cached(keys)) == keys[1:]
+
+
 RECORD_RULES = (
     requests_are_listed_newest_first,
     what_is_over_is_forgotten,
@@ -117,4 +163,7 @@ RECORD_RULES = (
     what_is_over_may_still_be_marked,
     overload_stores_nothing,
     what_costs_too_much_together_is_refused,
+    what_was_encoded_is_found_by_its_key,
+    what_was_encoded_is_given_up_when_unused,
+    so_much_may_be_kept_of_what_was_encoded,
 )

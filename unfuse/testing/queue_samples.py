@@ -11,6 +11,7 @@ import msgspec
 
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
@@ -96,6 +97,11 @@ async def following(stream: AsyncIterator[Event]) -> Event | None:
 async def history(queue: TaskQueue, name: str, after: int = 0) -> Sequence[Event]:
     """All events of a request that is over."""
     return [event async for event in queue.watch(name, after)]
+
+
+def handle(id: str, nbytes: int = 10) -> ObjectRef:
+    """The handle of an object that somebody has."""
+    return ObjectRef(id, "w", "node", "a", "s", 1, 1, nbytes, (), (1, 2**63), b"\0\xff", 0.5)
 
 
 def worker(name: str, **fields: Any) -> WorkerInfo:

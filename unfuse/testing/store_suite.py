@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from unfuse.core.errors import ArenaFull, ObjectLost, UnfuseError
+from unfuse.core.errors import ArenaFull, UnfuseError
 from unfuse.core.object_ref import CHUNK_BYTES, DTYPES, ObjectRef, lay_out
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import RAW
+from unfuse.testing.store_port import PORT_CHECKS, Join, Open, check_closed, check_peers, lost, put
 
-Open = Callable[[], TensorStore]
 Overwrite = Callable[[ObjectRef, bytes | None], None]
 
 FLIPS = 1000
 WITHIN_S = 60
 
 
-def check_store(open: Open, overwrite: Overwrite | None = None) -> None:
+def check_store(open: Open, overwrite: Overwrite | None = None, join: Join | None = None) -> None:
     """Raise AssertionError where a store breaks the contract.
 
     `open` returns a new, empty store of at least 32 MiB, which the suite closes. torch tensors are checked where torch
     has been imported. `overwrite` replaces what is kept of an object behind the store's back, by None removes it; with
-    it, damage at rest is checked, too.
+    it, damage at rest is checked, too. `join` opens the store of another owner, which knows where the first is: with
+    it, what owners may do to each other's objects.
     """
-    checks: dict[str, Callable[[TensorStore], None]] = {check.__name__: check for check in CHECKS}
+    checks: dict[str, Callable[[TensorStore], None]] = {check.__name__: check for check in (*CHECKS, *PORT_CHECKS)}
     if overwrite:
         checks |= {check.__name__: partial(check, overwrite=overwrite) for check in (check_flips, check_wreckage)}
+    if join:
+        checks[check_peers.__name__] = partial(check_peers, join=join)
     for name, check in checks.items():
         with open() as store:
             try:
@@ -45,22 +48,7 @@ def check_store(open: Open, overwrite: Overwrite | None = None) -> None:
             for request in store.holding():
                 store.release(request)
             assert store.usage().used == 0, f"{name} left something behind: {store.usage()}"
-
-
-def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
-    """Put as stage "s" of a request (default: a new one)."""
-    return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
-
-
-@contextmanager
-def lost(ref: ObjectRef) -> Iterator[None]:
-    """What is done inside must raise ObjectLost, naming the object."""
-    try:
-        yield
-    except ObjectLost as error:
-        assert error.object_id == ref.id, f"ObjectLost names {error.object_id!r}, not {ref.id!r}"
-    else:
-        raise AssertionError("an object that is not there was read")
+    check_closed(open)
 
 
 def check_dtypes(store: TensorStore) -> None:

@@ -50,6 +50,7 @@ class FaultyEngine(TransferEngine):
         self._engine, self.faults = engine, faults
         self._random, self._lock = Random(faults.seed), Lock()
         self.injected: list[str] = []
+        self.pulls = 0
 
     def serve(self, arena: Arena) -> str:
         """See TransferEngine."""
@@ -73,6 +74,7 @@ class FaultyEngine(TransferEngine):
             names = ("drop", "cut", "corrupt", "delay", "slow", "refuse", "dead", "full")
             drawn = {name for name in names if self._random.random() < getattr(self.faults, name)}
             self.injected += sorted(drawn)
+            self.pulls += 1
             return drawn, Random(self._random.random())
 
 

@@ -2,71 +2,27 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 
 from unfuse.arena.arena import Arena
-from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost, UnfuseError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.checksums import checksums_of
 from unfuse.testing.transfer_faults import Faults, FaultyEngine
+from unfuse.testing.transfer_owner import CAPACITY, WITHIN_S, Owner, pattern, soon
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink, Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-CAPACITY = 64 << 20
-WITHIN_S = 60
-
-
-class Owner(Protocol):
-    """The end that serves, in this process or another. Objects are of pattern bytes: `pattern(seed, nbytes)`."""
-
-    def start(self) -> str:
-        """Serve the arena (again); returns the address."""
-        ...
-
-    def stop(self) -> None:
-        """Serve no more; the objects stay."""
-        ...
-
-    def put(self, seed: int, nbytes: int) -> ObjectRef:
-        """A sealed object."""
-        ...
-
-    def begin(self, seed: int, nbytes: int) -> ObjectRef:
-        """An object that is being written; its ref has no checksums."""
-        ...
-
-    def write(self, ref: ObjectRef, chunks: int) -> None:
-        """Announce it, with so many chunks written."""
-        ...
-
-    def seal(self, ref: ObjectRef) -> None:
-        """It is whole."""
-        ...
-
-    def abort(self, ref: ObjectRef) -> None:
-        """It will never be."""
-        ...
-
-    def delete(self, ref: ObjectRef) -> None:
-        """Give a sealed one up."""
-        ...
-
-    def used(self) -> int:
-        """Bytes of the arena in use."""
-        ...
 
 
 class Pair(msgspec.Struct):
@@ -86,8 +42,8 @@ def check_transfer(open_pair: OpenPair) -> None:
     `open_pair` opens two ends of it, each with an empty arena of 64 MiB, for the suite to use and then to close.
     """
     with open_pair() as pair:
+        address = pair.owner.start()
         for check in CHECKS:
-            address = pair.owner.start()
             try:
                 with closing(pair.engine.connect(address)) as link:
                     check(pair, link, address)
@@ -95,80 +51,7 @@ def check_transfer(open_pair: OpenPair) -> None:
                 raise AssertionError(f"{check.__name__}: {error}") from error
             soon(lambda: pair.owner.used() == 0, f"{check.__name__}: the owner still holds something")
             assert pair.arena.usage().used == 0, f"{check.__name__} left something behind: {pair.arena.usage()}"
-            pair.owner.stop()
-
-
-class ArenaOwner:
-    """An owner of this process."""
-
-    def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:
-        self._open = open_engine
-        self._engine: TransferEngine | None = None
-        self.arena = Arena(CAPACITY)
-        self._extents: dict[str, tuple[Extent, NDArray[np.uint8]]] = {}
-
-    def start(self) -> str:
-        """See Owner."""
-        self._engine = self._open()
-        return self._engine.serve(self.arena)
-
-    def stop(self) -> None:
-        """See Owner."""
-        if self._engine:
-            self._engine.close()
-        self._engine = None
-
-    def put(self, seed: int, nbytes: int) -> ObjectRef:
-        """See Owner."""
-        ref = self.begin(seed, nbytes)
-        extent, data = self._extents[ref.id]
-        self.arena.memory[extent.offset : extent.offset + nbytes] = data
-        self.arena.seal(ref.id)
-        return msgspec.structs.replace(ref, checksums=checksums_of(data))
-
-    def begin(self, seed: int, nbytes: int) -> ObjectRef:
-        """See Owner."""
-        extent = self.arena.create(nbytes, request := new_request_id())
-        self._extents[extent.id] = extent, pattern(seed, nbytes)
-        return ObjectRef(
-            extent.id, "owner", "node", request, "s", 1, extent.generation, nbytes, (), (), extent.key, 0.0
-        )
-
-    def write(self, ref: ObjectRef, chunks: int) -> None:
-        """See Owner."""
-        extent, data = self._extents[ref.id]
-        end = min(chunks * CHUNK_BYTES, ref.nbytes)
-        self.arena.memory[extent.offset : extent.offset + end] = data[:end]
-        self.arena.announce(ref.id, checksums_of(data)[:chunks])
-
-    def seal(self, ref: ObjectRef) -> None:
-        """See Owner."""
-        self.arena.seal(ref.id)
-
-    def abort(self, ref: ObjectRef) -> None:
-        """See Owner."""
-        self.arena.abort(ref.id)
-
-    def delete(self, ref: ObjectRef) -> None:
-        """See Owner."""
-        self.arena.delete(ref.id)
-
-    def used(self) -> int:
-        """See Owner."""
-        return self.arena.usage().used
-
-
-def pattern(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Bytes that no other seed has."""
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-
-
-def soon(condition: Callable[[], bool], otherwise: str) -> None:
-    """Wait until something is so; AssertionError if it is never."""
-    end = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < end, otherwise
-        time.sleep(0.005)
+        pair.owner.stop()
 
 
 @contextmanager
@@ -258,11 +141,25 @@ def check_growing(pair: Pair, link: Link, address: str) -> None:
     pair.owner.seal(ref)
     assert link.written(ref, 3, 0) == (whole, True)
     pair.owner.delete(ref)
+    with ThreadPoolExecutor(1) as pool:
+        ref = pair.owner.begin(4, nbytes)
+        pair.owner.write(ref, 1)
+        told = pool.submit(until_written, link, ref, 1)
+        pair.owner.write(ref, 2)
+        assert told.result(WITHIN_S) == whole[:2], "it does not wait for more than is known"
+        pair.owner.abort(ref)
     broken = pair.owner.begin(5, nbytes)
     pair.owner.write(broken, 1)
     pair.owner.abort(broken)
     with raises(ObjectLost, "its writer gave it up"):
         link.written(broken, 1, 0)
+
+
+def until_written(link: Link, ref: ObjectRef, known: int) -> tuple[int, ...]:
+    """What is written when there is more than is known; an owner may answer sooner."""
+    while len(checksums := link.written(ref, known, WITHIN_S)[0]) == known:
+        pass
+    return checksums
 
 
 def check_given_up(pair: Pair, link: Link, address: str) -> None:
@@ -306,12 +203,20 @@ def check_gone(pair: Pair, link: Link, address: str) -> None:
 
 
 def check_closed(pair: Pair, link: Link, address: str) -> None:
-    """A link that was closed reaches nothing any more."""
-    ref = pair.owner.put(8, 10)
-    assert pull(pair, link, ref, 0, 10) == bytes(pattern(8, 10))
-    link.close()
+    """A link that is closed breaks what is being pulled, of which all came that it said; it reaches nothing more."""
+    ref = pair.owner.put(8, CAPACITY // 4)
+    with room(pair, ref.nbytes) as memory:
+        with closing(link.pull(ref, 0, ref.nbytes, memory)) as numbers:
+            there = next(numbers)
+            link.close()
+            with raises(LinkBroken, "the link was closed while it pulled"):
+                for there in numbers:  # noqa: B007
+                    pass
+        assert (memory[:there] == pattern(8, ref.nbytes)[:there]).all()
     with raises(LinkBroken, "the link is closed"):
         pull(pair, link, ref, 0, 10)
+    with raises(LinkBroken, "the link is closed"):
+        link.ping()
     pair.owner.delete(ref)
 
 
@@ -392,6 +297,6 @@ def check_here(pair: Pair, sink: ArenaSink, seed: int) -> None:
 
 
 CHECKS = (
-    check_bytes, check_refs, check_unsealed, check_growing, check_given_up, check_threads, check_gone, check_closed,
-    check_whole, check_window, check_faults,
+    check_bytes, check_refs, check_unsealed, check_growing, check_given_up, check_threads, check_closed, check_whole,
+    check_window, check_faults, check_gone,
 )  # fmt: skip

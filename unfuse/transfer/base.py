@@ -63,7 +63,7 @@ class Link(ABC):
 
         The numbers rise, to `stop − start` at the end; whatever is raised, the bytes of the last number came. They are
         not verified: an engine may bring wrong bytes. Giving the iterator up ends the pull.
-        Raises ObjectLost when the owner says that no such object may be read.
+        Raises ObjectLost when the owner says that no such object may be read, ArenaFull while it has no room for it.
         """
 
     @abstractmethod

@@ -16,21 +16,21 @@ from urllib.parse import urlsplit
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, ObjectLost, ProtocolError
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import TransferOptions, check_host
 from unfuse.transfer.messages import (
     MAX_MESSAGE,
     Coming,
     FromOwner,
-    Got,
-    Lost,
     Ping,
     Pong,
     Pull,
     ToOwner,
     Watch,
+    check_refusal,
     place,
+    refusal,
     watch,
 )
 from unfuse.transfer.pool import PooledLink
@@ -45,14 +45,14 @@ MAX_PEERS = 1024
 """Connections an owner keeps at once."""
 
 Reply = TypeVar("Reply")
-Deliver = Callable[[socket.socket, Extent, Pull], None]
+Deliver = Callable[[socket.socket, Extent, Pull], object]
 
 
 class Owner:
     """Answers who proves the secret, each connection in a thread of its own, at `address` until closed.
 
-    `deliver` sends the bytes of a Pull; the object is held until the peer's next message, since what `sendfile` was
-    given may still be read from the arena until then. `about` is told to who has proved the secret.
+    `deliver` sends the bytes of a Pull, or waits until the peer `Got` them itself; the object is held until it returns.
+    `about` is told to who has proved the secret.
     """
 
     def __init__(self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"") -> None:
@@ -100,9 +100,8 @@ class Owner:
         with suppress(OSError, ProtocolError):
             prepare(peer, self._options.silence_s)
             self._greet(peer)
-            message = None
             while True:
-                message = self._answer(peer, message or decode(read(peer), ToOwner))
+                self._answer(peer, decode(read(peer), ToOwner))
         with self._lock:
             del self._peers[current_thread()]
             peer.close()
@@ -114,8 +113,7 @@ class Owner:
         write(peer, prove(self._options.secret, b"owner", mine, theirs))
         write(peer, self._about)
 
-    def _answer(self, peer: socket.socket, message: ToOwner) -> ToOwner | None:
-        """Answer one message; returns the next one if it had to be waited for."""
+    def _answer(self, peer: socket.socket, message: ToOwner) -> None:
         try:
             match message:
                 case Ping():
@@ -123,20 +121,17 @@ class Owner:
                 case Watch():
                     send(peer, watch(self._arena, message, self._options.heartbeat_s))
                 case Pull():
-                    return self._bring(peer, message)
+                    self._bring(peer, message)
                 case _:
                     raise ProtocolError(f"not a question: {type(message).__name__}")
-        except ObjectLost as error:
-            send(peer, Lost(str(error)))
-        return None
+        except (ObjectLost, ArenaFull) as error:
+            send(peer, refusal(error))
 
-    def _bring(self, peer: socket.socket, pull: Pull) -> ToOwner | None:
+    def _bring(self, peer: socket.socket, pull: Pull) -> None:
         extent = place(self._arena, pull)
         try:
             send(peer, Coming(extent.offset + pull.start))
             self._deliver(peer, extent, pull)
-            message: ToOwner = decode(read(peer), ToOwner)
-            return None if isinstance(message, Got) else message
         finally:
             self._arena.unhold(pull.id)
 
@@ -161,8 +156,7 @@ class Connection:
         """See Asks."""
         send(self.socket, message)
         reply: FromOwner = decode(read(self.socket), FromOwner)
-        if isinstance(reply, Lost):
-            raise ObjectLost(reply.message, id)
+        check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__} to {type(message).__name__}")
         return reply
@@ -182,7 +176,8 @@ class Connection:
         hang_up(self.socket)
 
     def close(self) -> None:
-        """See Asks."""
+        """See Asks. The owner hears of it at once, also where it waits to send more, and holds nothing for it."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
     def _greet(self) -> bytes:
@@ -210,11 +205,10 @@ class ChannelLink(PooledLink[Connection]):
         with self.one() as connection:
             coming = connection.ask(pull, Coming, ref.id)
             yield from self.bring(connection, coming.offset, into[: stop - start])
-            send(connection.socket, Got())
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
-    """Have a socket fail after `patience` seconds without a byte; it stays blocking, as MSG_WAITALL and sendfile need.
+    """Have a socket fail after `patience` seconds without a byte; it stays blocking, as MSG_WAITALL needs.
 
     What is small is sent at once.
     """

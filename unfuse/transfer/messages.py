@@ -6,7 +6,7 @@ import msgspec
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
-from unfuse.core.errors import ObjectLost
+from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import chunk_bytes
 
 MAX_MESSAGE = 16 * 1024
@@ -63,16 +63,38 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
+class Full(msgspec.Struct, frozen=True, tag=True):
+    """There is no room now to take this object back from where it was moved; bytes."""
+
+    needed: int
+    free: int
+    capacity: int
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
     """Here."""
 
 
 ToOwner = Pull | Watch | Got | Ping
-FromOwner = Coming | Written | Lost | Pong
+FromOwner = Coming | Written | Lost | Full | Pong
+
+
+def refusal(error: ObjectLost | ArenaFull) -> Lost | Full:
+    """How an owner says it."""
+    return Full(error.needed, error.free, error.capacity) if isinstance(error, ArenaFull) else Lost(str(error))
+
+
+def check_refusal(reply: FromOwner, id: str) -> None:
+    """Raises the ObjectLost or ArenaFull that an owner answered about object `id`."""
+    match reply:
+        case Lost(message):
+            raise ObjectLost(message, id)
+        case Full(needed, free, capacity):
+            raise ArenaFull(needed, free, capacity, "the owner's arena has no contiguous room")
 
 
 def place(arena: Arena, pull: Pull) -> Extent:
-    """Hold the object of a Pull. Raises ObjectLost for bytes that it has not, or not yet."""
+    """Hold the object of a Pull. Raises ObjectLost for bytes that it has not, or not yet, and ArenaFull."""
     extent = arena.hold(pull.id, pull.key, pull.generation, pull.nbytes, announced=True)
     try:
         chunks, whole = arena.written(pull.id)
@@ -86,7 +108,7 @@ def place(arena: Arena, pull: Pull) -> Extent:
 
 
 def watch(arena: Arena, asked: Watch, longest: float) -> Written:
-    """The answer to a Watch. Raises ObjectLost."""
+    """The answer to a Watch. Raises ObjectLost, ArenaFull."""
     arena.hold(asked.id, asked.key, asked.generation, asked.nbytes, announced=True)
     try:
         return Written(*arena.written(asked.id, asked.known, max(0.0, min(asked.wait, longest))))

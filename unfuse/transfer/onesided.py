@@ -10,7 +10,8 @@ import msgspec
 
 from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Link, TransferEngine
-from unfuse.transfer.channel import ChannelLink, Connection, Owner
+from unfuse.transfer.channel import ChannelLink, Connection, Owner, read, send
+from unfuse.transfer.messages import Got
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,7 +21,7 @@ PIECE = 16 * 1024 * 1024
 """Bytes read between two reports."""
 
 
-class _About(msgspec.Struct, frozen=True):
+class About(msgspec.Struct, frozen=True):
     """What a reader must know of an owner: its name in the library, and where its arena begins in its memory."""
 
     name: bytes
@@ -44,8 +45,8 @@ class OneSidedEngine(TransferEngine):
     def serve(self, arena: Arena) -> str:
         """See TransferEngine."""
         self.register(arena.view)
-        about = msgspec.msgpack.encode(_About(self.publish(), arena.view.ctypes.data))
-        self._owner = Owner(arena, self.options, lambda *_: None, about)
+        about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
+        self._owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)
         return self._owner.address
 
     def connect(self, address: str) -> Link:
@@ -67,8 +68,9 @@ class _OneSidedLink(ChannelLink):
 
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """See ChannelLink."""
-        owner = msgspec.msgpack.decode(connection.about, type=_About)
+        owner = msgspec.msgpack.decode(connection.about, type=About)
         for start in range(0, into.nbytes, PIECE):
             count = min(PIECE, into.nbytes - start)
             self._engine.read(owner.name, owner.base + offset + start, into.ctypes.data + start, count)
             yield start + count
+        send(connection.socket, Got())

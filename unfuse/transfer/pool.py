@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 from typing import Generic, Protocol, TypeVar
 
-from unfuse.core.errors import ObjectLost, ProtocolError
+from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferOptions
 from unfuse.transfer.messages import FromOwner, Ping, Pong, ToOwner, Watch, Written
@@ -19,7 +19,7 @@ class Asks(Protocol):
     """One connection to an owner. What goes wrong is one of its link's `errors`."""
 
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        """The answer to a question about object `id`. Raises ObjectLost when the owner says so."""
+        """The answer to a question about object `id`. Raises ObjectLost or ArenaFull when the owner says so."""
         ...
 
     def is_alive(self) -> bool:
@@ -53,7 +53,7 @@ class PooledLink(Link, Generic[C]):
 
     @contextmanager
     def one(self) -> Iterator[C]:
-        """A connection of one's own; it is not used again unless the body ends well, or with ObjectLost."""
+        """A connection of one's own; it is not used again unless the body ends well, or with what the owner said."""
         with self._room:
             try:
                 connection = self._take()
@@ -61,7 +61,7 @@ class PooledLink(Link, Generic[C]):
                 try:
                     yield connection
                     well = True
-                except ObjectLost:
+                except (ObjectLost, ArenaFull):
                     well = True
                     raise
                 finally:

@@ -6,7 +6,7 @@ import random
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing, suppress
 from sched import scheduler
 from threading import Event, Lock, Thread
@@ -16,10 +16,12 @@ import structlog
 import xxhash
 
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError, UnfuseError
+from unfuse.core.messages import Moved
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
 from unfuse.transfer.sinks import Sink
+from unfuse.transfer.tally import Tally
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,7 +98,7 @@ class Session:
     def _connect(self) -> float:
         if self.ref.nbytes < 0 or len(self._checksums) > -(-self.ref.nbytes // self._chunk):
             raise ObjectLost(f"object {self.ref.id} cannot be read: its ref contradicts itself", self.ref.id)
-        self._link = self._links.find(self.ref, self._failures)
+        self._engine, self._link = self._links.find(self.ref, self._failures)
         self._move("waiting_for_input")
         return 0
 
@@ -105,20 +107,31 @@ class Session:
         if not pieces:
             return LOOK_AGAIN_S
         self._move("transferring")
-        at, hasher = self.good, xxhash.xxh3_64()
-        for piece in pieces:
-            with closing(self._link.pull(self.ref, at, at + piece.nbytes, piece)) as pull:
-                before = 0
-                for filled in pull:
-                    self._verify(hasher, at + before, piece[before:filled])
-                    self._check_wanted()
-                    before = filled
-            at += piece.nbytes
+        began, good = time.monotonic(), self.good
+        try:
+            self._pull(pieces)
+        except LinkBroken:
+            self._links.tally.add(self._engine, Moved(failures=1))
+            raise
+        finally:
+            self._links.tally.add(self._engine, Moved(self.good - good, time.monotonic() - began))
         if self.good == self.ref.nbytes:
             self._sink.finish()
             return self._end(None)
         self._move("waiting_for_input")
         return 0
+
+    def _pull(self, pieces: Iterable[NDArray[np.uint8]]) -> None:
+        """Fill these with the next bytes, and verify them."""
+        at, hasher = self.good, xxhash.xxh3_64()
+        for piece in pieces:
+            with closing(self._link.pull(self.ref, at, at + piece.nbytes, piece)) as pull:
+                view, before = piece.data, 0
+                for filled in pull:
+                    self._verify(hasher, at + before, view[before:filled])
+                    self._check_wanted()
+                    before = filled
+            at += piece.nbytes
 
     def _room(self) -> list[NDArray[np.uint8]]:
         """Where to put what can be asked for now: whole chunks whose checksums are known, as far as there is room."""
@@ -144,13 +157,13 @@ class Session:
             self._checksums = checksums
         return min(len(self._checksums) * self._chunk, self.ref.nbytes)
 
-    def _verify(self, hasher: xxhash.xxh3_64, at: int, data: NDArray[np.uint8]) -> None:
+    def _verify(self, hasher: xxhash.xxh3_64, at: int, data: memoryview) -> None:
         """Take in the bytes from `at` on; each chunk that is complete counts, or is damaged."""
-        while data.nbytes:
+        while data:
             end = min(self.good + self._chunk, self.ref.nbytes)
             part, data = data[: end - at], data[end - at :]
-            hasher.update(part.data)
-            at += part.nbytes
+            hasher.update(part)
+            at += len(part)
             if at == end:
                 if hasher.intdigest() != self._checksums[self.good // self._chunk]:
                     raise LinkBroken(f"its bytes {self.good} to {end} are damaged")
@@ -206,6 +219,7 @@ class Links:
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._engines, self._peers, self._options = engines, peers, options
+        self.tally = Tally()
         self._links: dict[tuple[str, str], Link] = {}
         self._missed: Counter[tuple[str, str]] = Counter()
         self._lock = Lock()
@@ -213,8 +227,8 @@ class Links:
         self._thread = Thread(target=self._beat, name="transfer-heartbeat", daemon=True)
         self._thread.start()
 
-    def find(self, ref: ObjectRef, failures: int) -> Link:
-        """A link to the owner, by the best engine both have, or after failures by the next; pinged unless it worked.
+    def find(self, ref: ObjectRef, failures: int) -> tuple[str, Link]:
+        """A link to the owner, by the best engine both have, or after failures the next; pinged unless it worked.
 
         Raises ObjectLost when there is no way to the owner, LinkBroken when it does not answer.
         """
@@ -228,10 +242,14 @@ class Links:
         with self._lock:
             link = self._links.get(key)
             if link and not failures:
-                return link
+                return name, link
             link = self._links[key] = link or self._engines[name].connect(addresses[name])
-        link.ping()
-        return link
+        try:
+            link.ping()
+        except LinkBroken:
+            self.tally.add(name, Moved(failures=1))
+            raise
+        return name, link
 
     def close(self) -> None:
         """Disconnect."""
@@ -268,6 +286,8 @@ class Transfers:
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
         self._links = Links(engines, peers, options)
+        self.tally = self._links.tally
+        """What came by which engine."""
         self._shards = [Shard() for _ in range(options.threads)]
 
     def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0) -> Session:

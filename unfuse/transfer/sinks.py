@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Condition
 from typing import TYPE_CHECKING, Protocol
 
@@ -38,17 +38,22 @@ class Sink(Protocol):
 
 
 class ArenaSink:
-    """Makes the object anew in an arena: `extent` says where, once the session is done, and it is sealed there."""
+    """Makes the object anew in an arena: `extent` says where, once the session is done, and it is sealed there.
+
+    `create` finds room for it, as the arena's own does.
+    """
 
     extent: Extent | None = None
 
-    def __init__(self, arena: Arena | ArenaClient, ref: ObjectRef) -> None:
-        self._arena, self._ref = arena, ref
+    def __init__(
+        self, arena: Arena | ArenaClient, ref: ObjectRef, create: Callable[[int, str], Extent] | None = None
+    ) -> None:
+        self._arena, self._ref, self._create = arena, ref, create or arena.create
 
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
         """See Sink."""
         if self.extent is None:
-            self.extent = self._arena.create(self._ref.nbytes, self._ref.request)
+            self.extent = self._create(self._ref.nbytes, self._ref.request)
         offset = self.extent.offset
         return (self._arena.memory[offset + start : offset + self._ref.nbytes],)
 

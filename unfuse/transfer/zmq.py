@@ -14,20 +14,21 @@ from zmq.utils import z85
 
 from unfuse.arena.arena import Arena
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, ObjectLost, ProtocolError
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, TransferEngine, TransferOptions, check_host
 from unfuse.transfer.messages import (
     MAX_MESSAGE,
     Coming,
     FromOwner,
-    Lost,
     Ping,
     Pong,
     Pull,
     ToOwner,
     Watch,
+    check_refusal,
     place,
+    refusal,
     watch,
 )
 from unfuse.transfer.pool import PooledLink, Reply
@@ -135,8 +136,8 @@ class _Owner:
                     self._send(peer, watch(self._arena, message, 0.0))
                 case Ping():
                     self._send(peer, Pong())
-        except ObjectLost as error:
-            self._send(peer, Lost(str(error)))
+        except (ObjectLost, ArenaFull) as error:
+            self._send(peer, refusal(error))
 
     def _bring(self, peer: bytes, pull: Pull) -> None:
         if pull.stop - pull.start > PIECE:
@@ -185,17 +186,16 @@ class _Connection:
         """The next answer, and what came with it."""
         for _ in range(max(1, int(self._silence * 1000 / LOOK_UP_MS))):
             ready = dict(self._poller.poll(LOOK_UP_MS))
+            if self._interrupted or (self._monitor in ready and self._socket not in ready):
+                raise ConnectionResetError("the connection ended")
             if self._socket in ready:
                 break
-            if self._monitor in ready or self._interrupted:
-                raise ConnectionResetError("the connection ended")
         else:
             raise TimeoutError("it is silent")
         first, *rest = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
         reply: FromOwner = decode(first.buffer, FromOwner)
-        if isinstance(reply, Lost):
-            raise ObjectLost(reply.message, id)
+        check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__}")
         return reply, rest

@@ -11,7 +11,7 @@ import msgspec
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ProtocolError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.task import Claim, Lease
 
 LENGTH = 4
@@ -20,7 +20,7 @@ LENGTH = 4
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the stages of these kinds (None: all) of these (name, source, dtype) models, then say Ready.
 
-    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `results` is the result store.
+    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `places` are the stores.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -30,7 +30,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     node: str
     arena: str
     write_token: bytes
-    results: str
+    places: Places
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

@@ -39,11 +39,15 @@ def main() -> None:
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
+    places = load.places
     store = TensorStore.create(
-        "shared_memory", owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token
-    )
+        places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
+        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
+    )  # fmt: skip
     channel.send(Ready(device))
-    StepLoop(stages, store, open_results(load.results), inbox, channel.send, load.compute.batch, plain).run()
+    StepLoop(
+        stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings
+    ).run()
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:

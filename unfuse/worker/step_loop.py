@@ -61,8 +61,8 @@ class StepLoop:
     """Runs tasks on the stages of one compute process.
 
     `stages` is by pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks share a
-    forward. Tasks of the highest priority go first, in order of arrival; others step aside, their state put by. One
-    that stops being wanted is dropped between two steps.
+    forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
+    order of arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
     """
 
     def __init__(
@@ -74,7 +74,9 @@ class StepLoop:
         send: Callable[[FromCompute], None],
         batch: int = 1,
         plain: Collection[str] = (),
+        encodings: Mapping[str, str] | None = None,
     ) -> None:
+        self._encodings = encodings or {}
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
         self._sizes = BatchSizes(batch)
@@ -215,7 +217,10 @@ class StepLoop:
         if job.lease.task.final:
             return None
         task = job.lease.task
-        return self._store.put(output.tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+        encoding = self._encodings.get(task.kind, "none")
+        return self._store.put(
+            output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, encoding=encoding
+        )
 
     def _write(self, job: Job, output: StageOutput) -> tuple[ResultFile, ...]:
         task = job.lease.task

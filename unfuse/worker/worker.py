@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import os
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ArenaFull, ConfigError, TransientError
 from unfuse.core.messages import (
     Ask,
     Beat,
@@ -27,6 +27,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Places,
     Progress,
     Pulse,
     Refused,
@@ -37,11 +38,12 @@ from unfuse.core.messages import (
 from unfuse.core.plan import kinds_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
-from unfuse.stores.tensor_store import TensorStore
+from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.keys import Keys
 from unfuse.worker.channel import Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.link import BEAT_S, Link
+from unfuse.worker.objects import Objects
 
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
@@ -66,7 +68,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
-    the worker is told to leave.
+    the worker is told to leave. `transfer` is how its objects move between nodes.
     """
 
     role: str
@@ -80,17 +82,17 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     stall_s: float = 600.0
     memory_limit: int = 0
     drain_timeout: float = 20.0
+    transfer: TransferOptions = TransferOptions()
 
 
 class Worker:
-    """One worker from registration to departure."""
+    """One worker from registration to departure. It closes the transfer `engines` that it is given."""
 
-    def __init__(self, options: WorkerOptions) -> None:
-        self._options = options
+    def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
+        self._options, self._engines = options, engines or {}
         self._id = f"{options.role}-{secrets.token_hex(6)}"
         self._kinds = kinds_of(options.role)
         self._slots = max(options.slots, options.compute.batch + 1)
-        self._store = TensorStore.create("shared_memory", owner=self._id, node=options.node, capacity=options.arena)
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
         self._reporting = 0
@@ -102,6 +104,7 @@ class Worker:
         self._asks = itertools.count(1)
         self._newest_ask = 0
         self._beat_s = 1.0
+        self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None]
@@ -124,7 +127,8 @@ class Worker:
             if self._executor:
                 await self._executor.close()
             await self._link.close()
-            self._store.close()
+            if self._objects:
+                await self._objects.close()
 
     @property
     def draining(self) -> bool:
@@ -136,17 +140,18 @@ class Worker:
         self._draining.set()
 
     def _info(self, pools: Sequence[str]) -> WorkerInfo:
-        options, usage = self._options, self._store.usage()
-        return WorkerInfo(
-            self._id, options.node, options.role, tuple(pools), self._slots, self._store.address, usage.capacity,
-            os.getpid(),
-        )  # fmt: skip
+        options, objects = self._options, self._objects
+        info = WorkerInfo(self._id, options.node, options.role, tuple(pools), self._slots, "", 0, os.getpid())
+        if objects is None:
+            return info
+        where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
+        return msgspec.structs.replace(info, **where)
 
     async def _serve(self) -> None:
-        executor = await self._join()
+        executor, objects = await self._join()
         self._spawn(executor.serve())
-        self._spawn(self._beat())
-        await self._pull(executor)
+        self._spawn(self._beat(objects))
+        await self._pull(executor, objects)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         """Run beside everything else, until the end; a failure is the worker's."""
@@ -159,8 +164,8 @@ class Worker:
         if not task.cancelled() and (error := task.exception()) and not self._failed.done():
             self._failed.set_exception(error)
 
-    async def _join(self) -> Executor:
-        """Learn what to serve, load it, and register with its pools."""
+    async def _join(self) -> tuple[Executor, Objects]:
+        """Learn what to serve and where to keep it, load it, and register with its pools."""
         welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
         compute = self._options.compute
         if welcome.outcome not in ({}, compute.outcome):
@@ -173,13 +178,19 @@ class Worker:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
         cards, folders = await asyncio.to_thread(self._bring, models)
         self._beat_s = welcome.beat
-        load, options = self._load(folders, welcome.results), self._options
+        options, places = self._options, welcome.places
+        objects = self._objects = await asyncio.to_thread(
+            Objects, self._id, options.node, options.arena, places, self._engines, options.transfer
+        )
+        load = self._load(folders, objects, places)
         executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
         await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
-        log.info("ready", role=self._options.role, worker=self._id, models=[card.name for card in cards])
-        return executor
+        log.info(
+            "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
+        )
+        return executor, objects
 
     def _bring(
         self, models: Sequence[tuple[str, str, str]]
@@ -195,58 +206,71 @@ class Worker:
             folders.append((name, str(folder), dtype))
         return cards, tuple(folders)
 
-    def _load(self, models: tuple[tuple[str, str, str], ...], results: str) -> Load:
-        options = self._options
+    def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
+        options, store = self._options, objects.store
         return Load(
-            models, self._kinds, options.compute, self._id, options.node,
-            self._store.address, self._store.write_token, results,
-        )  # fmt: skip
+            models, self._kinds, options.compute, self._id, options.node, store.address, store.write_token, places
+        )
 
-    async def _pull(self, executor: Executor) -> None:
+    async def _pull(self, executor: Executor, objects: Objects) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
         while await self._changed.wait() and not self._draining.is_set():
             self._changed.clear()
             self._newest_ask = next(self._asks)
-            self._spawn(self._ask(executor, self._newest_ask, self._wanted(executor)))
+            self._spawn(self._ask(executor, objects, self._newest_ask, self._wanted(executor, objects)))
 
-    def _wanted(self, executor: Executor) -> Ask:
+    def _wanted(self, executor: Executor, objects: Objects) -> Ask:
         """What there are slots for; when all are taken, one task more urgent than any that takes them."""
         running = [lease.task for lease in self._active.values()]
         if not executor.ready or any(task.alone for task in running):
             return WITHDRAW
         affinity = next((task.affinity for task in running if task.affinity), "")
         if (slots := self._slots - len(running)) > 0:
-            return Ask(slots, self._room(), WAIT_S, affinity=affinity)
-        return Ask(1, self._room(), WAIT_S, max(task.priority for task in running), affinity)
+            return Ask(slots, self._room(objects), WAIT_S, affinity=affinity)
+        return Ask(1, self._room(objects), WAIT_S, max(task.priority for task in running), affinity)
 
-    async def _ask(self, executor: Executor, number: int, ask: Ask) -> None:
+    async def _ask(self, executor: Executor, objects: Objects, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
         granted: ToWorker | None = None
         with suppress(OSError):  # then the next one says what is wanted by then
             granted = await self._link.once(ask)
         if isinstance(granted, Granted):
             for lease in granted.leases:
-                await self._take(executor, lease, granted)
+                await self._take(executor, objects, lease, granted)
         elif isinstance(granted, Refused):
             log.warning("work was refused", reason=granted.message)
             await asyncio.sleep(PAUSE_S)
         if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
 
-    async def _take(self, executor: Executor, lease: Lease, granted: Granted) -> None:
+    async def _take(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         self._active[lease.claim] = lease
         self._idle.clear()
-        if self._draining.is_set() or not executor.ready:
+        if self._draining.is_set():
+            await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave"))
+        else:
+            self._spawn(self._run(executor, objects, lease, granted))
+
+    async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
+        """Bring the inputs here that are elsewhere, then have compute run the task."""
+        try:
+            brought = await objects.bring(lease, granted)
+        except (ArenaFull, TransientError) as error:
+            await self._end(Failed(lease.claim, "transient", f"an input cannot be brought here: {error}"))
+            return
+        if brought is None:
+            await self._end(Stopped(lease.claim))
+        elif not executor.ready:
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now"))
         else:
-            await executor.run(lease, granted.peers)
+            await executor.run(brought, granted.peers)
 
-    def _room(self) -> int | None:
+    def _room(self, objects: Objects) -> int | None:
         """Bytes new outputs may take; None when the arena is empty, so that an oversized task fails with its size."""
-        usage = self._store.usage()
-        if not usage.used and not self._active:
+        free = objects.free
+        if free is None or (not objects.usage().used and not self._active):
             return None
-        return max(0, usage.free - sum(lease.task.room for lease in self._active.values()))
+        return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
     async def _hear(self, message: Ready | Stepped | Stopped | Done | Failed) -> None:
         """Pass on what compute says; never wait for the scheduler here."""
@@ -268,44 +292,59 @@ class Worker:
             await self._cancel(stepped.claim)
 
     async def _cancel(self, claim: Claim) -> None:
-        if self._executor:
+        if self._executor and not (self._objects and self._objects.cancel(claim)):
             await self._executor.cancel(claim)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
-        self._active.pop(message.claim, None)
+        lease = self._active.pop(message.claim, None)
+        if self._objects and lease:
+            message = self._settle(self._objects, lease, message)
         self._reporting += 1
         _tell(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
         self._changed.set()
-        if not isinstance(message, Stopped):
-            await self._report(message)
+        if not isinstance(message, Stopped) and await self._report(message) and self._objects and lease:
+            self._objects.share(lease, message)
         self._reporting -= 1
         if not self._active and not self._reporting:
             self._idle.set()
 
-    async def _report(self, message: Done | Failed) -> None:
-        """Have an outcome recorded, or hear that the lease is lost: while neither is so, it is said again."""
+    def _settle(self, objects: Objects, lease: Lease, message: Stopped | Done | Failed) -> Stopped | Done | Failed:
+        """A task is over here: let go of what it read, and name what was lost as the scheduler knows it."""
+        if isinstance(message, Failed) and message.object_id:
+            message = msgspec.structs.replace(message, object_id=objects.original(message.object_id))
+        elif isinstance(message, Done):
+            objects.made(message, lease.task.kind)
+        objects.let_go(message.claim)
+        return message
+
+    async def _report(self, message: Done | Failed) -> bool:
+        """Have an outcome recorded, or hear that the lease is lost (False): while neither is so, it is said again."""
         while isinstance(answer := await self._link.call(message), Refused):
             if answer.lease_lost:
-                if isinstance(message, Done) and message.output:
-                    self._store.delete(message.output)
+                if isinstance(message, Done) and message.output and self._objects:
+                    await self._objects.delete(message.output)
                     self._changed.set()
-                return
+                return False
             log.warning("an outcome was refused", reason=answer.message, **_about(message.claim))
             await asyncio.sleep(PAUSE_S)
+        return True
 
-    async def _beat(self) -> None:
+    async def _beat(self, objects: Objects) -> None:
         """Say that we live, over and over; the answer comes when there is news, or when it is time to say so again."""
         ended: set[Claim] = set()
         while True:
             await asyncio.sleep(BEAT_PAUSE_S)
             held = tuple(self._active.keys() - ended)
-            beat = Beat(held, tuple(self._store.holding()), self._store.usage().used, self._beat_s)
+            moved = objects.tally.take()
+            usage, holding = objects.usage(), tuple(objects.holding())
+            beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
             try:
                 pulse = await self._link.once(beat, BEAT_S)
             except OSError:
+                objects.tally.put_back(moved)
                 continue
             if not isinstance(pulse, Pulse):
                 await asyncio.sleep(self._beat_s)
@@ -313,9 +352,8 @@ class Worker:
             ended = (ended | set(pulse.ended)) & self._active.keys()
             for claim in pulse.ended:
                 await self._cancel(claim)
-            for request in pulse.over:
-                self._store.release(request)
             if pulse.over:
+                await objects.release(pulse.over)
                 self._changed.set()
 
     async def _leave(self) -> None:
@@ -327,6 +365,8 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._options.drain_timeout):
                 await self._idle.wait()
+                if self._objects:
+                    await self._objects.saved()
         reason = "the worker leaves before it is done"
         last: list[ToScheduler] = [*(Failed(claim, "hand_back", reason) for claim in self._active), Bye()]
         with suppress(TimeoutError):

@@ -1,0 +1,70 @@
+"""What an encoder's output depends on is what its pipeline says: only then may requests share one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.models import conftest as c
+from unfuse.core.plan import ROLES, Params, Value
+from unfuse.models import find
+from unfuse.stages.base import Stage, StageInput
+
+
+class Declared(Mapping[str, Value]):
+    """Parameters of which nothing but the declared ones can be read, nor seen to be there."""
+
+    def __init__(self, params: Params, names: Collection[str]) -> None:
+        self._params, self._names = params, names
+
+    def __getitem__(self, name: str) -> Value:
+        assert name in self._names, f"the stage reads {name}, which its pipeline does not say"
+        return self._params[name]
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("the stage looks at all parameters")
+
+    def __len__(self) -> int:
+        raise AssertionError("the stage counts the parameters")
+
+
+def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str, Any]:
+    task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads})
+    stage.verify(task)
+    stage.batch_key(params)
+    (output,) = stage.run([task])
+    return dict(output.tensors)
+
+
+def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
+    job: c.Job, undivided: c.Undivided, stages: c.Load
+) -> None:
+    folder, uploads = undivided.folder(job.model), undivided.uploads(job.params)
+    specs = [spec for spec in find(folder).card("model", folder).pipeline.stages if spec.kind in ROLES["encoder"]]
+    assert specs
+    for spec in specs:
+        stage = stages(folder, job.dtype)[spec.name]
+        assert set(stage.uploads) <= set(spec.reads), "an upload goes by its hash, which is a parameter of its name"
+        alone = encoded(stage, Declared(job.params, spec.reads), uploads)
+        whole = encoded(stage, {**job.params, "output_format": "png"}, uploads)
+        assert alone.keys() == whole.keys() == set(spec.outputs)
+        for name, tensor in whole.items():
+            assert alone[name] is tensor or alone[name].equal(tensor)
+
+
+def test_one_parameter_too_few_is_noticed(undivided: c.Undivided, stages: c.Load) -> None:
+    folder = undivided.folder("wan")
+    reads = find(folder).card("model", folder).pipeline.stages[0].reads
+    for left_out in reads:
+        with pytest.raises(AssertionError, match=f"reads {left_out}"):
+            names = set(reads) - {left_out}
+            encoded(stages(folder)["text_encode"], Declared(c.wan_params(negative_prompt="n"), names), {})
+
+
+def test_models_of_one_pool_say_the_same(undivided: c.Undivided) -> None:
+    """Text encoders of text to video and image to video are one pool: what either encodes may serve the other."""
+    cards = [find(undivided.folder(kind)).card(kind, undivided.folder(kind)) for kind in ("wan", "wan-image")]
+    first, second = ({card.pools()[spec.name]: spec.reads for spec in card.pipeline.stages} for card in cards)
+    assert any(first[pool] and first[pool] == second[pool] for pool in first.keys() & second.keys())

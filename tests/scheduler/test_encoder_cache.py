@@ -1,0 +1,364 @@
+"""What one request has encoded serves others, and what may go wrong then."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
+from tests.scheduler.test_scheduler import done as plain, info, pass_by, take
+from unfuse.core.errors import LeaseLost, Overloaded, TransientError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import Record, RequestContext, Timings
+from unfuse.core.task import Lease, cached_as
+from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.scheduler import Observer, Scheduler
+from unfuse.testing.clock import ManualClock
+
+WORKER, ROOM, SIZE = "worker-1", 100, 40
+
+
+class Counts(Observer):
+    """What an observer heard of the cache."""
+
+    def __init__(self) -> None:
+        self.hits = self.misses = 0
+
+    def looked_up(self, hits: int, misses: int) -> None:
+        self.hits, self.misses = self.hits + hits, self.misses + misses
+
+
+@asynccontextmanager
+async def caching(
+    queue: MemoryQueue | None = None, clock: ManualClock | None = None, cache_bytes: int = ROOM, **options: Any
+) -> AsyncIterator[tuple[Scheduler, Counts]]:
+    """A scheduler with a cache, a live worker of all pools, and what it was told of the cache."""
+    clock = clock or ManualClock()
+    scheduler = Scheduler(queue or MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=cache_bytes, **options)
+    scheduler.observer = counts = Counts()
+    await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
+    try:
+        yield scheduler, counts
+    finally:
+        await scheduler.close()
+
+
+def done(lease: Lease, nbytes: int = SIZE) -> Done:
+    """What the worker makes of a task: objects of their own names."""
+    report = plain(lease)
+    if report.output is None:
+        return report
+    name = f"{lease.task.request}/{report.output.id}"
+    return msgspec.structs.replace(report, output=msgspec.structs.replace(report.output, id=name, nbytes=nbytes))
+
+
+async def ran(scheduler: Scheduler, nbytes: int = SIZE) -> list[str]:
+    """Do whatever there is to do; the stages in the order in which they ran."""
+    stages = []
+    while leases := await take(scheduler):
+        stages.append(leases[0].task.stage)
+        await scheduler.complete(done(leases[0], nbytes), WORKER)
+    return stages
+
+
+async def loaded(scheduler: Scheduler, record: Record) -> RequestContext:
+    return (await scheduler.queue.load(record.context.id)).context
+
+
+ALL, REST = ["text_encode", "denoise.0", "vae_decode.0"], ["denoise.0", "vae_decode.0"]
+
+
+async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
+    async with caching() as (scheduler, counts):
+        first = await scheduler.submit(SHARING, params(seed=1))
+        (encode,) = await take(scheduler)
+        made = done(encode).output
+        await scheduler.complete(done(encode), WORKER)
+        assert await ran(scheduler) == REST
+        assert (counts.hits, counts.misses) == (0, 1)
+
+        second = await scheduler.submit(SHARING, params(seed=2), n=2)
+
+        assert await scheduler.queue.size(ENCODE) == 0
+        state = second.context.stages["text_encode"]
+        assert (state.status, state.attempt, state.worker, state.output) == ("done", 0, WORKER, made)
+        tasks = await scheduler.queue.peek(DENOISE)
+        assert [task.inputs for task in tasks] == [(made,), (made,)]
+        assert {task.near for task in tasks} == {"node-1"}
+        assert sorted(await ran(scheduler)) == ["denoise.0", "denoise.1", "vae_decode.0", "vae_decode.1"]
+        assert [(await loaded(scheduler, record)).status for record in (first, second)] == ["completed", "completed"]
+        assert (counts.hits, counts.misses) == (1, 1)
+
+
+async def test_a_person_sees_that_a_stage_was_not_run() -> None:
+    async with caching() as (scheduler, _):
+        await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        record = await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        told = [event async for event in scheduler.queue.watch(record.context.id)]
+        assert [(event.type, event.stage, event.message, event.worker) for event in told[:2]] == [
+            ("queued", "", "", ""),
+            ("stage_completed", "text_encode", "cached", WORKER),
+        ]
+        assert "text_encode" not in {event.stage for event in told if event.type == "stage_started"}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"params": params(prompt="a blue circle")},
+        {"params": params(guidance_scale=3.0)},
+        {"tenant": "somebody else"},
+        {"cache": False},
+    ],
+)
+async def test_what_differs_in_anything_that_counts_is_encoded(other: dict[str, Any]) -> None:
+    async with caching() as (scheduler, _):
+        for asked, stages in (({}, ALL), (other, ALL), ({}, REST)):
+            await scheduler.submit(SHARING, **{"params": params(), **asked})
+            assert await ran(scheduler) == stages
+
+
+async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
+    async with caching() as (scheduler, counts):
+        record = await scheduler.submit(SHARING, params(), cache=False)
+        assert (await scheduler.queue.peek(ENCODE))[0].cache == ""
+        await ran(scheduler)
+        await scheduler.submit(SHARING, params())
+        assert await ran(scheduler) == ALL
+        assert (counts.hits, counts.misses) == (0, 1)
+        assert "cache" not in (await loaded(scheduler, record)).params
+
+
+async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_other_bytes() -> None:
+    clock = ManualClock()
+    async with caching(clock=clock, flavour="exact") as (first, _):
+        await first.submit(SHARING, params())
+        await ran(first)
+        for flavour, stages in (("exact", REST), ("batched", ALL)):
+            async with caching(first.queue, clock, flavour=flavour) as (other, _):  # type: ignore[arg-type]
+                await other.submit(SHARING, params())
+                assert await ran(other) == stages
+
+
+async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:
+    async with caching(cache_bytes=0) as (scheduler, counts):
+        for _ in range(2):
+            await scheduler.submit(SHARING, params())
+            assert await ran(scheduler) == ALL
+        assert (counts.hits, counts.misses) == (0, 0)
+
+
+async def test_the_least_recently_used_goes_when_there_is_no_room() -> None:
+    async with caching() as (scheduler, _):
+        for prompt, stages in zip("ababcab", (ALL, ALL, REST, REST, ALL, ALL, ALL), strict=True):
+            await scheduler.submit(SHARING, params(prompt=prompt))
+            assert await ran(scheduler) == stages, prompt
+
+
+async def test_what_a_dead_worker_had_is_encoded_again() -> None:
+    clock = ManualClock()
+    async with caching(clock=clock, lease_ttl=5.0) as (scheduler, counts):
+        await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        await pass_by(scheduler, clock, 5.1)
+        record = await scheduler.submit(SHARING, params())
+        assert record.context.stages["text_encode"].status == "queued"
+        await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
+        await scheduler.cancel(record.context.id)
+        await scheduler.submit(SHARING, params())
+        assert await ran(scheduler) == ALL
+        assert (counts.hits, counts.misses) == (0, 3)
+
+
+async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> None:
+    async with caching() as (scheduler, _):
+        await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        record = await scheduler.submit(SHARING, params(), n=2)
+        first, second = await take(scheduler, DENOISE, slots=2)
+        gone = first.task.inputs[0]
+
+        await scheduler.fail(Failed(first.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
+
+        assert await take(scheduler, DENOISE) == []
+        (encode,) = await take(scheduler, ENCODE)
+        assert (encode.task.attempt, encode.task.cache) == (1, record.context.plan.stage("text_encode").cache)
+        await scheduler.complete(done(encode), WORKER)
+        await scheduler.fail(Failed(second.claim, "object_lost", "it is gone", object_id=gone.id), WORKER)
+        again = await take(scheduler, DENOISE, slots=9)
+        assert [lease.task.inputs for lease in again] == [(done(encode).output,)] * 2
+        for lease in again:
+            await scheduler.complete(done(lease), WORKER)
+        assert await ran(scheduler) == ["vae_decode.0", "vae_decode.1"]
+        context = await loaded(scheduler, record)
+        assert (context.status, context.stages["text_encode"].recomputes) == ("completed", 1)
+        await scheduler.submit(SHARING, params())
+        (task,) = await scheduler.queue.peek(DENOISE)
+        assert task.inputs == (done(encode).output,)
+
+
+async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> None:
+    async with caching() as (scheduler, _):
+        await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        await scheduler.submit(SHARING, params())
+        (denoise,) = await take(scheduler)
+        gone = denoise.task.inputs[0].id
+        await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=gone), WORKER)
+        record = await scheduler.submit(SHARING, params())
+        assert record.context.stages["text_encode"].status == "queued"
+
+
+async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> None:
+    async with caching() as (scheduler, _):
+        for _ in range(2):  # side by side: the second one encodes, too, and what it made is the one that is found
+            await scheduler.submit(SHARING, params())
+        for lease in await take(scheduler, ENCODE, slots=2):
+            await scheduler.complete(done(lease), WORKER)
+        older, newer = await take(scheduler, DENOISE, slots=2)
+        lost = older.task.inputs[0].id
+        await scheduler.fail(Failed(older.claim, "object_lost", "it is gone", object_id=lost), WORKER)
+        record = await scheduler.submit(SHARING, params())
+        assert record.context.stages["text_encode"].output == newer.task.inputs[0]
+
+
+async def test_only_an_output_that_was_recorded_is_kept() -> None:
+    async with caching() as (scheduler, _):
+        record = await scheduler.submit(SHARING, params())
+        (encode,) = await take(scheduler)
+        forged = msgspec.structs.replace(done(encode).output, attempt=9)  # type: ignore[type-var]
+        await scheduler.complete(Done(encode.claim, forged, (), Timings()), WORKER)
+        assert (await loaded(scheduler, record)).status == "failed"
+
+        record = await scheduler.submit(SHARING, params())
+        (encode,) = await take(scheduler)
+        await scheduler.cancel(record.context.id)
+        with pytest.raises(LeaseLost):
+            await scheduler.complete(done(encode), WORKER)
+        await scheduler.submit(SHARING, params())
+        assert await ran(scheduler) == ALL
+
+
+async def test_a_report_said_twice_is_kept_once() -> None:
+    async with caching() as (scheduler, _):
+        await scheduler.submit(SHARING, params())
+        (encode,) = await take(scheduler)
+        for _ in range(2):
+            await scheduler.complete(done(encode), WORKER)
+        record = await scheduler.submit(SHARING, params())
+        assert record.context.stages["text_encode"].output == done(encode).output
+
+
+async def test_a_request_that_is_refused_counts_for_nothing() -> None:
+    async with caching(limits=Limits(max_active=1)) as (scheduler, counts):
+        await scheduler.submit(SHARING, params(), idempotency_key="k")
+        with pytest.raises(Overloaded):
+            await scheduler.submit(SHARING, params())
+        await scheduler.submit(SHARING, params(), idempotency_key="k")
+        assert (counts.hits, counts.misses) == (0, 1)
+
+
+async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
+    async with caching() as (scheduler, _):
+        names = []
+        for prompt in "abc":
+            record = await scheduler.submit(SHARING, params(prompt=prompt))
+            (encode,) = await take(scheduler)
+            report = done(encode)
+            assert report.output
+            await scheduler.complete(report, WORKER)
+            names.append(cached_as(encode.task.cache, report.output.id))
+            await ran(scheduler)
+        key = encode.task.cache
+        running = (await scheduler.submit(SHARING, params(prompt="c"))).context.id
+        unknown = [cached_as(key, "another"), "cache:", "cache:nonsense", "cache::"]
+
+        over = await scheduler.over([running, record.context.id, *names, *unknown])
+
+        assert over == [record.context.id, names[0], *unknown]
+        assert await scheduler.over([]) == []
+        assert await scheduler.over(names[::-1]) == names[:1]
+        # and that was no use of them: "b" is still the next to go
+        await scheduler.submit(SHARING, params(prompt="d"))
+        await ran(scheduler)
+        assert await scheduler.over(names) == names[:2]
+
+
+class Absent(MemoryQueue):
+    """A queue that is away whenever something is to be cached or given up."""
+
+    async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
+        raise TransientError("away")
+
+    async def uncache(self, key: str, id: str) -> None:
+        raise TransientError("away")
+
+
+async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
+    clock = ManualClock()
+    async with caching(Absent(clock), clock) as (scheduler, _):
+        record = await scheduler.submit(SHARING, params())
+        (encode,) = await take(scheduler)
+        await scheduler.complete(done(encode), WORKER)
+        (denoise,) = await take(scheduler)
+        lost = denoise.task.inputs[0].id
+        await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=lost), WORKER)
+        assert await ran(scheduler) == ALL
+        assert (await loaded(scheduler, record)).status == "completed"
+
+
+async def test_what_was_cached_is_not_taken_for_fast() -> None:
+    async with caching() as (scheduler, _):
+        for _ in range(30):
+            await scheduler.submit(SHARING, params())
+            while leases := await take(scheduler):
+                report = msgspec.structs.replace(done(leases[0]), timings=Timings(run_s=1.0, batch=1.0))
+                await scheduler.complete(report, WORKER)
+        assert (await scheduler.submit(SHARING, params())).context.cost == pytest.approx(3.0)
+
+
+async def test_a_dead_request_that_is_tried_again_may_share_too() -> None:
+    async with caching() as (scheduler, _):
+        dead = await scheduler.submit(SHARING, params())
+        for _ in range(2):
+            (lease,) = await take(scheduler)
+            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+        await scheduler.submit(SHARING, params())
+        await ran(scheduler)
+        await scheduler.retry(dead.context.id)
+        assert await ran(scheduler) == REST
+
+
+async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() -> None:
+    """Given a cache with room for two of three prompts, when any input may be lost, then each request completes and
+    no stage of it ran more often than it was lost, and once.
+    """
+    async with caching(limits=Limits(1000, 1000)) as (scheduler, counts):
+        requests: list[str] = []
+        losses: set[tuple[str, str]] = set()
+        for number in range(60):
+            record = await scheduler.submit(SHARING, params(number, prompt="abc"[number * number % 3]))
+            requests.append(record.context.id)
+            for lease in await scheduler.queue.lease(WORKER, Wanted(frozenset({ENCODE, DENOISE, DECODE}), 3), 60.0):
+                if lease.task.inputs and number % 4 == 0 and lease.task.key not in losses:
+                    losses.add(lease.task.key)
+                    lost = lease.task.inputs[0].id
+                    await scheduler.fail(Failed(lease.claim, "object_lost", "gone", object_id=lost), WORKER)
+                else:
+                    await scheduler.complete(done(lease), WORKER)
+            await asyncio.sleep(0)
+        await ran(scheduler)
+        contexts = [(await scheduler.queue.load(request)).context for request in requests]
+        assert {context.status for context in contexts} == {"completed"}
+        assert losses and counts.hits and counts.misses
+        for context in contexts:
+            assert context.stages["text_encode"].attempt <= 1 + ((context.id, "denoise.0") in losses)

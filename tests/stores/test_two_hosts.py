@@ -1,0 +1,89 @@
+"""Stores of two hosts: memory is each one's own, a place that both reach is read by both."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.netns import SecondHost, second_host
+from tests.stores.processes import Refused, Start
+from tests.stores.servers import RedisServer, binary
+from tests.stores.test_recall import Reader
+from tests.stores.test_shared_memory import decoded, encoded
+from unfuse.core.errors import ObjectLost
+from unfuse.core.request import new_request_id
+from unfuse.stores.tensor_store import TensorStore
+
+CAPACITY = 40 << 20
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[SecondHost]:
+    with second_host() as host:
+        yield host
+
+
+@pytest.fixture(params=["disk", "redis"])
+def place(request: pytest.FixtureRequest, host: SecondHost, tmp_path: Path) -> Iterator[str]:
+    """A place that both hosts reach."""
+    if request.param == "disk":
+        yield f"disk:{tmp_path}/kept"
+        return
+    server = RedisServer(binary("redis-server", "Debian's redis-server"), tmp_path, host.near)
+    yield server.url
+    server.client.close()
+    server.kill()
+
+
+def test_memory_of_another_host_is_lost_and_not_taken_for_ones_own(start: Start, host: SecondHost) -> None:
+    """Both have the same machine id, host name and user; what tells them apart is that the socket is not there."""
+    there = start(enter=host.enter, owner="there", capacity=CAPACITY)
+    here = start(owner="here", capacity=CAPACITY)
+    ref = there("put", 7, 1000)
+    here("learn", {"there": ["other", there.where["address"]]})
+    with pytest.raises(Refused, match="ObjectLost"):
+        here("get", ref)
+    with TensorStore.create("shared_memory", owner="mine", capacity=CAPACITY) as store:
+        store.learn({"there": ("other", there.where["address"])})
+        with pytest.raises(ObjectLost) as lost:
+            store.get(decoded(ref))
+        assert lost.value.object_id == decoded(ref).id
+    assert there("get", ref) == [7, 7000], "it is where it was"
+
+
+def test_what_one_host_keeps_at_a_place_of_both_the_other_reads(start: Start, host: SecondHost, place: str) -> None:
+    there = start(enter=host.enter, name=place, owner="there", capacity=CAPACITY)
+    ref = there("put", 7, 1_000_000)
+    with TensorStore.create(place, owner="here", capacity=CAPACITY) as store:
+        with store.get(decoded(ref)) as held:
+            assert (held["x"] == 7).all()
+        mine = store.put({"x": np.full(1000, 3)}, request=new_request_id(), stage="s", attempt=1)
+        assert there("get", encoded(mine)) == [3, 3000]
+        there.kill()
+        with store.get(decoded(ref)) as held:
+            assert (held["x"] == 7).all()
+        store.release(mine.request)
+
+
+def test_seen_from_another_host_a_place_is_a_tensor_store(host: SecondHost, place: str) -> None:
+    suite = (
+        "import sys; from unfuse.stores.tensor_store import TensorStore; from unfuse.testing import check_store;"
+        f"check_store(lambda: TensorStore.create(sys.argv[1], owner='far', capacity={CAPACITY}))"
+    )
+    done = subprocess.run(host.enter([sys.executable, "-c", suite, place]), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_another_host_moved_out_of_its_memory_is_pulled_from_there(
+    start: Start, host: SecondHost, tmp_path: Path
+) -> None:
+    url, piece = f"spill:shared_memory+disk:{tmp_path}/slow", 1 << 20
+    there = start(enter=host.enter, name=url, owner="there", capacity=8 * piece, threshold=0.5)
+    refs = [decoded(there("put", value, piece // 8)) for value in range(24)]
+    reader = Reader("tcp", there("serve", "tcp", host.far, "a secret"), secret="a secret")
+    for value, ref in enumerate(refs):
+        assert (reader.get(ref).view(np.int64) == value).all()
+    reader.close()

@@ -1,0 +1,109 @@
+"""How long an owner holds what is pulled: over tcp until it is sent, by one-sided reads until the reader has it."""
+
+import ctypes
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.transfer.conftest import OPTIONS
+from unfuse.core.object_ref import ObjectRef
+from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
+from unfuse.transfer import open_engine
+from unfuse.transfer.base import TransferEngine
+from unfuse.transfer.channel import Connection
+from unfuse.transfer.messages import Coming, Ping, Pong, Pull
+from unfuse.transfer.onesided import OneSidedEngine
+
+MUCH = 40 << 20
+"""More than the kernel takes before anybody reads."""
+
+
+class OwnMemory(OneSidedEngine):
+    """Reads from this process: what a library does over a network."""
+
+    name = "own"
+
+    def publish(self) -> bytes:
+        return b"here"
+
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        del memory
+
+    def read(self, name: bytes, address: int, to: int, count: int) -> None:
+        assert name == b"here"
+        ctypes.memmove(to, address, count)
+
+
+def started(engine: TransferEngine) -> Iterator[tuple[ArenaOwner, str]]:
+    owner = ArenaOwner(lambda: engine)
+    yield owner, owner.start()
+    owner.stop()
+    owner.arena.close()
+
+
+@pytest.fixture
+def tcp() -> Iterator[tuple[ArenaOwner, str]]:
+    yield from started(open_engine("tcp", OPTIONS))
+
+
+@pytest.fixture
+def one_sided() -> Iterator[tuple[ArenaOwner, str]]:
+    yield from started(OwnMemory(OPTIONS))
+
+
+def all_of(ref: ObjectRef) -> Pull:
+    return Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, ref.nbytes)
+
+
+def test_over_tcp_an_object_is_held_while_it_is_sent_and_not_longer(tcp: tuple[ArenaOwner, str]) -> None:
+    owner, address = tcp
+    ref = owner.put(1, MUCH)
+    with closing(Connection(address, OPTIONS)) as reader:
+        reader.ask(all_of(ref), Coming)
+        owner.delete(ref)
+        assert owner.used() > 0, "most of it is still to be sent"
+        came = np.empty(MUCH, np.uint8)
+        assert reader.socket.recv_into(came, 0, socket.MSG_WAITALL) == MUCH
+        assert np.array_equal(came, pattern(1, MUCH))
+        soon(lambda: owner.used() == 0, "it is held for a reader that has it")
+        reader.ask(Ping(), Pong)
+
+
+def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tuple[ArenaOwner, str]) -> None:
+    """The kernel has a copy of what was sent: nobody needs to hold it until it is read."""
+    owner, address = tcp
+    ref = owner.put(1, 10_000)
+    with closing(Connection(address, OPTIONS)) as reader:
+        reader.ask(all_of(ref), Coming)
+        owner.delete(ref)
+        soon(lambda: owner.used() == 0, "it is held though it is sent")
+        owner.put(2, 10_000)
+        assert reader.socket.recv(10_000, socket.MSG_WAITALL) == bytes(pattern(1, 10_000))
+
+
+def test_what_a_reader_takes_itself_is_held_until_it_says_that_it_is_there(one_sided: tuple[ArenaOwner, str]) -> None:
+    owner, address = one_sided
+    ref, memory = owner.put(1, 1000), np.zeros(1000, np.uint8)
+    with closing(OwnMemory(OPTIONS).connect(address)) as link:
+        pull = link.pull(ref, 0, 1000, memory)
+        assert next(pull) == 1000
+        owner.delete(ref)
+        link.ping()
+        assert owner.used() > 0
+        assert list(pull) == [] and np.array_equal(memory, pattern(1, 1000))
+        link.ping()  # on the same connection, if the owner knows that the pull is over
+        assert owner.used() == 0
+
+
+def test_a_reader_that_gives_a_pull_up_ends_its_hold(one_sided: tuple[ArenaOwner, str]) -> None:
+    owner, address = one_sided
+    ref = owner.put(1, 1000)
+    with closing(OwnMemory(OPTIONS).connect(address)) as link:
+        with closing(link.pull(ref, 0, 1000, np.zeros(1000, np.uint8))) as pull:
+            assert next(pull) == 1000
+        owner.delete(ref)
+        soon(lambda: owner.used() == 0, "it is held for nobody")

@@ -1,0 +1,44 @@
+-- Where outputs of encoders are that serve more than one request: handles by key, and the keys by when they were used.
+local CACHED, USED = P .. ':cached', P .. ':used'
+
+local function found(key)
+  local entry = call('HGET', CACHED, key)
+  return entry and cmsgpack.unpack(entry)
+end
+
+local function used(key) call('ZADD', USED, call('HINCRBY', META, 'uses', 1), key) end
+
+local function give_up(key)
+  local entry = found(key)
+  if not entry then return end
+  call('HDEL', CACHED, key)
+  call('ZREM', USED, key)
+  call('HINCRBY', META, 'cached', 0 - entry.nbytes) -- a zero of its own sign is no integer to Redis
+end
+
+function verbs.cache()
+  give_up(A.key)
+  if A.nbytes > A.room then return end
+  call('HSET', CACHED, A.key, cmsgpack.pack({id = A.id, nbytes = A.nbytes, ref = A.ref}))
+  used(A.key)
+  local bytes = call('HINCRBY', META, 'cached', A.nbytes)
+  while bytes > A.room or call('ZCARD', USED) > A.most do
+    give_up(call('ZRANGE', USED, 0, 0)[1])
+    bytes = tonumber(call('HGET', META, 'cached'))
+  end
+end
+
+function verbs.cached()
+  local refs = {}
+  for i, key in ipairs(A.keys) do
+    local entry = found(key)
+    refs[i] = entry and entry.ref or false
+    if entry and A.use then used(key) end
+  end
+  return refs
+end
+
+function verbs.uncache()
+  local entry = found(A.key)
+  if entry and entry.id == A.id then give_up(A.key) end
+end

@@ -1,0 +1,131 @@
+"""What the storage port promises beneath the tensor store's face, and between owners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from unfuse.core.errors import ObjectLost
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.request import new_request_id
+from unfuse.stores.base import Draft
+from unfuse.stores.checksums import checksums_of
+from unfuse.stores.tensor_store import TensorStore
+
+Open = Callable[[], TensorStore]
+Join = Callable[[TensorStore], TensorStore]
+
+
+def put(store: TensorStore, tensors: Mapping[str, Any], request: str = "") -> ObjectRef:
+    """Put as stage "s" of a request (default: a new one)."""
+    return store.put(tensors, request=request or new_request_id(), stage="s", attempt=1)
+
+
+@contextmanager
+def lost(ref: ObjectRef) -> Iterator[None]:
+    """What is done inside must raise ObjectLost, naming the object."""
+    try:
+        yield
+    except ObjectLost as error:
+        assert error.object_id == ref.id, f"ObjectLost names {error.object_id!r}, not {ref.id!r}"
+    else:
+        raise AssertionError("an object that is not there was read")
+
+
+def begin(store: TensorStore, request: str, nbytes: int = 5000) -> tuple[Draft, ObjectRef]:
+    """An object that is being written, and the ref that it will have."""
+    draft = store._backend.create(nbytes, request)
+    draft.memory[:] = np.arange(nbytes) % 251
+    checksums = checksums_of(draft.memory)
+    shown = draft.generation, nbytes, (), checksums, draft.key, 0.0
+    return draft, ObjectRef(draft.id, store.owner, store.node, request, "s", 1, *shown)
+
+
+def check_drafts(store: TensorStore) -> None:
+    """What is not sealed is nobody's to read, counts as held, and takes room until it is sealed or aborted."""
+    backend, request = store._backend, new_request_id()
+    draft, ref = begin(store, request)
+    assert backend.holding() == {request} and store.usage().used >= 5000
+    with lost(ref):
+        backend.hold(ref)
+    backend.abort(draft.id)
+    assert not backend.holding() and store.usage().used == 0
+    with lost(ref):
+        backend.hold(ref)
+    draft, ref = begin(store, request)
+    backend.seal(draft.id)
+    hold = backend.hold(ref)
+    assert (hold.bytes() == np.arange(5000) % 251).all()
+    hold.release()
+    hold.release()
+    backend.delete(ref)
+    assert store.usage().used == 0
+
+
+def check_overtaken(store: TensorStore) -> None:
+    """A request that is released while an object of it is written leaves nothing; another's goes on."""
+    over, alive = new_request_id(), new_request_id()
+    (draft, ref), (other, kept) = begin(store, over), begin(store, alive)
+    store.release(over)
+    assert store.holding() == {alive}
+    with lost(ref):
+        store._backend.seal(draft.id)
+    with lost(ref):
+        store._backend.hold(ref)
+    store._backend.seal(other.id)
+    store._backend.hold(kept).release()
+    store.release(alive)
+    assert store.usage().used == 0
+
+
+def check_idle(store: TensorStore) -> None:
+    """What a store offers to be moved is sealed and held by nobody, the least recently used first."""
+    refs = [put(store, {"x": np.full(100, value)}) for value in range(4)]
+    draft, _ = begin(store, refs[0].request)
+    with store.get(refs[1]):
+        store.get(refs[0]).close()
+        idle = [extent.id for extent in store._backend.idle()]
+        assert idle in ([], [refs[2].id, refs[3].id, refs[0].id]), idle
+    store._backend.abort(draft.id)
+
+
+def check_peers(store: TensorStore, join: Join) -> None:
+    """Another owner reads what it has the ref of, and can neither give it up nor have it change."""
+    with join(store) as other:
+        refs = [put(store, {"x": np.full(5000, value)}) for value in range(3)]
+        mine = put(other, {"x": np.full(5000, 9)}, refs[0].request)
+        for ref in refs:
+            other.delete(ref)
+        other.release(refs[0].request)
+        assert not other.holding() and len(store.holding()) == 3
+        for value, ref in enumerate(refs):
+            with other.get(ref, verify=True) as held:
+                assert (held["x"] == value).all() and not held["x"].flags.writeable
+        for change in ({"key": bytes(16)}, {"generation": 99}, {"id": mine.id}):
+            with lost(forged := msgspec.structs.replace(refs[0], **change)):
+                other.get(forged)
+        with other.get(refs[0]) as held:
+            store.delete(refs[0])
+            with lost(refs[0]):
+                other.get(refs[0])
+            put(store, {"x": np.full(5000, 8)})
+            assert (held["x"] == 0).all()
+
+
+def check_closed(open: Open) -> None:
+    """Arrays that were got outlive their store."""
+    store = open()
+    request = new_request_id()
+    held = store.get(put(store, {"x": np.full(5000, 7)}, request))
+    array = held["x"]
+    store.release(request)
+    store.close()
+    assert (array == 7).all(), "closed: an array that was got has changed"
+    held.close()
+
+
+PORT_CHECKS = (check_drafts, check_overtaken, check_idle)
