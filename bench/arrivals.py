@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench.report import quantile, show
+from bench.report import NO_CACHE, quantile, show
 from bench.split import SHAPES, Case, Undivided, case
 from tests.integration.harness import Server, serving
 
@@ -194,7 +194,7 @@ def main() -> None:
         for name, batching in (("one_by_one", "exact"), ("by_step", "batched")):
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             options = ("--batching", batching, "--denoisers", str(PROCESSES), "--threads", "1", "--arena", "64MiB")
-            sides[name] = post(stack.enter_context(serving(folder, *options)).ready())
+            sides[name] = post(stack.enter_context(serving(folder, *options, *NO_CACHE)).ready())
         dispatcher = Dispatcher(pipelines, MOST)
         stack.callback(dispatcher.close)
         sides["by_request"] = dispatcher.ask

@@ -38,7 +38,7 @@ import torch
 
 from bench.load import closed_loop
 from bench.model import PROMPTS, Case, Halves, Made, Model
-from bench.report import show
+from bench.report import NO_CACHE, show
 from bench.steps import independence
 from tests.integration.harness import Server, environment, serving
 from tests.models import tiny
@@ -390,7 +390,7 @@ def many(subject: Subject, folder: Path, device: str) -> dict[str, Any]:
         for batching in ("exact", "batched"):
             data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             options = (str(folder), "--device", device, "--batching", batching)
-            servers[batching] = stack.enter_context(serving(data, *options))
+            servers[batching] = stack.enter_context(serving(data, *options, *NO_CACHE))
         for server in servers.values():
             server.ready()
         for _ in range(RUNS + 1):

@@ -21,7 +21,7 @@ from bench.report import show, spread
 from bench.servers import redis_server
 from unfuse.cli import logs
 from unfuse.core.card import Limits as CardLimits, ModelCard
-from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Welcome, WorkerInfo
+from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
@@ -51,7 +51,7 @@ async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
     logs.to_stderr(logs.WARNING)
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
-    desk = Desk(scheduler, [], "")
+    desk = Desk(scheduler, [], Places(""))
     router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
     await scheduler.start()
     return scheduler, router

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from bench.report import show, spread
+from bench.report import NO_CACHE, show, spread
 from tests.integration.harness import Server, serving
 
 REPETITIONS = 15
@@ -124,7 +124,7 @@ def main() -> None:
     repetitions = int(sys.argv[1]) if sys.argv[1:] else REPETITIONS
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), "--threads", "1", "--arena", "64MiB") as server,
+        serving(Path(folder), "--threads", "1", "--arena", "64MiB", *NO_CACHE) as server,
     ):
         denoiser = server.ready().compute_of("denoiser")
         step, undisturbed = step_seconds(server, denoiser)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from bench.report import quantile, ratio, show, spread
+from bench.report import NO_CACHE, quantile, ratio, show, spread
 from bench.split import Undivided, case, ours
 from bench.start import memory
 from tests.integration.harness import Server, family_of, serving
@@ -172,7 +172,7 @@ def main() -> None:
         for name, options in SERVERS.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             common = ("--threads", "1", "--arena", "64MiB")
-            servers[name] = stack.enter_context(serving(folder, *options, *common))
+            servers[name] = stack.enter_context(serving(folder, *options, *common, *NO_CACHE))
         for server in servers.values():
             server.ready()
             closed_loop(lambda seed, to=server: ours(to, seed, STEPS), 8, 8)

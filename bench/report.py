@@ -8,6 +8,9 @@ import platform
 from pathlib import Path
 from statistics import median
 
+NO_CACHE = ("--encoder-cache", "0")
+"""For whoever compares with what encodes every time."""
+
 
 def machine() -> dict[str, object]:
     model = [
@@ -40,3 +43,12 @@ def ratio(ours: list[float], theirs: list[float]) -> dict[str, float]:
 
 def show(name: str, **figures: object) -> None:
     print(json.dumps({"bench": name, "machine": machine(), **figures}, indent=1))
+
+
+def table(title: str, rows: dict[str, dict[str, object]]) -> None:
+    """Print rows as Markdown, columns in the order of the first that has them."""
+    columns = list(dict.fromkeys(column for row in rows.values() for column in row))
+    print(f"\n| {title} |", *(f"{column} |" for column in columns))
+    print("|---" * (len(columns) + 1) + "|")
+    for name, row in rows.items():
+        print(f"| {name} |", *(f"{row.get(column, '')} |" for column in columns))

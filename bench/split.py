@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from bench.report import ratio, show, spread
+from bench.report import NO_CACHE, ratio, show, spread
 from tests.integration.harness import Server, environment, serving
 
 ROOT = Path(__file__).parents[1]
@@ -130,7 +130,7 @@ def main() -> None:
     for threads, denoisers in ((1, 1), (2, 1), (1, 2)):
         with tempfile.TemporaryDirectory() as folder:
             options = ("--threads", str(threads), "--denoisers", str(denoisers))
-            with serving(Path(folder), *options, "--arena", "64MiB") as server:
+            with serving(Path(folder), *options, "--arena", "64MiB", *NO_CACHE) as server:
                 server.ready()
                 show(
                     "split",

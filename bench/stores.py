@@ -1,7 +1,9 @@
 """The tensor store against the memory and the disk below it, everything interleaved in one run.
 
-put: against a loop that copies and hashes chunk by chunk. get: from another process, over sizes. spill and restore: a
-store's disk against a file written and read by hand. `python -m bench.stores [FOLDER]`
+put: by the process that owns the memory, and by another that writes into it (as a worker's compute process does),
+against a loop that copies and hashes chunk by chunk. get: from another process, over sizes. spill and restore: a store
+that moves one object to disk to take another and reads it back verified, against a file written and read by hand, both
+without fsync and from the page cache. `python -m bench.stores [FOLDER]`
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -18,14 +22,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from bench.report import ratio, show, spread
+from bench.report import ratio, show, spread, table
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
 
 KIB, MIB = 1 << 10, 1 << 20
-PUT_SIZES = (1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+PUT_SIZES = (1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 GET_SIZES = (4 * KIB, 64 * KIB, 1 * MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 SPILL_BYTES = 64 * MIB
 PAIRS = 15
@@ -47,53 +51,67 @@ def copy_and_hash(memory: NDArray[np.uint8], source: NDArray[np.uint8]) -> list[
     return sums
 
 
-def puts(sizes: tuple[int, ...], pairs: int) -> dict[str, object]:
-    found: dict[str, object] = {}
+def puts(sizes: tuple[int, ...], pairs: int) -> dict[str, dict[str, object]]:
+    found: dict[str, dict[str, object]] = {}
     for nbytes in sizes:
-        source = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
-        with TensorStore.create("shared_memory", capacity=nbytes + MIB) as store:
-            arena = Arena(nbytes + MIB)
-            ours, theirs = [], []
-            for pair in range(pairs + 2):
-                took = timed(copy_and_hash, arena.memory, source)
-                began = time.perf_counter()
-                ref = store.put({"x": source}, request="r", stage="s", attempt=1)
-                mine = time.perf_counter() - began
-                store.delete(ref)
-                if pair > 1:
-                    ours.append(mine)
-                    theirs.append(took)
-            arena.close()
-        found[f"{nbytes >> 20} MiB"] = {
-            "put_ms": round(median(ours) * 1e3, 3),
-            "copy_and_hash_ms": round(median(theirs) * 1e3, 3),
-            "ratio": ratio(ours, theirs),
-        }
+        with (
+            TensorStore.create("shared_memory", capacity=nbytes + MIB) as mine,
+            owner(nbytes + MIB) as (address, token, _),
+            TensorStore.create("shared_memory", address=address, write_token=token) as writer,
+        ):
+            found[f"{nbytes >> 20} MiB"] = put_into({"owner": mine, "writer": writer}, nbytes, pairs)
     return found
 
 
-def own(sizes: tuple[int, ...]) -> None:
-    """A process that puts one object of each size, says where, and waits."""
-    with TensorStore.create("shared_memory", owner="own", capacity=sum(sizes) * 2 + MIB) as store:
-        for nbytes in sizes:
-            ref = store.put({"x": np.ones(nbytes, np.uint8)}, request="r", stage="s", attempt=1)
-            print(msgspec.msgpack.encode(ref).hex())
-        print(store.address, flush=True)
+def put_into(stores: dict[str, TensorStore], nbytes: int, pairs: int) -> dict[str, object]:
+    source, arena = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8), Arena(nbytes + MIB)
+    found: dict[str, object] = {}
+    for name, store in stores.items():
+        ours, theirs = [], []
+        for pair in range(pairs + 2):
+            took = timed(copy_and_hash, arena.memory, source)
+            began = time.perf_counter()
+            ref = store.put({"x": source}, request="r", stage="s", attempt=1)
+            mine = time.perf_counter() - began
+            store.delete(ref)
+            if pair > 1:
+                ours.append(mine)
+                theirs.append(took)
+        found |= {
+            "copy and hash, ms": round(median(theirs) * 1e3, 3),
+            f"put by the {name}, ms": round(median(ours) * 1e3, 3),
+            f"{name} ÷ copy and hash": round(ratio(ours, theirs)["p50"], 3),
+        }
+    arena.close()
+    return found
+
+
+@contextmanager
+def owner(capacity: int, *sizes: int) -> Iterator[tuple[str, bytes, list[ObjectRef]]]:
+    """The store of another process: its address, the right to write into it, and an object of each size."""
+    command = [sys.executable, "-m", "bench.stores", "own", *map(str, (capacity, *sizes))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        address, token, *refs = process.stdout.readline().split()
+        yield address, bytes.fromhex(token), [msgspec.msgpack.decode(bytes.fromhex(r), type=ObjectRef) for r in refs]
+
+
+def own(capacity: int, *sizes: int) -> None:
+    """That process."""
+    with TensorStore.create("shared_memory", owner="own", capacity=capacity) as store:
+        values = (np.ones(nbytes, np.uint8) for nbytes in sizes)
+        refs = [store.put({"x": value}, request="r", stage="s", attempt=1) for value in values]
+        print(store.address, store.write_token.hex(), *(msgspec.msgpack.encode(r).hex() for r in refs), flush=True)
         sys.stdin.readline()
 
 
-def gets(sizes: tuple[int, ...], times: int) -> dict[str, object]:
-    command = [sys.executable, "-m", "bench.stores", "own", *map(str, sizes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout
-        return read_from([owner.stdout.readline().strip() for _ in range(len(sizes) + 1)], sizes, times)
-
-
-def read_from(lines: list[str], sizes: tuple[int, ...], times: int) -> dict[str, object]:
-    refs = [msgspec.msgpack.decode(bytes.fromhex(line), type=ObjectRef) for line in lines[:-1]]
+def gets(sizes: tuple[int, ...], times: int) -> dict[str, dict[str, object]]:
     seconds: dict[int, list[float]] = {nbytes: [] for nbytes in sizes}
-    with TensorStore.create("shared_memory", owner="other", capacity=MIB) as store:
-        store.learn({"own": ("", lines[-1])})
+    with (
+        owner(sum(sizes) * 2 + MIB, *sizes) as (address, _, refs),
+        TensorStore.create("shared_memory", owner="other", capacity=MIB) as store,
+    ):
+        store.learn({"own": ("", address)})
         for _ in range(times):
             for nbytes, ref in zip(sizes, refs, strict=True):
                 began = time.perf_counter()
@@ -101,16 +119,21 @@ def read_from(lines: list[str], sizes: tuple[int, ...], times: int) -> dict[str,
                 seconds[nbytes].append(time.perf_counter() - began)
                 assert held["x"][-1] == 1
                 held.close()
-    found = {f"{nbytes >> 10} KiB": spread([1e6 * each for each in took]) for nbytes, took in seconds.items()}
-    p50 = [median(took) for took in seconds.values()]
-    return {"microseconds": found, "largest_over_smallest": round(p50[-1] / p50[0], 3)}
+    p50 = median(seconds[sizes[0]])
+    return {
+        f"{nbytes >> 10} KiB": {
+            **{f"{name}, µs": round(value * 1e6, 1) for name, value in spread(took).items() if name in ("p50", "p99")},
+            "p50 over that of the smallest": round(median(took) / p50, 2),
+        }
+        for nbytes, took in seconds.items()
+    }
 
 
 def make_room(store: TensorStore, nbytes: int) -> None:
     store._backend.abort(store._backend.create(nbytes, "r").id)
 
 
-def spills(folder: Path, nbytes: int, pairs: int) -> dict[str, object]:
+def spills(folder: Path, nbytes: int, pairs: int) -> dict[str, dict[str, object]]:
     """A store that moves one object out to take another, and gets it back, against the file alone."""
     source = np.random.default_rng(1).integers(0, 255, nbytes, np.uint8)
     plain, url = folder / "plain", f"spill:shared_memory+disk:{folder}/kept"
@@ -129,9 +152,9 @@ def spills(folder: Path, nbytes: int, pairs: int) -> dict[str, object]:
                 moves[name][1].append(theirs)
     return {
         name: {
-            "MiB_per_s": round(nbytes / MIB / median(ours)),
-            "file_MiB_per_s": round(nbytes / MIB / median(theirs)),
-            "ratio": ratio(ours, theirs),
+            "MiB/s": round(nbytes / MIB / median(ours)),
+            "by hand, MiB/s": round(nbytes / MIB / median(theirs)),
+            "speed ÷ by hand": round(1 / ratio(ours, theirs)["p50"], 2),
         }
         for name, (ours, theirs) in moves.items()
     }
@@ -139,15 +162,17 @@ def spills(folder: Path, nbytes: int, pairs: int) -> dict[str, object]:
 
 def main() -> None:
     if sys.argv[1:2] == ["own"]:
-        own(tuple(map(int, sys.argv[2:])))
+        own(*map(int, sys.argv[2:]))
         return
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if sys.argv[1:] else None) as folder:
-        show(
-            "stores",
-            put=puts(PUT_SIZES, PAIRS),
-            get=gets(GET_SIZES, 2000),
-            spill_64_MiB=spills(Path(folder), SPILL_BYTES, PAIRS),
-        )
+        found = {
+            "put": puts(PUT_SIZES, PAIRS),
+            "get": gets(GET_SIZES, 2000),
+            f"{SPILL_BYTES // MIB} MiB": spills(Path(folder), SPILL_BYTES, PAIRS),
+        }
+    show("stores", pairs=PAIRS, **found)
+    for name, rows in found.items():
+        table(name, rows)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def theirs(peers: Path, defaults: bool = False) -> dict[str, Side]:
     """The others, installed."""
     found = {}
     for name in PEER_NAMES:
-        run = [_python(peers, name), "-m", f"bench.peers.with_{name}"]
+        run = [peer_python(peers, name), "-m", f"bench.peers.with_{name}"]
         found[name] = Side([*run, "client"], [*run, "worker"])
     if defaults:
         arq = found["arq"]
@@ -146,7 +146,7 @@ def theirs(peers: Path, defaults: bool = False) -> dict[str, Side]:
     return found
 
 
-def _python(peers: Path, name: str) -> str:
+def peer_python(peers: Path, name: str) -> str:
     """The Python of a side, made when it is not there."""
     wanted = Path(__file__).parent / "peers" / f"{name}.txt"
     installed, python = peers / name / wanted.name, peers / name / "bin" / "python"
