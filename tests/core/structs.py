@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from hypothesis import strategies as st
@@ -24,6 +24,9 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     if kind in PLAIN:
         return PLAIN[kind]
     origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        (meta,) = (each for each in inside[1:] if isinstance(each, msgspec.Meta))
+        return of(inside[0]) if meta.ge is None else of(inside[0]).filter(lambda value: value >= meta.ge)
     if origin in (Union, UnionType):
         return st.one_of([of(one) for one in inside])
     if origin is Literal:
@@ -37,5 +40,5 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.tuples(*(of(one) for one in inside))
     assert issubclass(kind, msgspec.Struct), kind
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{name: of(hints[name]) for name in kind.__struct_fields__})

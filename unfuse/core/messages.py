@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from unfuse.core.card import ModelCard
 from unfuse.core.object_ref import ObjectRef
@@ -77,9 +78,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 class Moved(msgspec.Struct, frozen=True):
     """What came here by a transfer engine: verified bytes, the seconds they took, and how often it failed."""
 
-    bytes: int = 0
-    seconds: float = 0.0
-    failures: int = 0
+    bytes: Annotated[int, Meta(ge=0)] = 0
+    seconds: Annotated[float, Meta(ge=0)] = 0.0
+    failures: Annotated[int, Meta(ge=0)] = 0
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
@@ -98,7 +99,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     wait: float = 0.0
     high_water: int = 0
     fragmentation: float = 0.0
-    moved: dict[str, Moved] = {}
+    moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -9,7 +9,7 @@ from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.onesided import OneSidedEngine
 
 try:
-    from mooncake.engine import TransferEngine as Mooncake  # type: ignore[import-untyped]
+    from mooncake.engine import TransferEngine as Mooncake
 except ImportError as error:
     raise ConfigError(
         f"the transfer engine mooncake needs its library and libibverbs1: pip install 'unfuse[mooncake]' ({error})"

@@ -11,8 +11,8 @@ from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.onesided import OneSidedEngine
 
 try:
-    from nixl import _bindings  # type: ignore[import-untyped]
-    from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-untyped]
+    from nixl import _bindings
+    from nixl._api import nixl_agent, nixl_agent_config
 except ImportError as error:
     raise ConfigError(f"the transfer engine nixl needs its library: pip install 'unfuse[nixl]' ({error})") from error
 

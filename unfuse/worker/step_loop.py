@@ -25,6 +25,9 @@ from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped
 REPORT_S = 0.05
 """At most 20 progress messages a second; each lists the steps since the last."""
 
+ROOM_S = 2.0
+"""How long an output waits for room in a full arena: readers elsewhere may give some back, while nothing runs here."""
+
 EVIDENCE_CHARS = 4000
 
 ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
@@ -219,7 +222,7 @@ class StepLoop:
         task = job.lease.task
         encoding = self._encodings.get(task.kind, "none")
         return self._store.put(
-            output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, encoding=encoding
+            output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
         )
 
     def _write(self, job: Job, output: StageOutput) -> tuple[ResultFile, ...]:
