@@ -22,6 +22,7 @@ from unfuse.cli.main import exit_code
 from unfuse.cli.serve import SHARED_ARENA, keys, options
 from unfuse.cli.settings import Transfer, load
 from unfuse.client import Client, connect
+from unfuse.core.codec import decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Overloaded, PermanentError, TransientError
 from unfuse.core.messages import Places
@@ -318,6 +319,7 @@ def test_settings_become_what_is_composed() -> None:
 
     kinds = ("denoise", "text_encode")
     assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
+    assert decode(encode(composed.places), Places) == composed.places, "workers are told"
     assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
     assert composed.keys == {"k": "default"}
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}

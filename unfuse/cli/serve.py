@@ -112,7 +112,7 @@ def places(settings: Settings) -> Places:
     if wrong := set(encodings.values()) - {"bf16", "fp16"}:
         raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
     spill = settings.spill
-    return Places(results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings)
+    return Places(results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings)
 
 
 def keys(given: tuple[str, ...]) -> dict[str, str]:
