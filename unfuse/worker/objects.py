@@ -67,7 +67,7 @@ class Objects:
         """Where other nodes pull from, by engine."""
         self._ways: dict[str, Mapping[str, str]] = {}
         self._copies: dict[tuple[str, str], _Copy] = {}
-        self._bringing: dict[Claim, asyncio.Future[list[ObjectRef]]] = {}
+        self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
         self._elsewhere: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
         self._waiters = ThreadPoolExecutor(MOST_WAITING, "transfer-wait")
@@ -106,8 +106,7 @@ class Objects:
         far = [ref for ref in task.inputs if nodes.get(ref.owner, self._node) != self._node]
         if not far or not self._arena:
             return lease
-        bringing = asyncio.gather(*(self._bring(claim, ref) for ref in far))
-        self._bringing[claim] = bringing
+        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, far))
         try:
             await asyncio.wait({bringing})
             if bringing.cancelled():
@@ -192,6 +191,9 @@ class Objects:
         for engine in self._engines.values():
             engine.register(self._arena.memory)
         return Transfers(self._engines, lambda owner: self._ways.get(owner, {}), self._options)
+
+    async def _bring_all(self, claim: Claim, refs: Iterable[ObjectRef]) -> list[ObjectRef]:
+        return await asyncio.gather(*(self._bring(claim, ref) for ref in refs))
 
     async def _bring(self, claim: Claim, ref: ObjectRef) -> ObjectRef:
         key = claim.request, ref.id
