@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines, request_for
 from unfuse.core.errors import IllegalMove, LeaseLost
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
@@ -457,3 +457,75 @@ def test_every_request_comes_to_an_end(pipeline: Pipeline, samples: int, dice: r
         finals = [stage for stage in context.plan.stages if stage.final]
         assert sorted(file.index for file in context.result) == [file.index for file in context.result]
         assert len(context.result) == len(finals)
+
+
+class TestCheckpoints:
+    """A running stage's state, kept for a later attempt."""
+
+    @staticmethod
+    def running(claim: Claim, worker: str = "w") -> Running:
+        return Running(claim.stage, claim.attempt, worker, WALL)
+
+    @pytest.fixture
+    def denoising(self, first: Change) -> tuple[RequestContext, Claim]:
+        ready = finish(first, "text", "image")
+        return ready.context, claim_of(ready, "denoise.0")
+
+    def test_it_is_recorded_and_nothing_else_moves(self, denoising: tuple[RequestContext, Claim]) -> None:
+        context, claim = denoising
+        ref = object_for(claim, "kept")
+        change = lifecycle.saved(context, Saved(claim, ref, 10), "w", [self.running(claim)])
+        assert change is not None
+        assert (change.claim, change.push, change.close, change.events) == (None, (), (), ())
+        state = change.context.stages["denoise.0"]
+        assert (state.status, state.checkpoint, state.checkpoint_step) == ("queued", ref, 10)
+        assert change.context.version == context.version + 1
+        others = change.context.stages | {"denoise.0": context.stages["denoise.0"]}
+        assert msgspec.structs.replace(change.context, version=context.version, stages=others) == context
+
+    def test_the_newest_counts_and_a_repeat_changes_nothing(self, denoising: tuple[RequestContext, Claim]) -> None:
+        context, claim = denoising
+        for step, recorded in ((10, True), (10, False), (5, False), (20, True)):
+            change = lifecycle.saved(context, Saved(claim, object_for(claim, f"at {step}"), step), "w")
+            assert (change is not None) == recorded, step
+            context = change.context if change else context
+        assert context.stages["denoise.0"].checkpoint_step == 20
+
+    @pytest.mark.parametrize("wrong", ["worker", "attempt", "over", "object", "done"])
+    def test_who_does_not_run_the_stage_cannot_record_one(
+        self, wrong: str, denoising: tuple[RequestContext, Claim]
+    ) -> None:
+        context, claim = denoising
+        ref, worker = object_for(claim, "kept"), "other" if wrong == "worker" else "w"
+        if wrong == "attempt":
+            claim = msgspec.structs.replace(claim, attempt=0)
+        elif wrong == "object":
+            ref = msgspec.structs.replace(ref, stage="denoise.1")
+        elif wrong == "done":
+            context = lifecycle.completed(context, done(claim), "w", WALL).context
+        elif wrong == "over":
+            change = lifecycle.cancelled(context, WALL)
+            assert change is not None
+            context = change.context
+        with pytest.raises(LeaseLost):
+            lifecycle.saved(context, Saved(claim, ref, 10), worker, [self.running(claim)] if wrong == "worker" else [])
+
+    @pytest.mark.parametrize("end", ["transient", "crash", "expired", "done", "cancelled"])
+    def test_it_lasts_until_the_stage_is_done_or_its_request_over(
+        self, end: str, denoising: tuple[RequestContext, Claim]
+    ) -> None:
+        context, claim = denoising
+        change = lifecycle.saved(context, Saved(claim, object_for(claim, "kept"), 10), "w")
+        assert change is not None
+        context = change.context
+        task = Task(context.id, "denoise.0", 1, "p", "denoise", "m", {})
+        after = {
+            "transient": lambda: lifecycle.failed(context, Failed(claim, "transient", "x"), "w", WALL, NOW),
+            "crash": lambda: lifecycle.failed(context, Failed(claim, "crash", "x"), "w", WALL, NOW),
+            "expired": lambda: lifecycle.expired_lease(context, Lease(task, "w", claim.token, 0.0), WALL),
+            "done": lambda: lifecycle.completed(context, done(claim), "w", WALL),
+            "cancelled": lambda: lifecycle.cancelled(context, WALL),
+        }[end]()
+        assert after is not None
+        kept = after.context.stages["denoise.0"].checkpoint is not None
+        assert kept == (end not in ("done", "cancelled"))

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
-from unfuse.core.messages import Done, Failed, WorkerInfo
+from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
@@ -195,6 +196,30 @@ async def test_a_handed_back_task_is_charged_nothing() -> None:
         assert (context.status, context.stages["text_encode"].failures) == ("queued", 0)
         with pytest.raises(LeaseLost):
             await scheduler.fail(Failed(lease.claim, "hand_back", "again"), WORKER)
+
+
+async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> None:
+    """Handed back or tried again, at its old place or at a new one; a first attempt has none, and is not looked up."""
+    async with scheduling() as (scheduler, clock):
+        await scheduler.submit(CARD, params())
+        (encode,) = await take(scheduler)
+        await scheduler.complete(done(encode), WORKER)
+        (denoise,) = await take(scheduler)
+        assert await scheduler.resumed(denoise) is denoise
+        for step, end in ((10, "hand_back"), (20, "transient"), (30, "hand_back")):
+            ref = msgspec.structs.replace(output(denoise), id=f"at {step}")
+            await scheduler.save(Saved(denoise.claim, ref, step), WORKER)
+            await scheduler.fail(Failed(denoise.claim, end, "elsewhere"), WORKER)  # type: ignore[arg-type]
+            clock.advance(2)
+            (denoise,) = await take(scheduler)
+            denoise = await scheduler.resumed(denoise)
+            assert denoise.checkpoint == ref
+            assert WORKER in {ref.owner for ref in denoise.reads}
+        stale = msgspec.structs.replace(denoise.claim, attempt=1)
+        with pytest.raises(LeaseLost):
+            await scheduler.save(Saved(stale, msgspec.structs.replace(output(denoise), attempt=1), 40), WORKER)
+        await scheduler.complete(done(denoise), WORKER)
+        assert await run_to_the_end(scheduler) == ["vae_decode.0"]
 
 
 async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes() -> None:

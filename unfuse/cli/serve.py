@@ -30,10 +30,10 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
-    "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.workers",
-    "serve.listen", "keys", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
-    "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order", "serve.dispatch",
-    "serve.encoder_cache", "serve.drain_timeout",
+    "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.checkpoint",
+    "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE,
+    "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order",
+    "serve.dispatch", "serve.encoder_cache", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -101,8 +101,10 @@ def options(loaded: Loaded) -> ServeOptions:
 def places(settings: Settings) -> Places:
     """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
     from unfuse.core.messages import Places
+    from unfuse.worker.checkpoints import Policy
 
     serve = settings.serve
+    Policy.parse(serve.checkpoint)
     if serve.store == "memory":
         raise ConfigError("the store memory lies within one process, and workers are several: use shared_memory")
     results, store, durable = (
@@ -112,7 +114,9 @@ def places(settings: Settings) -> Places:
     if wrong := set(encodings.values()) - {"bf16", "fp16"}:
         raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
     spill = settings.spill
-    return Places(results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings)
+    return Places(
+        results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings, serve.checkpoint
+    )
 
 
 def keys(given: tuple[str, ...]) -> dict[str, str]:

@@ -69,6 +69,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, says("Where copies of some outputs outlive their worker: disk:PATH, redis://… or s3://…; none keeps none.")
     ] = "none"
     durable_stages: Annotated[tuple[str, ...], says("Kinds of stages whose outputs are copied there.")] = ("denoise",)
+    checkpoint: Annotated[
+        str,
+        says(
+            "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
+            "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
+        ),
+    ] = "auto"
     encode: Annotated[
         tuple[str, ...], says("KIND=bf16 or KIND=fp16: what such stages make travels in 16 bits; changes results.")
     ] = ()

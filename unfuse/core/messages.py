@@ -19,7 +19,7 @@ class Places(msgspec.Struct, frozen=True):
     """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
 
     A store that spills does so above the share `threshold` of the arena, into `spill_capacity` bytes. `encodings` are
-    those of stages' 32-bit floats by kind: bf16, fp16, or nothing.
+    those of stages' 32-bit floats by kind: bf16, fp16, or nothing. `checkpoint` says when running stages are saved.
     """
 
     results: str
@@ -29,6 +29,7 @@ class Places(msgspec.Struct, frozen=True):
     durable: str = "none"
     saved: tuple[str, ...] = ("denoise",)
     encodings: dict[str, str] = {}
+    checkpoint: str = "auto"
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -124,6 +125,14 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     timings: Timings
 
 
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """A task's state after so many steps is kept: a later attempt can go on from there."""
+
+    claim: Claim
+    checkpoint: ObjectRef
+    step: int
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it.
 
@@ -188,5 +197,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Done | Failed | Bye
+ToScheduler = Hello | Ask | Beat | Progress | Saved | Done | Failed | Bye
 ToWorker = Welcome | Granted | Pulse | Accepted | Stranger | Refused

@@ -29,7 +29,8 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 class Timings(msgspec.Struct, frozen=True):
     """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs.
 
-    It computed in that many `steps`, with `batch` tasks in a forward on average.
+    It computed in that many `steps`, with `batch` tasks in a forward on average. Earlier attempts had made `resumed`
+    steps, which were not made again; saving the state now and then took `save_s` of the time between its steps.
     """
 
     queued_s: float = 0.0
@@ -38,6 +39,8 @@ class Timings(msgspec.Struct, frozen=True):
     put_s: float = 0.0
     steps: int = 0
     batch: float = 0.0
+    resumed: int = 0
+    save_s: float = 0.0
 
 
 class ResultFile(msgspec.Struct, frozen=True):
@@ -63,7 +66,7 @@ class StageState(msgspec.Struct, frozen=True):
 
     `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
     `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
-    tried `alone` was among several when a compute process died.
+    tried `alone` was among several when a compute process died. `checkpoint` is its state at `checkpoint_step`.
     """
 
     status: TaskStatus = "waiting"
@@ -77,6 +80,8 @@ class StageState(msgspec.Struct, frozen=True):
     crashes: int = 0
     recomputes: int = 0
     alone: bool = False
+    checkpoint: ObjectRef | None = None
+    checkpoint_step: int = 0
 
 
 class RequestContext(msgspec.Struct, frozen=True):

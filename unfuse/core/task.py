@@ -81,12 +81,21 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A timed claim on a task. `expires` is seconds of the queue's clock."""
+    """A timed claim on a task. `expires` is seconds of the queue's clock.
+
+    An earlier attempt may have left a checkpoint: whoever runs the task goes on from there, if it can be had.
+    """
 
     task: Task
     worker: str
     token: bytes
     expires: float
+    checkpoint: ObjectRef | None = None
+
+    @property
+    def reads(self) -> tuple[ObjectRef, ...]:
+        """The task's inputs, and the checkpoint if there is one."""
+        return self.task.inputs if self.checkpoint is None else (*self.task.inputs, self.checkpoint)
 
     @property
     def claim(self) -> Claim:

@@ -25,6 +25,7 @@ from unfuse.core.messages import (
     Progress,
     Pulse,
     Refused,
+    Saved,
     Stranger,
     ToScheduler,
     ToWorker,
@@ -181,7 +182,7 @@ class Desk:
             waiting.cancel()  # nobody may be given work when we are not here to say so
         if peer.ask is waiting:
             peer.ask = None
-        leases = [] if waiting.cancelled() else waiting.result()
+        leases = [await self.scheduler.resumed(lease) for lease in ([] if waiting.cancelled() else waiting.result())]
         peer.claims.update(lease.claim for lease in leases)
         owners = await self.scheduler.owners(leases)
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
@@ -220,7 +221,7 @@ class Desk:
             await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
         return Pulse(ended, tuple(over))
 
-    async def _report(self, peer: _Peer, message: Progress | Done | Failed) -> Accepted | Refused | None:
+    async def _report(self, peer: _Peer, message: Progress | Saved | Done | Failed) -> Accepted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
@@ -229,6 +230,8 @@ class Desk:
                 match message:
                     case Progress():
                         await self._progress(peer, message)
+                    case Saved():
+                        await self.scheduler.save(message, worker)
                     case Done():
                         await self.scheduler.complete(message, worker)
                     case Failed():

@@ -16,7 +16,7 @@ import msgspec
 
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.event import Event, EventType
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, PlannedStage
 from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
@@ -70,13 +70,27 @@ def completed(context: RequestContext, done: Done, worker: str, wall: float, run
     queued_at = draft.stages[claim.stage].queued_at
     queued_s = sum(max(0.0, run.since - queued_at) for run in running if run.stage == claim.stage)
     timings = msgspec.structs.replace(done.timings, queued_s=queued_s)
-    draft.move(claim.stage, "done", output=done.output, token=claim.token, timings=timings)
+    draft.move(
+        claim.stage, "done", output=done.output, token=claim.token, timings=timings, checkpoint=None, checkpoint_step=0
+    )
     draft.publish("stage_completed", claim.stage)
     result = tuple(sorted((*context.result, *done.results), key=lambda file: file.index))
     if all(draft.stages[stage.name].status == "done" for stage in context.plan.stages if stage.final):
         return draft.end("completed", claim, result=result)
     draft.queue_ready()
     return draft.change(claim, result=result)
+
+
+def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[Running] = ()) -> Change | None:
+    """A running stage can be resumed from there; None if a later step is known. Raises LeaseLost."""
+    claim, ref = saved.claim, saved.checkpoint
+    state = _current(context, claim, worker, running)
+    if saved.step <= state.checkpoint_step and state.checkpoint is not None:
+        return None
+    if not _made_by(ref, claim, worker):
+        raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
+    stages = context.stages | {claim.stage: msgspec.structs.replace(state, checkpoint=ref, checkpoint_step=saved.step)}
+    return Change(msgspec.structs.replace(context, version=context.version + 1, stages=stages))
 
 
 def failed(
@@ -227,7 +241,7 @@ class _Draft:
         for name, state in self.stages.items():
             if state.status != "done":
                 self.move(name, "cancelled")
-            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None)
+            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None, checkpoint=None)
         return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
 
     def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
@@ -254,14 +268,20 @@ def _claimed(
     context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
 ) -> _Draft:
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
+    _current(context, claim, worker, running)
+    draft = _Draft(context, wall)
+    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker)
+    return draft
+
+
+def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[Running]) -> StageState:
+    """The state of a stage that may be leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = context.stages.get(claim.stage)
     if context.over or state is None or state.status != "queued" or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
     if any(run.stage == claim.stage for run in running) and not held_by(worker, claim, running):
         raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: drop what it made")
-    draft = _Draft(context, wall)
-    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker)
-    return draft
+    return state
 
 
 def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
@@ -296,9 +316,13 @@ def _as_declared(stage: PlannedStage, done: Done, worker: str) -> bool:
     """Whether a final stage brought results, and any other one the object that this worker made in this attempt."""
     if stage.final:
         return bool(done.results) and done.output is None
-    ref, claim = done.output, done.claim
-    made = ref and 0 <= ref.nbytes <= EXACT and (ref.request, ref.stage, ref.attempt, ref.owner)
-    return not done.results and made == (claim.request, claim.stage, claim.attempt, worker)
+    return not done.results and done.output is not None and _made_by(done.output, done.claim, worker)
+
+
+def _made_by(ref: ObjectRef, claim: Claim, worker: str) -> bool:
+    """Whether an object is one that this attempt at this stage can have made."""
+    made = ref.request, ref.stage, ref.attempt, ref.owner
+    return 0 <= ref.nbytes <= EXACT and made == (claim.request, claim.stage, claim.attempt, worker)
 
 
 def _nearest(inputs: Sequence[ObjectRef]) -> str:

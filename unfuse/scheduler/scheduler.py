@@ -14,7 +14,7 @@ import structlog
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
-from unfuse.core.messages import Done, Failed, Moved, WorkerInfo
+from unfuse.core.messages import Done, Failed, Moved, Saved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
@@ -206,6 +206,22 @@ class Scheduler:
             await self._cache.keep(stage, done.output)
         return record
 
+    async def save(self, saved: Saved, worker: str) -> None:
+        """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""
+        await self._apply(
+            saved.claim.request, lambda record: lifecycle.saved(record.context, saved, worker, record.running)
+        )
+
+    async def resumed(self, lease: Lease) -> Lease:
+        """The lease with the checkpoint that an earlier attempt at its task may have left."""
+        task = lease.task
+        if task.attempt == 1:
+            return lease
+        with suppress(NotFound):
+            state = (await self.queue.load(task.request)).context.stages[task.stage]
+            return msgspec.structs.replace(lease, checkpoint=state.checkpoint)
+        return lease
+
     async def fail(self, failed: Failed, worker: str) -> Record:
         """Record a task's failure. Raises LeaseLost as `complete` does."""
         claim = failed.claim
@@ -249,8 +265,8 @@ class Scheduler:
         return {name: pools for name, pools in wanted.items() if pools}
 
     async def owners(self, leases: Sequence[Lease]) -> Mapping[str, WorkerInfo]:
-        """Every worker that owns an input of these leases, by id, as far as they are known."""
-        owners = {ref.owner for lease in leases for ref in lease.task.inputs}
+        """Every worker that owns an input or a checkpoint of these leases, by id, as far as they are known."""
+        owners = {ref.owner for lease in leases for ref in lease.reads}
         if not owners <= self._owners.keys():
             self._owners = {member.info.id: member.info for member in await self.queue.workers()}
         return {owner: self._owners[owner] for owner in owners if owner in self._owners}

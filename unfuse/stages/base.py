@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
@@ -46,6 +46,13 @@ class StageOutput(msgspec.Struct, frozen=True):
     media: tuple[Media, ...] = ()
 
 
+class Checkpoint(msgspec.Struct, frozen=True):
+    """What a stepped stage knows between two steps, as far as the task does not say it: tensors, and plain values."""
+
+    tensors: Tensors
+    values: dict[str, Any] = {}
+
+
 class Stage(ABC):
     """One stage kind of one model, with its weights in memory.
 
@@ -80,6 +87,20 @@ class SteppedStage(Stage, Generic[State]):
     @abstractmethod
     def start(self, task: StageInput) -> State:
         """The state before the first step."""
+
+    def save(self, state: State) -> Checkpoint | None:
+        """What `resume` needs to go on as if nothing had been, in memory that steps leave alone.
+
+        None from a stage that starts from the beginning. Raises PermanentError for a state that cannot be saved.
+        """
+        return None
+
+    def resume(self, task: StageInput, checkpoint: Checkpoint) -> State:
+        """The state that was saved, also in another process. Raises PermanentError for what is no state of this task.
+
+        Whoever goes on from it gets the bytes that go on from the original.
+        """
+        raise PermanentError(f"stage {self.kind} starts from the beginning")
 
     @abstractmethod
     def step(self, batch: Sequence[State]) -> list[State | Exception]:

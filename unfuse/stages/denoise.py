@@ -12,8 +12,9 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.noise_state import changed, restore
 from unfuse.stages.preview import Preview
 
 Inputs = Mapping[str, Tensor]
@@ -135,6 +136,22 @@ class Denoise(SteppedStage[DenoiseState]):
             self._inputs(task, ""),
             self._inputs(task, NEGATIVE) if applies(scale) else None,
         )
+
+    @torch.no_grad()
+    def save(self, state: DenoiseState) -> Checkpoint:
+        """Latents, how many steps were made, and what the noise scheduler remembers of them."""
+        fresh = self._denoiser.noise_scheduler(state.params, state.latents)
+        tensors, remembered = changed(state.scheduler, fresh)
+        return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": remembered})
+
+    @torch.no_grad()
+    def resume(self, task: StageInput, checkpoint: Checkpoint) -> DenoiseState:
+        """Made as at the start, but for what was saved."""
+        begun, saved, step = self.start(task), checkpoint.tensors.get("latents"), checkpoint.values.get("step")
+        if saved is None or saved.shape != begun.latents.shape or step not in range(len(begun.scheduler.timesteps)):
+            raise PermanentError(f"a checkpoint at step {step} does not fit its task")
+        restore(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
+        return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=int(step))
 
     @torch.no_grad()
     def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState | Exception]:

@@ -12,6 +12,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import Done, Failed, Places
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
 
 LENGTH = 4
@@ -41,9 +42,13 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stop a task at its next step and drop it; answered by Stopped unless it has ended already."""
+    """Stop a task at its next step and drop it; answered by Stopped unless it has ended already.
+
+    With `save`, its state is kept before, as Kept says.
+    """
 
     claim: Claim
+    save: bool = False
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
@@ -76,6 +81,14 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     previews: tuple[int, ...] = ()
 
 
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """A task's state after so many steps is in the arena."""
+
+    claim: Claim
+    checkpoint: ObjectRef
+    step: int
+
+
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """A cancelled task is dropped."""
 
@@ -83,7 +96,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCompute = Load | Run | Cancel
-FromCompute = Loaded | Ready | LoadFailed | Stepped | Stopped | Done | Failed
+FromCompute = Loaded | Ready | LoadFailed | Stepped | Kept | Stopped | Done | Failed
 
 
 class ComputeChannel:

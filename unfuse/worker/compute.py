@@ -22,6 +22,7 @@ from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.channel import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Ready, Run
+from unfuse.worker.checkpoints import Policy
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -46,8 +47,9 @@ def main() -> None:
     )  # fmt: skip
     channel.send(Ready(device))
     StepLoop(
-        stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings
-    ).run()
+        stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings,
+        Policy.parse(places.checkpoint),
+    ).run()  # fmt: skip
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:

@@ -22,6 +22,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.worker.channel import (
     Cancel,
     FromCompute,
+    Kept,
     Load,
     Loaded,
     LoadFailed,
@@ -46,7 +47,7 @@ LOG_END_S = 1.0
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | Kept | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -135,13 +136,13 @@ class Executor:
         self._waiting[lease.claim] = Run(lease, dict(peers))
         await self._feed()
 
-    async def cancel(self, claim: Claim) -> None:
-        """Have a task dropped at its next step; Stopped is reported unless it ends first."""
+    async def cancel(self, claim: Claim, save: bool = False) -> None:
+        """Have a task dropped at its next step; Stopped is reported unless it ends first, and Kept if it is saved."""
         if self._waiting.pop(claim, None):
             await self._report(Stopped(claim))
             await self._feed()
         elif self._channel and claim in self._given:
-            await self._channel.send(Cancel(claim))
+            await self._channel.send(Cancel(claim, save))
 
     async def close(self) -> None:
         """End the process now, whatever it runs."""
@@ -175,6 +176,8 @@ class Executor:
                     if message.claim in self._given:
                         self._begun.add(message.claim)
                         await self._report(message)
+                case Kept():
+                    await self._report(message)
                 case Stopped() | Done() | Failed():
                     self._begun.discard(message.claim)
                     if self._given.pop(message.claim, None):

@@ -22,9 +22,12 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tally import Tally
+from unfuse.worker.channel import Stopped
 
 MOST_WAITING = 64
 """Transfers that are waited for at a time."""
+
+Outcome = Stopped | Done | Failed
 
 log = structlog.get_logger(__name__)
 
@@ -103,7 +106,7 @@ class Objects:
         self._ways.update(granted.engines)
         claim, task = lease.claim, lease.task
         nodes = {owner: node for owner, (node, _) in granted.peers.items()}
-        far = [ref for ref in task.inputs if nodes.get(ref.owner, self._node) != self._node]
+        far = [ref for ref in lease.reads if nodes.get(ref.owner, self._node) != self._node]
         if not far or not self._arena:
             return lease
         bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, far))
@@ -114,8 +117,9 @@ class Objects:
             here = {ref.id: copy for ref, copy in zip(far, bringing.result(), strict=True)}
         finally:
             del self._bringing[claim]
-        inputs = tuple(here.get(ref.id, ref) for ref in task.inputs)
-        return msgspec.structs.replace(lease, task=msgspec.structs.replace(task, inputs=inputs))
+        task = msgspec.structs.replace(task, inputs=tuple(here.get(ref.id, ref) for ref in task.inputs))
+        checkpoint = lease.checkpoint and here.get(lease.checkpoint.id, lease.checkpoint)
+        return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint)
 
     def cancel(self, claim: Claim) -> bool:
         """Whether a task's inputs were on their way, and are not waited for any more."""
@@ -135,6 +139,15 @@ class Objects:
                 copy.session.cancel()
                 copy.over.add_done_callback(partial(self._drop, copy))
 
+    def settle(self, lease: Lease, message: Outcome) -> Outcome:
+        """A task is over here: let go of what it read, keep what it made, name what was lost as the scheduler does."""
+        if isinstance(message, Failed) and message.object_id:
+            message = msgspec.structs.replace(message, object_id=self.original(message.object_id))
+        elif isinstance(message, Done):
+            self.made(message, lease.task.kind)
+        self.let_go(message.claim)
+        return message
+
     def made(self, done: Done, kind: str) -> None:
         """A stage of that kind has put its output; a durable copy of it is written beside it, if it is to have one."""
         if done.output is None:
@@ -147,16 +160,25 @@ class Objects:
             self._saving.add(saving)
             saving.add_done_callback(self._saving.discard)
 
-    def share(self, lease: Lease, message: Done | Failed) -> None:
+    def share(self, lease: Lease, done: Done) -> None:
         """An outcome is recorded: from now on other requests may read the output, if it is for the encoder cache."""
-        key, output = lease.task.cache, message.output if isinstance(message, Done) else None
+        key, output = lease.task.cache, done.output
         if key and output and self._arena:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))
 
+    async def keep(self, ref: ObjectRef) -> None:
+        """Write a durable copy of a checkpoint, if there is a place for such."""
+        if self._places.durable != "none":
+            self._elsewhere.add(ref.request)
+            await self._save(ref)
+
     async def delete(self, ref: ObjectRef) -> None:
-        """Give up an object that nobody was told of."""
-        await asyncio.to_thread(self.store.delete, ref)
+        """Give up an object that nobody needs any more, and its durable copy."""
+        try:
+            await asyncio.to_thread(self.store.delete, ref)
+        except TransientError as error:
+            log.warning("something is left of an object", object=ref.id, reason=str(error))
 
     async def release(self, requests: Iterable[str]) -> None:
         """Give up all that is kept for these requests, copies included."""

@@ -20,7 +20,8 @@ from unfuse.stages.base import StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped
+from unfuse.worker.channel import Cancel, FromCompute, Kept, Run, Stepped, Stopped
+from unfuse.worker.checkpoints import Policy, packed, unpacked
 
 REPORT_S = 0.05
 """At most 20 progress messages a second; each lists the steps since the last."""
@@ -47,9 +48,13 @@ class Job:
     get_s: float
     run_s: float
     alone: bool = False
+    resumed: int = 0
     steps: int = 0
     mates: int = 0
     """Tasks in its forwards, itself included, summed over its steps."""
+    saved: int = 0
+    saved_at: float = field(default_factory=time.monotonic)
+    save_s: float = 0.0
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
     previews: list[int] = field(default_factory=list)
@@ -59,6 +64,11 @@ class Job:
         """What the worker shows for it."""
         return self.lease.claim
 
+    @property
+    def priority(self) -> int:
+        """That of its task."""
+        return self.lease.task.priority
+
 
 class StepLoop:
     """Runs tasks on the stages of one compute process.
@@ -66,6 +76,7 @@ class StepLoop:
     `stages` is by pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks share a
     forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
     order of arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
+    States are saved as the policy has it, and when they step aside, so that another worker can go on from there.
     """
 
     def __init__(
@@ -78,8 +89,9 @@ class StepLoop:
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
+        policy: Policy | None = None,
     ) -> None:
-        self._encodings = encodings or {}
+        self._encodings, self._policy = encodings or {}, policy or Policy()
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
         self._sizes = BatchSizes(batch)
@@ -94,7 +106,9 @@ class StepLoop:
         """Take what came in, waiting for it when there is nothing else to do; then one step of the most urgent."""
         self._admit()
         if self._jobs:
-            self._advance(self._pick())
+            batch = self._pick()
+            self._set_aside(below=batch[0].priority)
+            self._advance(batch)
 
     def _admit(self) -> None:
         """Take every message that is there; wait for one only when there is nothing to do."""
@@ -107,7 +121,7 @@ class StepLoop:
         if isinstance(message, Run):
             self._start(message)
         else:
-            self._drop(message.claim)
+            self._drop(message)
 
     def _start(self, run: Run) -> None:
         task, claim = run.lease.task, run.lease.claim
@@ -124,21 +138,43 @@ class StepLoop:
             given = StageInput(task.params, tensors, uploads)
             got = time.monotonic()
             stage.verify(given)
-            state = stage.start(given)
+            resumed = self._resumed(stage, given, run.lease)
+            state = stage.start(given) if resumed is None else resumed
+            step, _ = stage.progress(state)
             key = task.pool, stage.batch_key(task.params)
-            self._jobs[claim] = Job(run.lease, stage, key, inputs, state, got - began, time.monotonic() - got)
+            self._jobs[claim] = Job(
+                run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
+                resumed=step, saved=step, reported=step,
+            )  # fmt: skip
         except Exception as error:  # the process must survive what one task brings
             _close(inputs)
             self._send(_failure(claim, error))
 
+    def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
+        """Where an earlier attempt was saved; None if that cannot be had, which costs time and no result."""
+        if lease.checkpoint is None:
+            return None
+        task = lease.task
+        try:
+            with self._store.get(lease.checkpoint, as_torch=task.pool not in self._plain) as held:
+                return stage.resume(given, unpacked(held))
+        except Exception as error:  # the process must survive what another one wrote
+            log.warning("goes back to the start", request=task.request, stage=task.stage, reason=str(error))
+            return None
+
     def _pick(self) -> list[Job]:
         """The task that goes first, and those of its priority that may share its forward, in order of arrival."""
-        first = max(self._jobs.values(), key=lambda job: job.lease.task.priority)
+        first = max(self._jobs.values(), key=lambda job: job.priority)
         if first.alone:
             return [first]
-        of_its_kind = first.key, first.lease.task.priority, False
-        mates = [job for job in self._jobs.values() if (job.key, job.lease.task.priority, job.alone) == of_its_kind]
+        of_its_kind = first.key, first.priority, False
+        mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == of_its_kind]
         return mates[: self._sizes.size(first.key)]
+
+    def _set_aside(self, below: int) -> None:
+        """Save what has to wait for something more urgent, nobody knows how long."""
+        for job in [job for job in self._jobs.values() if job.priority < below]:
+            self._keep(job)
 
     def _advance(self, batch: list[Job]) -> None:
         """One step of these tasks; what cannot be done together is tried in smaller company."""
@@ -172,6 +208,9 @@ class StepLoop:
             step, steps = job.stage.progress(state)
             if step < steps:
                 self._preview(job, step)
+                left_s = (steps - step) * job.run_s / job.steps
+                if self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s):
+                    self._keep(job)
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)
@@ -195,6 +234,21 @@ class StepLoop:
         except Exception as error:  # a picture of the way is not worth the end of it
             log.warning("no preview", request=task.request, stage=task.stage, step=step, reason=str(error))
 
+    def _keep(self, job: Job) -> None:
+        """Save what was done since the last time; what cannot be saved is run again if it has to be."""
+        (step, _), task, began = job.stage.progress(job.state), job.lease.task, time.monotonic()
+        if step == job.saved or self._policy.never:
+            return
+        try:
+            if checkpoint := job.stage.save(job.state):
+                ref = self._store.put(packed(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
+                self._send(Kept(job.claim, ref, step))
+        except Exception as error:  # the process must survive what one task brings
+            log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
+        job.saved, job.saved_at = step, time.monotonic()
+        job.save_s += job.saved_at - began
+        self._policy.took(job.saved_at - began)
+
     def _report(self, job: Job, step: int, steps: int) -> None:
         now = time.monotonic()
         if step == steps or now - job.reported_at >= REPORT_S:
@@ -212,7 +266,7 @@ class StepLoop:
         del self._jobs[job.claim]
         timings = Timings(
             get_s=job.get_s, run_s=job.run_s + finished - began, put_s=time.monotonic() - finished,
-            steps=job.steps, batch=job.mates / job.steps,
+            steps=job.steps, batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
@@ -235,10 +289,12 @@ class StepLoop:
             for offset, media in enumerate(output.media)
         )
 
-    def _drop(self, claim: Claim) -> None:
-        if job := self._jobs.pop(claim, None):
+    def _drop(self, message: Cancel) -> None:
+        if job := self._jobs.pop(message.claim, None):
+            if message.save:
+                self._keep(job)
             _close(job.inputs)
-            self._send(Stopped(claim))
+            self._send(Stopped(message.claim))
 
 
 def _close(inputs: list[Held]) -> None:

@@ -6,7 +6,6 @@ It computes nothing and imports no torch, so control never waits behind compute.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
@@ -40,8 +39,9 @@ from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.keys import Keys
-from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.channel import Kept, Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
+from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 
@@ -53,6 +53,11 @@ BEAT_PAUSE_S = 0.02
 
 LEAVE_S = 1.0
 """How long a leaving worker waits for an answer, and a third of how long it tries to say its last."""
+
+SAVING = 0.25
+"""Share of the drain timeout that is left to save what is not finished, and to hand it back."""
+
+LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
 """Pause after a message was refused."""
@@ -101,11 +106,11 @@ class Worker:
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._asks = itertools.count(1)
         self._newest_ask = 0
         self._beat_s = 1.0
         self._objects: Objects | None = None
         self._executor: Executor | None = None
+        self._keeper: Keeper | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None]
 
@@ -182,6 +187,7 @@ class Worker:
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer
         )
+        self._keeper = Keeper(objects, self._link)
         load = self._load(folders, objects, places)
         executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
         await executor.start()
@@ -216,7 +222,7 @@ class Worker:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
         while await self._changed.wait() and not self._draining.is_set():
             self._changed.clear()
-            self._newest_ask = next(self._asks)
+            self._newest_ask += 1
             self._spawn(self._ask(executor, objects, self._newest_ask, self._wanted(executor, objects)))
 
     def _wanted(self, executor: Executor, objects: Objects) -> Ask:
@@ -246,6 +252,8 @@ class Worker:
     async def _take(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         self._active[lease.claim] = lease
         self._idle.clear()
+        if self._keeper:
+            self._keeper.begin(lease)
         if self._draining.is_set():
             await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave"))
         else:
@@ -272,7 +280,7 @@ class Worker:
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
-    async def _hear(self, message: Ready | Stepped | Stopped | Done | Failed) -> None:
+    async def _hear(self, message: Ready | Stepped | Kept | Stopped | Done | Failed) -> None:
         """Pass on what compute says; never wait for the scheduler here."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -281,6 +289,9 @@ class Worker:
                 self._spawn(self._progress(message))
             else:
                 log.debug("task began", **_about(message.claim))
+        elif isinstance(message, Kept):
+            if self._keeper:
+                self._spawn(self._keeper.keep(message))
         else:
             self._spawn(self._end(message))
 
@@ -291,34 +302,31 @@ class Worker:
         if isinstance(answer, Refused) and answer.lease_lost:
             await self._cancel(stepped.claim)
 
-    async def _cancel(self, claim: Claim) -> None:
+    async def _cancel(self, claim: Claim, save: bool = False) -> None:
         if self._executor and not (self._objects and self._objects.cancel(claim)):
-            await self._executor.cancel(claim)
+            await self._executor.cancel(claim, save)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
-        lease = self._active.pop(message.claim, None)
-        if self._objects and lease:
-            message = self._settle(self._objects, lease, message)
         self._reporting += 1
+        lease = self._active.pop(message.claim, None)
+        if self._keeper and isinstance(message, Stopped) and self._draining.is_set():
+            await self._keeper.settled()
+            message = Failed(message.claim, "hand_back", LEAVES)
+        if self._objects and lease:
+            message = self._objects.settle(lease, message)
         _tell(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
         self._changed.set()
-        if not isinstance(message, Stopped) and await self._report(message) and self._objects and lease:
+        recorded = not isinstance(message, Stopped) and await self._report(message)
+        if recorded and self._objects and lease and isinstance(message, Done):
             self._objects.share(lease, message)
+        if self._keeper:
+            await self._keeper.end(message.claim, recorded and isinstance(message, Done))
         self._reporting -= 1
         if not self._active and not self._reporting:
             self._idle.set()
-
-    def _settle(self, objects: Objects, lease: Lease, message: Stopped | Done | Failed) -> Stopped | Done | Failed:
-        """A task is over here: let go of what it read, and name what was lost as the scheduler knows it."""
-        if isinstance(message, Failed) and message.object_id:
-            message = msgspec.structs.replace(message, object_id=objects.original(message.object_id))
-        elif isinstance(message, Done):
-            objects.made(message, lease.task.kind)
-        objects.let_go(message.claim)
-        return message
 
     async def _report(self, message: Done | Failed) -> bool:
         """Have an outcome recorded, or hear that the lease is lost (False): while neither is so, it is said again."""
@@ -357,18 +365,20 @@ class Worker:
                 self._changed.set()
 
     async def _leave(self) -> None:
-        """Finish what runs, hand back what takes too long, say goodbye; a scheduler that is gone is not waited for."""
+        """Finish what runs, save and hand back what takes too long, say goodbye; nobody who is gone is waited for."""
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._link.call(WITHDRAW)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._options.drain_timeout):
-                await self._idle.wait()
-                if self._objects:
-                    await self._objects.saved()
-        reason = "the worker leaves before it is done"
-        last: list[ToScheduler] = [*(Failed(claim, "hand_back", reason) for claim in self._active), Bye()]
+        for share in (1 - SAVING, SAVING):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(share * self._options.drain_timeout):
+                    await self._idle.wait()
+                    if self._objects:
+                        await self._objects.saved()
+            for claim in self._active:
+                await self._cancel(claim, save=True)
+        last: list[ToScheduler] = [*(Failed(claim, "hand_back", LEAVES) for claim in self._active), Bye()]
         with suppress(TimeoutError):
             async with asyncio.timeout(3 * LEAVE_S):
                 for message in last:

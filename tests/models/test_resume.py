@@ -1,0 +1,59 @@
+"""Every family's denoiser, interrupted after each of its steps and gone on with from a checkpoint."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.models import conftest as c
+from unfuse.core.errors import PermanentError
+from unfuse.stages.base import Checkpoint, StageInput, SteppedStage
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.checkpoints import packed, unpacked
+
+
+def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipeline(
+    job: c.Job, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Given each state written into a store, when the next step starts from what is read there, then the latents are
+    those of diffusers."""
+    loaded = stages(undivided.folder(job.model), job.dtype)
+    stage, params = loaded["denoise"], {**job.params, "output_format": "png"}
+    if not isinstance(stage, SteppedStage):
+        pytest.skip("a denoiser that runs as a whole has no state between steps")
+    task = StageInput(params, c.encode(loaded, params, undivided.uploads(params)))
+    state = stage.start(task)
+    with TensorStore.create("memory") as store:
+        done, steps = stage.progress(state)
+        for _ in range(done, steps):
+            (state,) = stage.step([state])
+            if stage.progress(state)[0] < steps:
+                checkpoint = stage.save(state)
+                assert checkpoint is not None
+                ref = store.put(packed(checkpoint), request="req_0", stage="denoise", attempt=1)
+                with store.get(ref, as_torch=True) as held:
+                    state = stage.resume(task, unpacked(held))
+    latents = stage.finish(state).tensors["latents"]
+    assert latents is not None
+    assert np.array_equal(latents.float().numpy(), undivided.result(job.name)["latents"])
+
+
+@pytest.mark.parametrize("broken", ["no latents", "another size", "beyond the end", "no step"])
+def test_a_checkpoint_of_something_else_is_refused(broken: str, undivided: c.Undivided, stages: c.Load) -> None:
+    job = next(job for job in c.JOBS if job.name == "unipc-image")
+    loaded = stages(undivided.folder(job.model))
+    stage, params = loaded["denoise"], {**job.params, "output_format": "png"}
+    assert isinstance(stage, SteppedStage)
+    task = StageInput(params, c.encode(loaded, params, {}))
+    (state,) = stage.step([stage.start(task)])
+    checkpoint = stage.save(state)
+    assert checkpoint is not None
+    latents = checkpoint.tensors["latents"]
+    assert latents is not None
+    tensors = {"no latents": {}, "another size": {"latents": latents[..., :-1]}}.get(broken, {"latents": latents})
+    step = {"beyond the end": 4, "no step": None}.get(broken, 1)
+
+    with pytest.raises(PermanentError, match="does not fit its task"):
+        stage.resume(
+            task, Checkpoint({**checkpoint.tensors, "latents": None} | tensors, {**checkpoint.values, "step": step})
+        )

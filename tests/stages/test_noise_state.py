@@ -1,0 +1,81 @@
+"""Noise schedulers of diffusers, taken apart between two steps and put together again from bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from hypothesis import given, settings, strategies as st
+from torch import Tensor
+
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import PermanentError
+from unfuse.stages.noise_state import changed, restore
+
+FLOW = {"prediction_type": "flow_prediction", "flow_shift": 3.0}
+MAKERS: dict[str, Any] = {
+    "euler": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+    "unipc": lambda: UniPCMultistepScheduler(use_flow_sigmas=True, **FLOW),
+    "unipc of third order": lambda: UniPCMultistepScheduler(use_flow_sigmas=True, **FLOW, solver_order=3),
+    "dpm": lambda: DPMSolverMultistepScheduler(use_flow_sigmas=True, **FLOW, solver_order=2),
+}
+
+
+def fresh(kind: str, steps: int) -> Any:
+    scheduler = MAKERS[kind]()
+    scheduler.set_timesteps(steps)
+    scheduler.set_begin_index(0)
+    return scheduler
+
+
+def walk(scheduler: Any, latents: Tensor, first: int, last: int) -> Tensor:
+    """Steps along predictions that depend on the latents, so that an error would grow."""
+    for timestep in scheduler.timesteps[first:last]:
+        latents = scheduler.step(torch.tanh(latents) * 0.9, timestep, latents, return_dict=False)[0]
+    return latents
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
+@settings(max_examples=30, deadline=None)
+@given(kind=st.sampled_from(sorted(MAKERS)), steps=st.integers(2, 12), data=st.data())
+def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str, steps: int, data: Any) -> None:
+    """Given one that made some of its steps, when what it remembers travels as tensors and bytes into a fresh one,
+    then the rest of the steps give the same bits."""
+    made = data.draw(st.integers(0, steps))
+    noise = torch.randn(1, 3, 4, 4, generator=torch.Generator().manual_seed(steps))
+    scheduler = fresh(kind, steps)
+    latents = walk(scheduler, noise, 0, made)
+
+    tensors, values = changed(scheduler, fresh(kind, steps))
+    sent = {name: tensor.clone() for name, tensor in tensors.items()}
+    kept, expected = latents.clone(), walk(scheduler, latents, made, steps)
+    other = fresh(kind, steps)
+    restore(other, sent, decode(encode(values), dict[str, Any]), torch.device("cpu"))
+
+    assert torch.equal(walk(other, kept, made, steps), expected)
+
+
+def test_a_first_order_scheduler_has_only_its_place_to_remember() -> None:
+    scheduler = fresh("euler", 8)
+    walk(scheduler, torch.ones(1, 2), 0, 3)
+    tensors, values = changed(scheduler, fresh("euler", 8))
+    assert (tensors, values) == ({}, {"_step_index": 3})
+
+
+def test_what_was_taken_does_not_move_with_the_scheduler() -> None:
+    scheduler = fresh("unipc", 6)
+    latents = walk(scheduler, torch.ones(1, 2), 0, 3)
+    tensors, _ = changed(scheduler, fresh("unipc", 6))
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    walk(scheduler, latents, 3, 6)
+    assert before
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+
+
+def test_a_scheduler_with_a_secret_cannot_be_saved() -> None:
+    scheduler = fresh("euler", 4)
+    scheduler.secret = object()
+    with pytest.raises(PermanentError, match="object in scheduler.secret cannot be saved"):
+        changed(scheduler, fresh("euler", 4))
