@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from unfuse.core.card import Limits
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import T5_TOKENIZERS, Loader
+from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
-from unfuse.models.text import ClipText, TruthfulText
+from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Flux(PackedFamily):
     name = "flux"
     source = ("pipelines/flux/pipeline_flux.py", "FluxPipeline")
     classes = {
-        "tokenizer": ("transformers", ("CLIPTokenizer", "CLIPTokenizerFast")),
+        "tokenizer": ("transformers", CLIP_TOKENIZERS),
         "text_encoder": ("transformers", ("CLIPTextModel",)),
         "tokenizer_2": ("transformers", T5_TOKENIZERS),
         "text_encoder_2": ("transformers", ("T5EncoderModel",)),
@@ -145,24 +145,11 @@ class Flux(PackedFamily):
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         """See DiffusersFamily."""
         shape = Shape.of(folder)
-        pooled = shape.pooled_dim * widths["text_encoder"]
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
-        reads = ("prompt", "negative_prompt", "true_cfg_scale", "max_sequence_length")
-        clip = StageSpec(
-            "text_encode", "text_encode", ("text_encoder", "tokenizer"), reads=reads,
-            outputs=("pooled_prompt_embeds", "negative_pooled_prompt_embeds"), room=Room(2 * (pooled + ALIGNMENT)),
-        )  # fmt: skip
-        t5 = StageSpec(
-            "text_encode_2", "text_encode_2", ("text_encoder_2", "tokenizer_2"), reads=reads,
-            outputs=("prompt_embeds", "negative_prompt_embeds"), room=Room(2 * (embeds + ALIGNMENT)),
-        )  # fmt: skip
-        denoise = StageSpec(
-            "denoise", "denoise", ("transformer", "scheduler"),
-            inputs=(*clip.outputs, *t5.outputs), outputs=("latents",), per_sample=True,
-            room=Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2),
-        )  # fmt: skip
-        decode = StageSpec("vae_decode", "vae_decode", ("vae",), inputs=("latents",), per_sample=True)
-        return Pipeline((clip, t5, denoise, decode))
+        clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})
+        t5 = text_stage({"prompt_embeds": embeds}, end="_2")
+        room = Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2)
+        return with_encoders((clip, t5), room)
 
 
 FAMILY = Flux()

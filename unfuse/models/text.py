@@ -1,16 +1,36 @@
-"""What families share about text: a tokenizer with its encoder, CLIP, and when a negative prompt guides."""
+"""What families share about text: its stages, a tokenizer with its encoder, CLIP, when a negative prompt guides."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from unfuse.core.plan import Params
+from unfuse.core.object_ref import ALIGNMENT
+from unfuse.core.plan import Params, Room, StageSpec
 from unfuse.models.base import Loader
 from unfuse.stages.base import need
+from unfuse.stages.guidance import NEGATIVE
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What any tokenizer may be saved as."""
+T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", *FAST_TOKENIZERS)
+CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
+
+
+def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str = "") -> StageSpec:
+    """Encoding of prompt and negative prompt; `sizes` are the most bytes of each output, `scale` is that of guidance.
+
+    `end` is what ends the names of a model's second text encoder and its tokenizer.
+    """
+    return StageSpec(
+        f"text_encode{end}", f"text_encode{end}", (f"text_encoder{end}", f"tokenizer{end}"),
+        outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
+        room=Room(2 * sum(size + ALIGNMENT for size in sizes.values())),
+        reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
+    )  # fmt: skip
 
 
 def true_cfg_scale(params: Params) -> float:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import T5_TOKENIZERS, DiffusersFamily, Loader
+from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow import FlowDenoiser, need_channels, norm
 from unfuse.models.folder import ModelFolder
+from unfuse.models.text import T5_TOKENIZERS, text_stage
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
@@ -253,20 +254,8 @@ class Wan(DiffusersFamily):
         shape.need_room(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
         per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
-        return Pipeline((
-            StageSpec(
-                "text_encode", "text_encode", ("text_encoder", "tokenizer"),
-                outputs=("prompt_embeds", "negative_prompt_embeds"),
-                room=Room(fixed=2 * (embeds + ALIGNMENT)),
-                reads=("prompt", "negative_prompt", "guidance_scale", "max_sequence_length"),
-            ),
-            StageSpec(
-                "denoise", "denoise", ("transformer", "scheduler"),
-                inputs=("prompt_embeds", "negative_prompt_embeds"), outputs=("latents",), per_sample=True,
-                room=Room(ALIGNMENT, per_pixel, shape.temporal),
-            ),
-            StageSpec("vae_decode", "vae_decode", ("vae",), inputs=("latents",), per_sample=True),
-        ))  # fmt: skip
+        text = text_stage({"prompt_embeds": embeds}, "guidance_scale")
+        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal))
 
 
 FAMILY = Wan()

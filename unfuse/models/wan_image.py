@@ -20,7 +20,7 @@ from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import Loader
+from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
@@ -94,7 +94,7 @@ class WanImage(Wan):
 
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         """See Wan."""
-        text, denoise, decode = super().pipeline(folder, limits, widths).stages
+        text, denoise, _ = super().pipeline(folder, limits, widths).stages
         shape, clip = Shape.of(folder), folder.config("image_encoder")
         with folder.reading("image_encoder"):
             tokens = (int(clip["image_size"]) // int(clip["patch_size"])) ** 2 + 1
@@ -105,8 +105,7 @@ class WanImage(Wan):
             outputs=("image_embeds", "condition"), room=Room(embeds + 2 * ALIGNMENT, per_pixel, shape.temporal),
             reads=("image", "width", "height", "num_frames"),
         )  # fmt: skip
-        denoise = structs.replace(denoise, inputs=(*denoise.inputs, *picture.outputs))
-        return Pipeline((text, picture, denoise, decode))
+        return with_encoders((text, picture), denoise.room)
 
     def stage(self, kind: str, loader: Loader) -> Stage:
         """See Wan. The image encoder reads the transformer's configuration too, not its weights."""
