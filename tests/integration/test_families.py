@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[list[str]]]:
     """SHA-256 of every frame of every case, by kind of model."""
-    found = {}
-    for kind, cases in CASES.items():
-        arguments = []
-        for case in cases:
-            width, height = map(int, case.get("size", "32x32").split("x"))
-            given = {name: value for name, value in case.items() if name != "size"}
-            arguments.append({**SERVING, **TRUE_CFG.get(kind, {}), **given, "width": width, "height": height})
-        found[kind] = undivided(Path(kind), folder, arguments)
+    arguments, kinds = [], [(kind, case) for kind, cases in CASES.items() for case in cases]
+    for kind, case in kinds:
+        width, height = map(int, case.get("size", "32x32").split("x"))
+        given = {name: value for name, value in case.items() if name != "size"} | {"width": width, "height": height}
+        arguments.append({"model": kind, **SERVING, **TRUE_CFG.get(kind, {}), **given})
+    found: dict[str, list[list[str]]] = {kind: [] for kind in CASES}
+    for (kind, _), frames in zip(kinds, undivided(Path(), folder, arguments), strict=True):
+        found[kind].append(frames)
     return found
 
 
