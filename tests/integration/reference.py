@@ -1,7 +1,7 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
 Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
-an image among them is a file. The answer lists the SHA-256 of every picture's RGB bytes.
+an image among them is a file, and a model another folder. The answer lists the SHA-256 of every picture's RGB bytes.
 """
 
 import hashlib
@@ -19,10 +19,11 @@ from diffusers.utils import load_image  # noqa: E402
 def main() -> None:
     folder, out, cases = sys.argv[1:]
     torch.set_num_threads(1)
-    pipeline = DiffusionPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    digests = []
+    pipelines, digests = {}, []
     for case in json.loads(Path(cases).read_text()):
+        model = case.pop("model", folder)
+        pipeline = pipelines[model] = pipelines.get(model) or DiffusionPipeline.from_pretrained(model)
+        pipeline.set_progress_bar_config(disable=True)
         if "image" in case:
             case["image"] = load_image(case["image"])
         generator = torch.Generator("cpu").manual_seed(case.pop("seed"))

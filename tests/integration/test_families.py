@@ -14,7 +14,7 @@ from tests.integration.harness import Server, digest, serving, undivided
 from tests.models.conftest import draw_pictures
 from tests.models.tiny import SERVING, build
 
-KINDS = ("flux", "flux-schnell", "wan-image", "wan", "wan-euler")
+KINDS = ("flux", "flux-schnell", "wan-image", "wan", "wan-euler", "hunyuan-video", "qwen-image")
 
 PLAIN = {"prompt": "a red circle", "seed": 3}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -31,9 +31,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "wan": [{**PLAIN, "num_frames": 5}],
     "wan-euler": [{**PLAIN, "num_frames": 1}],
+    "hunyuan-video": [
+        {**PLAIN, "num_frames": 5},
+        {"prompt": "it turns", "seed": 4, "num_frames": 9, "size": "48x16", "negative_prompt": "blurred"},
+    ],
+    "qwen-image": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
 }
-TRUE_CFG = {"true_cfg_scale": 3.0}
-"""What serving.json sets for one model, so that its negative prompts guide."""
+TRUE_CFG = {kind: {"true_cfg_scale": 3.0} for kind in ("flux", "hunyuan-video", "qwen-image")}
+"""What serving.json sets for some models, so that their negative prompts guide."""
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +47,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw_pictures(root)
     for kind in KINDS:
         build(kind, root / kind)
-    (root / "flux" / "serving.json").write_text(json.dumps({"defaults": SERVING | TRUE_CFG}))
+    for kind, own in TRUE_CFG.items():
+        (root / kind / "serving.json").write_text(json.dumps({"defaults": SERVING | own}))
     return root
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[list[str]]]:
     """SHA-256 of every frame of every case, by kind of model."""
-    found = {}
-    for kind, cases in CASES.items():
-        arguments = []
-        for case in cases:
-            width, height = map(int, case.get("size", "32x32").split("x"))
-            own = TRUE_CFG if kind == "flux" else {}
-            given = {name: value for name, value in case.items() if name != "size"}
-            arguments.append({**SERVING, **own, **given, "width": width, "height": height})
-        found[kind] = undivided(Path(kind), folder, arguments)
+    arguments, kinds = [], [(kind, case) for kind, cases in CASES.items() for case in cases]
+    for kind, case in kinds:
+        width, height = map(int, case.get("size", "32x32").split("x"))
+        given = {name: value for name, value in case.items() if name != "size"} | {"width": width, "height": height}
+        arguments.append({"model": kind, **SERVING, **TRUE_CFG.get(kind, {}), **given})
+    found: dict[str, list[list[str]]] = {kind: [] for kind in CASES}
+    for (kind, _), frames in zip(kinds, undivided(Path(), folder, arguments), strict=True):
+        found[kind].append(frames)
     return found
 
 
@@ -82,7 +87,7 @@ def frames(server: Server, request: str) -> list[str]:
     return [digest(file) for file in files]
 
 
-@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler"])
+@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler", "qwen-image"])
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -93,7 +98,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["wan-image", "wan"])
+@pytest.mark.parametrize("kind", ["wan-image", "wan", "hunyuan-video"])
 def test_videos_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -126,10 +131,10 @@ def test_an_edit_is_a_video_of_one_frame(
 def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:
     pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
 
-    wan, flux = ["wan", "wan-euler", "wan-image"], ["flux", "flux-schnell"]
-    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == [flux, wan]
-    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == [flux, wan]
-    assert [models for kind, models in pools if kind == "text_encode_2"] == [flux]
+    wan, flux, alone = ["wan", "wan-euler", "wan-image"], ["flux", "flux-schnell"], [["hunyuan-video"], ["qwen-image"]]
+    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == sorted([flux, wan, *alone])
+    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == sorted([flux, wan, *alone])
+    assert sorted(models for kind, models in pools if kind == "text_encode_2") == [flux, alone[0]]
     assert [models for kind, models in pools if kind == "image_encode"] == [["wan-image"]]
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
 

@@ -50,6 +50,14 @@ def flux_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> di
     return wan_params(seed, prompt, **{**own, **given})
 
 
+def hunyuan_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    return flux_params(seed, prompt, **{"num_frames": 5, "guidance_scale": 6.0, **given})
+
+
+def qwen_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    return flux_params(seed, prompt, **{"true_cfg_scale": 4.0, "guidance_scale": None, **given})
+
+
 ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\ttabs\x1c "
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
@@ -105,6 +113,26 @@ JOBS = [
     Job("schnell-guidance", "flux-schnell", flux_params(9)),
     Job("schnell-negative", "flux-schnell", flux_params(10, negative_prompt="n", true_cfg_scale=2.5)),
     Job("schnell-half", "flux-schnell", flux_params(11, ODD, height=40), HALF),
+    Job("hunyuan-video", "hunyuan-video", hunyuan_params()),
+    Job("hunyuan-seed", "hunyuan-video", hunyuan_params(1)),
+    Job("hunyuan-prompt", "hunyuan-video", hunyuan_params(prompt="b")),
+    Job("hunyuan-guidance", "hunyuan-video", hunyuan_params(guidance_scale=1.0)),
+    Job("hunyuan-empty-negative", "hunyuan-video", hunyuan_params(negative_prompt="", true_cfg_scale=2.0)),
+    Job("hunyuan-negative", "hunyuan-video", hunyuan_params(2, negative_prompt="b", true_cfg_scale=3.0)),
+    Job("hunyuan-negative-unread", "hunyuan-video", hunyuan_params(negative_prompt="blurred")),
+    Job("hunyuan-image", "hunyuan-video", hunyuan_params(3, ODD, num_frames=1, num_inference_steps=1, width=48)),
+    Job("hunyuan-long", "hunyuan-video", hunyuan_params(4, LONG, num_frames=9, max_sequence_length=16, height=16)),
+    Job("hunyuan-half", "hunyuan-video", hunyuan_params(5, negative_prompt="no", true_cfg_scale=3.0), HALF),
+    Job("qwen-image", "qwen-image", qwen_params()),
+    Job("qwen-next-seed", "qwen-image", qwen_params(1)),
+    Job("qwen-prompt", "qwen-image", qwen_params(prompt="b")),
+    Job("qwen-negative", "qwen-image", qwen_params(2, negative_prompt="blurred and long", num_inference_steps=6)),
+    Job("qwen-empty-negative", "qwen-image", qwen_params(negative_prompt="")),
+    Job("qwen-no-scale", "qwen-image", qwen_params(negative_prompt="blurred", true_cfg_scale=1.0)),
+    Job("qwen-wide", "qwen-image", qwen_params(3, ODD, height=16, width=72, num_inference_steps=1)),
+    Job("qwen-long", "qwen-image", qwen_params(4, LONG, max_sequence_length=16, negative_prompt="b", height=48)),
+    Job("qwen-half", "qwen-image", qwen_params(5, negative_prompt="no"), HALF),
+    Job("qwen-whole-half", "qwen-image", qwen_params(6), "bfloat16,vae=bfloat16"),
 ]
 
 

@@ -16,7 +16,7 @@ from tests.models.tiny import KINDS, SERVING
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params
-from unfuse.models import find
+from unfuse.models import find, served_classes
 from unfuse.models.base import Runtime
 from unfuse.stages.base import Stage, StageInput, SteppedStage
 
@@ -32,7 +32,7 @@ def no_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a diffusers pipeline was used")
 
-    served = [diffusers.WanPipeline, diffusers.WanImageToVideoPipeline, diffusers.FluxPipeline]
+    served = [getattr(diffusers, name) for name in served_classes()]
     for kind in (diffusers.DiffusionPipeline, *served):
         monkeypatch.setattr(kind, "__init__", refuse)
         monkeypatch.setattr(kind, "__call__", refuse, raising=False)
@@ -57,6 +57,8 @@ def test_latents_and_pixels_are_those_of_the_undivided_pipeline(
     ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
     ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
     ("flux-image", ["flux-seed", "flux-prompt", "flux-guidance", "flux-empty-negative"]),
+    ("hunyuan-video", ["hunyuan-seed", "hunyuan-prompt", "hunyuan-guidance", "hunyuan-empty-negative"]),
+    ("qwen-image", ["qwen-next-seed", "qwen-prompt", "qwen-empty-negative"]),
 ])  # fmt: skip
 def test_the_references_can_tell_requests_apart(name: str, others: list[str], undivided: c.Undivided) -> None:
     """Were they all alike, equality above would mean little."""
@@ -65,9 +67,14 @@ def test_the_references_can_tell_requests_apart(name: str, others: list[str], un
         assert (undivided.result(other)["pixels"] != image).mean() > 0.1, other
 
 
-@pytest.mark.parametrize("same", ["flux-no-negative", "flux-negative-unread"])
-def test_guidance_by_a_negative_prompt_takes_both_prompt_and_scale(same: str, undivided: c.Undivided) -> None:
-    assert np.array_equal(undivided.result(same)["pixels"], undivided.result("flux-image")["pixels"])
+@pytest.mark.parametrize(("same", "plain"), [
+    ("flux-no-negative", "flux-image"), ("flux-negative-unread", "flux-image"),
+    ("hunyuan-negative-unread", "hunyuan-video"), ("qwen-no-scale", "qwen-image"),
+])  # fmt: skip
+def test_guidance_by_a_negative_prompt_takes_both_prompt_and_scale(
+    same: str, plain: str, undivided: c.Undivided
+) -> None:
+    assert np.array_equal(undivided.result(same)["pixels"], undivided.result(plain)["pixels"])
 
 
 def test_a_model_not_distilled_for_guidance_ignores_its_scale(undivided: c.Undivided) -> None:
@@ -75,15 +82,16 @@ def test_a_model_not_distilled_for_guidance_ignores_its_scale(undivided: c.Undiv
     assert np.array_equal(image, guided)
 
 
+@pytest.mark.parametrize("name", ["flux-image", "hunyuan-video"])
 @pytest.mark.parametrize("encoder", ["text_encode", "text_encode_2"])
-def test_both_text_encoders_change_the_picture(encoder: str, undivided: c.Undivided, stages: c.Load) -> None:
-    loaded = stages(undivided.folder("flux"))
-    params = JOBS["flux-image"].params
+def test_both_text_encoders_change_the_picture(encoder: str, name: str, undivided: c.Undivided, stages: c.Load) -> None:
+    loaded = stages(undivided.folder(JOBS[name].model))
+    params = JOBS[name].params
     mixed = c.encode(loaded, params, {}) | c.run(loaded[encoder], {**params, "prompt": "b"}).tensors
 
     latents = c.run(loaded["denoise"], params, mixed).tensors["latents"]
 
-    assert np.abs(latents.numpy() - undivided.result("flux-image")["latents"]).mean() > 0.01
+    assert np.abs(latents.numpy() - undivided.result(name)["latents"]).mean() > 0.01
 
 
 @pytest.mark.parametrize("output", ["image_embeds", "condition"])
@@ -100,7 +108,7 @@ def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.
 
 @pytest.mark.parametrize("names", [
     ["euler-image", "euler-next-seed"], ["shapes-image", "shapes-next"], ["flux-image", "flux-next-seed"],
-    ["picture-video", "picture-seed"],
+    ["picture-video", "picture-seed"], ["hunyuan-video", "hunyuan-seed"], ["qwen-image", "qwen-next-seed"],
 ])  # fmt: skip
 def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
     first = JOBS[names[0]]
@@ -120,9 +128,15 @@ MATES = {
     "wan-image": ["picture-video", "picture-negative", "picture-other"],
     "flux": ["flux-image", "flux-guidance", "flux-next-seed"],
     "flux-schnell": ["schnell-image", "schnell-guidance"],
+    "hunyuan-video": ["hunyuan-video", "hunyuan-guidance", "hunyuan-prompt"],
+    "qwen-image": ["qwen-image", "qwen-prompt", "qwen-next-seed"],
 }
 """Requests with one batch key, and different seeds, prompts, pictures, step counts, and guidance scales."""
-GUIDED = {"flux": ["flux-negative", "flux-empty-negative"]}
+GUIDED = {
+    "flux": ["flux-negative", "flux-empty-negative"],
+    "hunyuan-video": ["hunyuan-negative", "hunyuan-empty-negative"],
+    "qwen-image": ["qwen-negative", "qwen-empty-negative"],
+}
 
 
 @pytest.mark.parametrize(("kind", "names"), [*MATES.items(), *GUIDED.items()])
@@ -197,7 +211,17 @@ def test_requests_that_share_a_step_loop_do_not_touch_each_other(
         assert np.array_equal(denoise.finish(state).tensors["latents"].numpy(), undivided.result(name)["latents"])
 
 
-@pytest.mark.parametrize("name", ["unipc-video", "picture-wide", "flux-wide", "flux-half"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "unipc-video",
+        "picture-wide",
+        "flux-wide",
+        "flux-half",
+        "hunyuan-long",
+        "qwen-wide",
+    ],
+)
 def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c.Undivided, stages: c.Load) -> None:
     job = JOBS[name]
     loaded = stages(undivided.folder(job.model), job.dtype)
@@ -244,7 +268,7 @@ NEEDED = {"denoise": ["vae/config.json"], "image_encode": ["transformer/config.j
 """What a stage reads beside its components."""
 
 
-@pytest.mark.parametrize("kind", ["wan", "wan-image", "flux"])
+@pytest.mark.parametrize("kind", ["wan", "wan-image", "flux", "hunyuan-video", "qwen-image"])
 def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
     folder = undivided.folder(kind)
     card = find(folder).card("model", folder)

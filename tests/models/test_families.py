@@ -21,6 +21,8 @@ from unfuse.models import find, pipeline_class, served_classes
     ("Wan-AI/Wan2.1-I2V-7B-New", "WanImageToVideoPipeline", "WanImage"),
     ("black-forest-labs/FLUX.1-dev", "FluxPipeline", "Flux"),
     ("black-forest-labs/FLUX.1-schnell", "FluxPipeline", "Flux"),
+    ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
+    ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
 ])  # fmt: skip
 def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline: str, family: str) -> None:
     assert pipeline_class(name) == pipeline

@@ -13,8 +13,8 @@ from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.params import check
 from unfuse.models import find
 from unfuse.models.base import weights_ids
-from unfuse.models.flux import true_cfg_scale
 from unfuse.models.folder import ModelFolder
+from unfuse.models.text import true_cfg_scale
 from unfuse.stages.base import StageInput
 
 

@@ -16,7 +16,11 @@ from typing import Any
 
 TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
 
-KINDS = ("wan", "wan-euler", "wan-image", "wan-image-euler", "flux", "flux-schnell")
+KINDS = (
+    "wan", "wan-euler", "wan-image", "wan-image-euler", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
+)  # fmt: skip
+PICTURES = ("flux", "qwen")
+"""What the kinds begin with that make no videos."""
 
 SERVING = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 24}
 """Defaults, so that a server makes something in no time."""
@@ -27,10 +31,11 @@ def build(kind: str, folder: Path, serving: bool = True) -> Path:
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        pipe = _flux(kind) if kind.startswith("flux") else _wan(kind)
+        make = {"flux": _flux, "hunyuan": _hunyuan, "qwen": _qwen, "wan": _wan}[kind.partition("-")[0]]
+        pipe = make(kind)
     pipe.save_pretrained(folder)
     if serving:
-        own = {} if kind.startswith("flux") else {"num_frames": 5}
+        own = {} if kind.startswith(PICTURES) else {"num_frames": 5}
         (folder / "serving.json").write_text(json.dumps({"defaults": SERVING | own}))
     return folder
 
@@ -52,8 +57,8 @@ def _louder(**weights: tuple[Any, float]) -> None:
             weight.mul_(factor)
 
 
-def _bytes_tokenizer() -> Any:
-    """One token a byte, so that any two texts differ."""
+def _bytes_tokenizer(template: str = "", start: int = 0) -> Any:
+    """One token a byte, so that any two texts differ; what a template begins with is so many tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -61,17 +66,24 @@ def _bytes_tokenizer() -> Any:
     found = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, [], unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     found.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=found, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    if template:
+        first, _, last = template.partition("{}")
+        fast.add_tokens([first[: 1 - start]] + [last] * (last not in first))
+        assert len(fast(first).input_ids) == start + 1
+    return fast
 
 
-def _clip_tokenizer() -> Any:
+def _clip_tokenizer(length: int = 20) -> Any:
     """CLIP's own, without merges, and shorter than any other text here."""
     from tokenizers import pre_tokenizers
     from transformers import CLIPTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<|startoftext|>", "<|endoftext|>", *letters, *(letter + "</w>" for letter in letters)]
-    return CLIPTokenizerFast(vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=20)
+    return CLIPTokenizerFast(
+        vocab={word: number for number, word in enumerate(words)}, merges=[], model_max_length=length
+    )
 
 
 def _wan(kind: str) -> Any:
@@ -120,17 +132,24 @@ def _wan(kind: str) -> Any:
     return WanImageToVideoPipeline(tokenizer, encoder, vae, scheduler, processor, eye, transformer)
 
 
-def _flux(kind: str) -> Any:
-    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-    from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
+def _clip(length: int = 20) -> tuple[Any, Any]:
+    """Tokenizer and text encoder."""
+    from transformers import CLIPTextConfig, CLIPTextModel
 
-    tokenizer, tokenizer_2 = _clip_tokenizer(), _bytes_tokenizer()
+    tokenizer = _clip_tokenizer(length)
     sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": POOLED_DIM}
     ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
-    clip_config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=POOLED_DIM, max_position_embeddings=20, **sizes, **ends
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=POOLED_DIM, max_position_embeddings=length, **sizes, **ends
     )
-    encoder = _seeded(5, lambda: CLIPTextModel(clip_config))
+    return tokenizer, _seeded(5, lambda: CLIPTextModel(config))
+
+
+def _flux(kind: str) -> Any:
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import T5Config, T5EncoderModel
+
+    (tokenizer, encoder), tokenizer_2 = _clip(), _bytes_tokenizer()
     sizes = {"d_model": TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     encoder_2 = _seeded(6, lambda: T5EncoderModel(T5Config(vocab_size=len(tokenizer_2), **sizes)))
     vae = _seeded(7, lambda: AutoencoderKL(
@@ -151,6 +170,76 @@ def _flux(kind: str) -> Any:
     shift = {"shift": 3.0, "use_dynamic_shifting": True} if dev else {"shift": 1.0}
     scheduler = FlowMatchEulerDiscreteScheduler(**shift)
     return FluxPipeline(scheduler, vae, encoder, tokenizer, encoder_2, tokenizer_2, transformer)
+
+
+def _hunyuan(kind: str) -> Any:
+    from diffusers import (
+        AutoencoderKLHunyuanVideo,
+        FlowMatchEulerDiscreteScheduler,
+        HunyuanVideoPipeline,
+        HunyuanVideoTransformer3DModel,
+    )
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+    from transformers import LlamaConfig, LlamaModel
+
+    tokenizer = _bytes_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"], DEFAULT_PROMPT_TEMPLATE["crop_start"])
+    llama = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    encoder = _seeded(11, lambda: LlamaModel(llama))
+    tokenizer_2, encoder_2 = _clip(77)
+    vae = _seeded(12, lambda: AutoencoderKLHunyuanVideo(
+        latent_channels=CHANNELS, block_out_channels=(8, 8, 16), layers_per_block=1, norm_num_groups=4,
+        down_block_types=("HunyuanVideoDownBlock3D",) * 3, up_block_types=("HunyuanVideoUpBlock3D",) * 3,
+        scaling_factor=0.4769, spatial_compression_ratio=4, temporal_compression_ratio=4,
+    ))  # fmt: skip
+    transformer = _seeded(13, lambda: HunyuanVideoTransformer3DModel(
+        in_channels=CHANNELS, out_channels=CHANNELS, num_attention_heads=2, attention_head_dim=12, num_layers=1,
+        num_single_layers=1, num_refiner_layers=1, text_embed_dim=TEXT_DIM, pooled_projection_dim=POOLED_DIM,
+        rope_axes_dim=(4, 4, 4), guidance_embeds=True,
+    ))  # fmt: skip
+    _louder(
+        text=(transformer.context_embedder.proj_in.weight, 5),
+        pooled=(transformer.time_text_embed.text_embedder.linear_2.weight, 20),
+        guidance=(transformer.time_text_embed.guidance_embedder.linear_2.weight, 20),
+        out=(transformer.proj_out.weight, 5),
+    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=7.0)
+    return HunyuanVideoPipeline(encoder, tokenizer, transformer, vae, scheduler, encoder_2, tokenizer_2)
+
+
+def _qwen(kind: str) -> Any:
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+    from diffusers.modular_pipelines.qwenimage import prompt_templates as templates
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    template, start = templates.QWENIMAGE_PROMPT_TEMPLATE, templates.QWENIMAGE_PROMPT_TEMPLATE_START_IDX
+    tokenizer = _bytes_tokenizer(template, start)
+    language = {
+        "vocab_size": len(tokenizer), "hidden_size": TEXT_DIM, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+    }  # fmt: skip
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
+    config = Qwen2_5_VLConfig(text_config=language, vision_config=eyes)
+    encoder = _seeded(14, lambda: Qwen2_5_VLForConditionalGeneration(config))
+    vae = _seeded(15, lambda: AutoencoderKLQwenImage(
+        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, False],
+        latents_mean=[0.2, -0.1, 0.5, 0.3], latents_std=[1.3, 2.1, 0.8, 2.7],
+    ))  # fmt: skip
+    transformer = _seeded(16, lambda: QwenImageTransformer2DModel(
+        in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2, attention_head_dim=12, num_attention_heads=2,
+        joint_attention_dim=TEXT_DIM, axes_dims_rope=(4, 4, 4),
+    ))  # fmt: skip
+    _louder(text=(transformer.txt_in.weight, 20), out=(transformer.proj_out.weight, 5))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    return QwenImagePipeline(scheduler, vae, encoder, tokenizer, transformer)
 
 
 if __name__ == "__main__":

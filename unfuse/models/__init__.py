@@ -16,6 +16,8 @@ __all__ = ["Family", "find", "pipeline_class", "resolve_source", "served_classes
 
 FAMILIES = {
     "FluxPipeline": "unfuse.models.flux:FAMILY",
+    "HunyuanVideoPipeline": "unfuse.models.hunyuan_video:FAMILY",
+    "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",
 }
@@ -32,6 +34,8 @@ PLANS = {
     "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "WanImageToVideoPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
     "black-forest-labs/FLUX.1-schnell": "FluxPipeline",
+    "hunyuanvideo-community/HunyuanVideo": "HunyuanVideoPipeline",
+    "Qwen/Qwen-Image": "QwenImagePipeline",
     "Wan-AI/Wan2.1-T2V-*": "WanPipeline",
     "Wan-AI/Wan2.1-I2V-*": "WanImageToVideoPipeline",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from unfuse.core.card import Limits, ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES as WIDTHS
-from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.plan import Params, Pipeline, Room, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
@@ -33,9 +33,6 @@ Report = Callable[[str, float, int], None]
 """Hears of each component that is loaded: its name, the seconds it took, the bytes it takes in memory."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-
-T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
-"""What a T5 tokenizer may be saved as."""
 
 _DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
 
@@ -150,6 +147,18 @@ class DiffusersFamily(Family):
         if kind == "vae_decode":
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
+
+
+def with_encoders(encoders: Iterable[StageSpec], latents: Room) -> Pipeline:
+    """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
+    encoders = tuple(encoders)
+    denoise = StageSpec(
+        "denoise", "denoise", ("transformer", "scheduler"), outputs=("latents",), room=latents, per_sample=True,
+        inputs=tuple(name for encoder in encoders for name in encoder.outputs),
+    )  # fmt: skip
+    return Pipeline(
+        (*encoders, denoise, StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True))
+    )
 
 
 def weights_ids(folder: ModelFolder, pipeline: Pipeline, recipe: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -108,6 +109,14 @@ class ModelFolder:
         """The configuration of a component, whatever its file is called."""
         name = f"{component}/{_config_name(component)}"
         return self._json(name, f"component {component} is incomplete")
+
+    @contextmanager
+    def reading(self, what: str) -> Iterator[None]:
+        """Raises ConfigError, naming a configuration, for what is wrong with the values that are read of it inside."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+            raise ConfigError(f"model {self.path}: {what} configuration: {error!r}") from error
 
     def weights(self, component: str) -> list[Path]:
         """The safetensors files that a component is loaded from, every one on this disk and whole."""

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import T5_TOKENIZERS, DiffusersFamily, Loader
+from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.models.base import DiffusersFamily, Loader, with_encoders
+from unfuse.models.flow import FlowDenoiser, need_channels, norm
 from unfuse.models.folder import ModelFolder
+from unfuse.models.text import T5_TOKENIZERS, text_stage
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
@@ -56,7 +58,7 @@ class Shape:
         Raises ConfigError when they do not fit each other.
         """
         transformer, vae = folder.config("transformer"), folder.config("vae")
-        try:
+        with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]
             halvings = [bool(also_time) for also_time in vae["temperal_downsample"]]
             shape = cls(
@@ -66,12 +68,7 @@ class Shape:
                 (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
             )  # fmt: skip
             channels = int(transformer["in_channels"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"model {folder.path}: transformer or vae configuration: {error!r}") from error
-        fit = shape.channels + (shape.condition if shape.image_dim is not None else 0)
-        if channels != fit:
-            reason = f"by its VAE the transformer has {fit} channels, by its configuration {channels}"
-            raise ConfigError(f"model {folder.path}: {reason}")
+        need_channels(folder, shape.channels + (shape.condition if shape.image_dim is not None else 0), channels)
         return shape
 
     @property
@@ -148,7 +145,7 @@ class WanText:
         return {"prompt_embeds": embeds}
 
 
-class WanDenoiser:
+class WanDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser. A picture, where one is taken, conditions.
 
     `image_embeds` (1, tokens, image dim) and `condition` (1, mask and latent channels, frames, height, width).
@@ -156,13 +153,11 @@ class WanDenoiser:
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
-        self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")
-        self.device, self.dtype = loader.device, self._transformer.dtype
+        super().__init__(loader)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        self.conditions: dict[str, tuple[int | None, ...]] = {}
         if shape.image_dim is not None:
-            given = {"image_embeds": (1, None, shape.image_dim), "condition": (1, shape.condition, None, None, None)}
-            self.conditions.update(given)
+            grid = (1, shape.condition, None, None, None)
+            self.conditions = {"image_embeds": (1, None, shape.image_dim), "condition": grid}
 
     def verify(self, params: Params) -> None:
         """See Denoiser."""
@@ -178,17 +173,9 @@ class WanDenoiser:
 
         return torch.randn(self._shape.latents(params), generator=generator, device=generator.device)
 
-    def constants(self, params: Params) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """A new one of the same configuration."""
-        fresh = type(self._scheduler).from_config(self._scheduler.config)
-        fresh.set_timesteps(need(params, "num_inference_steps", int), device=latents.device)
-        fresh.set_begin_index(0)
-        found: NoiseScheduler = fresh
-        return found
+        """See Denoiser."""
+        return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """The velocity, shaped as the latents."""
@@ -218,19 +205,9 @@ class WanVae:
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of latents that were normalised per channel."""
-        mean, scale = self.norm(grid)
+        mean, scale = norm(self.vae, grid)
         pixels: Tensor = self.vae.decode(grid / scale + mean, return_dict=False)[0]
         return pixels
-
-    def norm(self, grid: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean of each channel and 1/std, like the grid: dividing by 1/std rounds other than multiplying by std."""
-        import torch
-
-        mean, deviation = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(grid)
-            for values in (self.vae.config.latents_mean, self.vae.config.latents_std)
-        )
-        return mean, 1.0 / deviation
 
 
 class Wan(DiffusersFamily):
@@ -277,20 +254,8 @@ class Wan(DiffusersFamily):
         shape.need_room(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
         per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
-        return Pipeline((
-            StageSpec(
-                "text_encode", "text_encode", ("text_encoder", "tokenizer"),
-                outputs=("prompt_embeds", "negative_prompt_embeds"),
-                room=Room(fixed=2 * (embeds + ALIGNMENT)),
-                reads=("prompt", "negative_prompt", "guidance_scale", "max_sequence_length"),
-            ),
-            StageSpec(
-                "denoise", "denoise", ("transformer", "scheduler"),
-                inputs=("prompt_embeds", "negative_prompt_embeds"), outputs=("latents",), per_sample=True,
-                room=Room(ALIGNMENT, per_pixel, shape.temporal),
-            ),
-            StageSpec("vae_decode", "vae_decode", ("vae",), inputs=("latents",), per_sample=True),
-        ))  # fmt: skip
+        text = text_stage({"prompt_embeds": embeds}, "guidance_scale")
+        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal))
 
 
 FAMILY = Wan()

@@ -20,7 +20,8 @@ from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline, Room, StageSpec
-from unfuse.models.base import Loader
+from unfuse.models.base import Loader, with_encoders
+from unfuse.models.flow import norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
 from unfuse.stages.base import Stage
@@ -62,7 +63,7 @@ class WanPicture:
         video = first.new_zeros(*first.shape[:2], (groups - 1) * temporal + 1, *first.shape[2:])
         video[:, :, 0] = first
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
-        mean, scale = self._vae.norm(latents)
+        mean, scale = norm(vae, latents)
         mask = latents.new_zeros(len(pictures), temporal, groups, rows, columns)
         mask[:, :, 0] = 1
         return torch.cat([mask, (latents - mean) * scale], dim=1)
@@ -93,21 +94,18 @@ class WanImage(Wan):
 
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         """See Wan."""
-        text, denoise, decode = super().pipeline(folder, limits, widths).stages
+        text, denoise, _ = super().pipeline(folder, limits, widths).stages
         shape, clip = Shape.of(folder), folder.config("image_encoder")
-        try:
+        with folder.reading("image_encoder"):
             tokens = (int(clip["image_size"]) // int(clip["patch_size"])) ** 2 + 1
             embeds = tokens * int(clip["hidden_size"]) * widths["image_encoder"]
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-            raise ConfigError(f"model {folder.path}: image_encoder configuration: {error!r}") from error
         per_pixel = shape.condition * LATENT_BYTES / shape.spatial**2
         picture = StageSpec(
             "image_encode", "image_encode", ("image_encoder", "image_processor", "vae"),
             outputs=("image_embeds", "condition"), room=Room(embeds + 2 * ALIGNMENT, per_pixel, shape.temporal),
             reads=("image", "width", "height", "num_frames"),
         )  # fmt: skip
-        denoise = structs.replace(denoise, inputs=(*denoise.inputs, *picture.outputs))
-        return Pipeline((text, picture, denoise, decode))
+        return with_encoders((text, picture), denoise.room)
 
     def stage(self, kind: str, loader: Loader) -> Stage:
         """See Wan. The image encoder reads the transformer's configuration too, not its weights."""

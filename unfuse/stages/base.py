@@ -191,13 +191,16 @@ def need(params: Params, name: str, kind: type[T]) -> T:
     return value
 
 
-def need_tensor(task: StageInput, name: str, shape: Sequence[int | None]) -> None:
-    """Raise PermanentError unless the task has a floating-point tensor of that shape (None: any length)."""
+def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> None:
+    """Raise PermanentError unless the task has a tensor of that shape (None: any length).
+
+    It must be floating point; where it is to be of `whole` numbers, it must not.
+    """
     tensor = task.tensors.get(name)
     if tensor is None:
         raise PermanentError(f"input {name} is missing")
     wanted = [side if side is not None else got for side, got in zip(shape, tensor.shape, strict=False)]
-    if list(tensor.shape) != wanted or len(shape) != tensor.ndim or not tensor.is_floating_point():
+    if list(tensor.shape) != wanted or len(shape) != tensor.ndim or tensor.is_floating_point() == whole:
         sides = "×".join("any" if side is None else str(side) for side in shape)
         found = f"{tensor.dtype} of {tuple(tensor.shape)}"
-        raise PermanentError(f"input {name} must be floating point of {sides}, not {found}")
+        raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")

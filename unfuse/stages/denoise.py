@@ -50,6 +50,11 @@ class Denoiser(Protocol):
         ...
 
     @property
+    def masks(self) -> Mapping[str, tuple[int | None, ...]]:
+        """Shapes of further such inputs, of whole numbers: they keep their dtype."""
+        ...
+
+    @property
     def conditions(self) -> Mapping[str, tuple[int | None, ...]]:
         """Shapes of further inputs, which both halves of guidance share."""
         ...
@@ -76,6 +81,10 @@ class Denoiser(Protocol):
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
         """The transformer's output for latents (rows, …) at timesteps (rows); `params` are any row's: sizes agree."""
+        ...
+
+    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+        """One request's prediction, of those for its prompt and its negative, at a guidance scale above 1."""
         ...
 
 
@@ -113,6 +122,8 @@ class Denoise(SteppedStage[DenoiseState]):
         for prefix in prefixes:
             for name, shape in self._denoiser.embeds.items():
                 need_tensor(task, prefix + name, shape)
+            for name, shape in self._denoiser.masks.items():
+                need_tensor(task, prefix + name, shape, whole=True)
         for name, shape in self._denoiser.conditions.items():
             need_tensor(task, name, shape)
 
@@ -181,11 +192,11 @@ class Denoise(SteppedStage[DenoiseState]):
         return StageOutput({"latents": state.latents})
 
     def _inputs(self, task: StageInput, prefix: str) -> Inputs:
-        names = {name: prefix + name for name in self._denoiser.embeds} | {
-            name: name for name in self._denoiser.conditions
-        }
+        device, dtype, masks = self._denoiser.device, self._denoiser.dtype, self._denoiser.masks
+        names = {name: prefix + name for name in (*self._denoiser.embeds, *masks)}
+        names |= {name: name for name in self._denoiser.conditions}
         found = {name: task.tensors[given] for name, given in names.items()}
-        given = {name: t.to(self._denoiser.device, self._denoiser.dtype) for name, t in found.items() if t is not None}
+        given = {n: t.to(device, t.dtype if n in masks else dtype) for n, t in found.items() if t is not None}
         return {**given, **self._denoiser.constants(task.params)}
 
     def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:
@@ -204,7 +215,10 @@ class Denoise(SteppedStage[DenoiseState]):
             towards = self._denoiser.predict(latents, timestep, inputs, params)
             away = self._denoiser.predict(latents, timestep, _joined(negatives), params)
         rows = [slice(row, row + 1) for row in range(len(batch))]
-        return _join([away[r] + s.guidance * (towards[r] - away[r]) for r, s in zip(rows, batch, strict=True)])
+        combine = self._denoiser.combine
+        return _join(
+            [combine(towards[r], away[r], s.guidance, timestep[r], s.params) for r, s in zip(rows, batch, strict=True)]
+        )
 
     def _advance(self, state: DenoiseState, prediction: Tensor) -> DenoiseState:
         step, before = state.step, state.latents

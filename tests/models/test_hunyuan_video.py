@@ -1,0 +1,83 @@
+"""HunyuanVideo: what its card says, what is refused, and that masks are whole numbers."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.params import VIDEO, check
+from unfuse.models import find
+from unfuse.stages.base import StageInput
+
+
+@pytest.fixture
+def copy(copied: Callable[[str], Path]) -> Path:
+    return copied("hunyuan-video")
+
+
+def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
+    """The defaults of the pipeline's call; sizes that neither the pipeline nor the patches refuse."""
+    card = find(copy).card("mine", copy)
+
+    card.pipeline.validate()
+    assert (card.family, card.takes_image, card.makes_video) == ("hunyuan_video", False, True)
+    assert card.defaults == {
+        "height": 720, "width": 1280, "num_frames": 129, "num_inference_steps": 50, "guidance_scale": 6.0,
+        "true_cfg_scale": 1.0, "max_sequence_length": 256, "negative_prompt": None, "fps": 24,
+    }  # fmt: skip
+    assert (card.limits.size_multiple, card.limits.frame_multiple, card.limits.max_frames) == (16, 4, 257)
+
+
+def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy: Path) -> None:
+    llama, clip, denoise, _ = find(copy).card("mine", copy).pipeline.stages
+
+    assert [(stage.kind, stage.inputs) for stage in (llama, clip)] == [("text_encode", ()), ("text_encode_2", ())]
+    assert set(denoise.inputs) == {*llama.outputs, *clip.outputs}
+    assert {"prompt_attention_mask", "negative_prompt_attention_mask"} < set(llama.outputs)
+
+
+def test_a_video_may_have_one_frame_more_than_a_multiple_of_the_vaes(copy: Path) -> None:
+    params, _ = check(find(copy).card("mine", copy), {"prompt": "p", "num_frames": 9, "size": "48x32"}, VIDEO)
+
+    assert (params["num_frames"], params["width"], params["height"]) == (9, 48, 32)
+
+
+@pytest.mark.parametrize(("file", "changes", "sentence"), [
+    ("model_index.json", {"text_encoder": ["transformers", "GemmaModel"]}, "served is transformers LlamaModel"),
+    ("transformer/config.json", {"in_channels": 33}, "by its VAE the transformer has 4 channels, by its configuration"),
+    ("transformer/config.json", {"patch_size": None}, "transformer or vae configuration: TypeError"),
+    ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    file: str, changes: dict[str, Any], sentence: str, copy: Path
+) -> None:
+    c.edit(copy / file, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        find(copy).card("mine", copy)
+
+
+TEXT = {"prompt_embeds": torch.zeros(1, 24, 32), "pooled_prompt_embeds": torch.zeros(1, 24)}
+MASK = {"prompt_attention_mask": torch.ones(1, 24, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize(("params", "tensors", "sentence"), [
+    ({}, TEXT, "input prompt_attention_mask is missing"),
+    ({}, TEXT | {"prompt_attention_mask": torch.ones(1, 24)}, "must be integer of 1×any, not torch.float32 of (1, 24)"),
+    ({}, TEXT | {"prompt_attention_mask": MASK["prompt_attention_mask"][0]}, "must be integer of 1×any"),
+    ({}, {**MASK, **TEXT, "pooled_prompt_embeds": torch.ones(1, 24, dtype=torch.int64)}, "floating point of 1×24"),
+    ({"negative_prompt": "", "true_cfg_scale": 2.0}, TEXT | MASK, "input negative_prompt_embeds is missing"),
+    ({"guidance_scale": None}, TEXT | MASK, "parameter guidance_scale must be of type float, not None"),
+])  # fmt: skip
+def test_what_denoising_lacks_is_named(
+    params: dict[str, Any], tensors: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    task = StageInput({**c.hunyuan_params(), **params}, tensors)
+
+    with pytest.raises(PermanentError, match=re.escape(sentence)):
+        stages(undivided.folder("hunyuan-video"))["denoise"].verify(task)

@@ -1,0 +1,211 @@
+"""HunyuanVideo: text to video, with Llama and CLIP side by side.
+
+Llama reads the prompt inside a template that asks it to describe a video, and gives a vector for each token behind the
+template's beginning; CLIP gives one for the whole prompt. The stages do what diffusers' HunyuanVideoPipeline does, in
+its order of operations, on its components. Checked against diffusers 0.42.
+
+`guidance_scale` is an input of the transformer. Guidance by a negative prompt is beside it: it applies with a
+`negative_prompt` and a `true_cfg_scale` above 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING
+
+from unfuse.core.card import Limits
+from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.models.base import DiffusersFamily, Loader, with_encoders
+from unfuse.models.flow import FlowDenoiser, need_channels
+from unfuse.models.folder import ModelFolder
+from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage, true_cfg_scale
+from unfuse.stages.base import need
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unfuse.stages.denoise import NoiseScheduler
+
+PIXEL_MULTIPLE = 16
+"""HunyuanVideoPipeline refuses other sizes, whatever the VAE."""
+
+FPS = 24
+"""What the published model was trained at."""
+
+HIDDEN = -3
+"""Which of Llama's hidden states is the prompt's: two layers are left out."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that follow from a model's configurations."""
+
+    channels: int
+    spatial: int
+    temporal: int
+    patch: int
+    text_dim: int
+    pooled_dim: int
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Shape:
+        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        transformer, vae = folder.config("transformer"), folder.config("vae")
+        with folder.reading("transformer or vae"):
+            shape = cls(
+                int(vae["latent_channels"]), int(vae["spatial_compression_ratio"]),
+                int(vae["temporal_compression_ratio"]), int(transformer["patch_size"]),
+                int(transformer["text_embed_dim"]), int(transformer["pooled_projection_dim"]),
+            )  # fmt: skip
+            channels = int(transformer["in_channels"])
+        need_channels(folder, shape.channels, channels)
+        return shape
+
+    def latents(self, params: Params) -> tuple[int, ...]:
+        """(1, channels, frames, height, width) of a request's latents."""
+        frames = (need(params, "num_frames", int) - 1) // self.temporal + 1
+        sides = (need(params, side, int) // self.spatial for side in ("height", "width"))
+        return (1, self.channels, frames, *sides)
+
+
+class LlamaText(TruthfulText):
+    """Llama; a TextEncoder."""
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """`prompt_embeds` (texts, length, text dim); `prompt_attention_mask` (texts, length) is 1 at a text's tokens"""
+        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE as TEMPLATE
+
+        template, start = str(TEMPLATE["template"]), int(TEMPLATE["crop_start"])
+        tokens = self._tokens([template.format(text) for text in texts], length + start)
+        mask = tokens.attention_mask
+        states = self._encoder(input_ids=tokens.input_ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        embeds = states[HIDDEN].to(self._encoder.dtype)
+        return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
+
+
+class SecondClip(ClipText):
+    """CLIP; a TextEncoder."""
+
+    end = "_2"
+
+
+class HunyuanVideoDenoiser(FlowDenoiser):
+    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._shape = shape = Shape.of(loader.folder)
+        super().__init__(loader)
+        self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
+        self.masks = {"prompt_attention_mask": (1, None)}
+
+    def verify(self, params: Params) -> None:
+        """See Denoiser."""
+        self._shape.latents(params)
+        need(params, "guidance_scale", float)
+
+    def guidance(self, params: Params) -> float:
+        """See Denoiser."""
+        return true_cfg_scale(params)
+
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        """Float32 (1, channels, frames, height, width)."""
+        import torch
+
+        return torch.randn(self._shape.latents(params), generator=generator, device=generator.device)
+
+    def constants(self, params: Params) -> dict[str, Tensor]:
+        """The guidance scale; a transformer that was not distilled for it does not read it."""
+        import torch
+
+        scale = need(params, "guidance_scale", float)
+        return {"guidance": torch.tensor([scale], dtype=self.dtype, device=self.device) * 1000.0}
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """See Denoiser."""
+        import numpy as np
+
+        return self._fresh(latents, sigmas=np.linspace(1.0, 0.0, need(params, "num_inference_steps", int) + 1)[:-1])
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        """The velocity, shaped as the latents.
+
+        An undivided pipeline rounds timesteps from the second step on; the first is 1000, which every dtype holds.
+        """
+        velocity: Tensor = self._transformer(
+            hidden_states=latents,
+            timestep=timestep.to(latents.dtype),
+            encoder_hidden_states=inputs["prompt_embeds"],
+            encoder_attention_mask=inputs["prompt_attention_mask"].to(self.dtype),
+            pooled_projections=inputs["pooled_prompt_embeds"],
+            guidance=inputs["guidance"],
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+class HunyuanVideoVae:
+    """The VAE; a VaeDecoder."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._vae, self._device = loader.vae(), loader.device
+        self.latents = (1, int(self._vae.config.latent_channels), None, None, None)
+
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        """Latents are a grid already."""
+        return latents.to(self._device, self._vae.dtype)
+
+    def decode(self, grid: Tensor) -> Tensor:
+        """Pixels of scaled latents."""
+        pixels: Tensor = self._vae.decode(grid / self._vae.config.scaling_factor, return_dict=False)[0]
+        return pixels
+
+
+class HunyuanVideo(DiffusersFamily):
+    """The stages of a HunyuanVideoPipeline folder."""
+
+    name = "hunyuan_video"
+    source = ("pipelines/hunyuan_video/pipeline_hunyuan_video.py", "HunyuanVideoPipeline")
+    classes = {
+        "tokenizer": ("transformers", ("LlamaTokenizerFast", "LlamaTokenizer", *FAST_TOKENIZERS)),
+        "text_encoder": ("transformers", ("LlamaModel",)),
+        "tokenizer_2": ("transformers", CLIP_TOKENIZERS),
+        "text_encoder_2": ("transformers", ("CLIPTextModel",)),
+        "transformer": ("diffusers", ("HunyuanVideoTransformer3DModel",)),
+        "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
+        "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
+    }
+    text_encoders = {"text_encode": LlamaText, "text_encode_2": SecondClip}
+    denoiser = HunyuanVideoDenoiser
+    vae = HunyuanVideoVae
+
+    def standard(self, folder: ModelFolder) -> Params:
+        """See DiffusersFamily. There is no negative prompt unless one is given, not even an empty one."""
+        return {"fps": FPS, "negative_prompt": None}
+
+    def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
+        """See DiffusersFamily: twice the default length of a video at most."""
+        shape = Shape.of(folder)
+        multiple = lcm(PIXEL_MULTIPLE, shape.spatial * shape.patch)
+        return Limits(
+            size_multiple=multiple,
+            min_size=multiple,
+            max_frames=2 * need(defaults, "num_frames", int) - 1,
+            frame_multiple=shape.temporal,
+            max_sequence_length=need(defaults, "max_sequence_length", int),
+        )
+
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        """See DiffusersFamily."""
+        shape = Shape.of(folder)
+        length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
+        llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})
+        clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, end="_2")
+        per_pixel = shape.channels * DTYPES["float32"] / shape.spatial**2
+        return with_encoders((llama, clip), Room(ALIGNMENT, per_pixel, shape.temporal))
+
+
+FAMILY = HunyuanVideo()

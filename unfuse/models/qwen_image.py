@@ -1,0 +1,154 @@
+"""Qwen-Image: text to picture with one large text encoder, which reads the prompt inside a template.
+
+The stages do what diffusers' QwenImagePipeline does, in its order of operations, on its components. Checked against
+diffusers 0.42.
+
+A prompt has as many embeddings as it has tokens. They travel padded to one length, with a mask, so that requests and
+the halves of guidance can share a forward; one of equally long texts sees neither padding nor mask, as undivided.
+
+Guidance by a negative prompt applies with a `negative_prompt` and a `true_cfg_scale` above 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unfuse.core.card import Limits
+from unfuse.core.errors import ConfigError
+from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.models.base import Loader, with_encoders
+from unfuse.models.flow import need_channels, norm
+from unfuse.models.folder import ModelFolder
+from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
+from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST_TOKENS = 1024
+"""Where the pipeline cuts a prompt, whatever the length that is asked for."""
+
+
+@dataclass(frozen=True)
+class Shape(Packing):
+    """Sizes that follow from a model's configurations."""
+
+    text_dim: int
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Shape:
+        """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
+        transformer, vae = folder.config("transformer"), folder.config("vae")
+        with folder.reading("transformer or vae"):
+            scale, channels = 2 ** len(vae["temperal_downsample"]), int(transformer["in_channels"])
+            shape = cls(int(vae["z_dim"]), scale, int(transformer["joint_attention_dim"]))
+        need_channels(folder, shape.channels * PATCH**2, channels)
+        if transformer.get("guidance_embeds"):
+            raise ConfigError(f"model {folder.path} was distilled for guidance, which diffusers cannot run")
+        return shape
+
+
+class QwenText(TruthfulText):
+    """The language part of Qwen2.5-VL; a TextEncoder."""
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
+        from diffusers.modular_pipelines.qwenimage.prompt_templates import (
+            QWENIMAGE_PROMPT_TEMPLATE as TEMPLATE,
+            QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
+        )
+
+        tokens = self._tokens([TEMPLATE.format(text) for text in texts], MOST_TOKENS + START, "longest")
+        given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
+        hidden = self._encoder(**given, output_hidden_states=True).hidden_states[-1]
+        embeds = hidden.new_zeros(len(texts), length, hidden.shape[-1], dtype=self._encoder.dtype)
+        mask = tokens.attention_mask.new_zeros(len(texts), length)
+        for row, (states, used) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
+            own = states[used][START : START + length]
+            embeds[row, : len(own)], mask[row, : len(own)] = own, 1
+        return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+
+class QwenImageDenoiser(PackedDenoiser):
+    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+
+    def __init__(self, loader: Loader) -> None:
+        shape = Shape.of(loader.folder)
+        super().__init__(loader, shape)
+        self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        """The velocity, shaped as the latents."""
+        mask = inputs["prompt_embeds_mask"]
+        lengths = mask.sum(1).tolist()
+        longest = max(lengths)
+        velocity: Tensor = self._transformer(
+            hidden_states=latents,
+            timestep=timestep.to(latents.dtype) / 1000,
+            encoder_hidden_states=inputs["prompt_embeds"][:, :longest],
+            encoder_hidden_states_mask=mask[:, :longest] if min(lengths) < longest else None,
+            img_shapes=[[(1, *self._packing.patches(params))]] * len(latents),
+            return_dict=False,
+        )[0]
+        return velocity
+
+    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+        """See Denoiser: each patch as long as the prompt alone would have it."""
+        import torch
+
+        combined = super().combine(towards, away, scale, timestep, params)
+        wanted, found = (torch.norm(each, dim=-1, keepdim=True) for each in (towards, combined))
+        rescaled: Tensor = combined * (wanted / found)
+        return rescaled
+
+
+class QwenImageVae:
+    """The VAE; a VaeDecoder."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._vae, self._device = loader.vae(), loader.device
+        channels = int(self._vae.config.z_dim)
+        self._packing = Packing(channels, 2 ** len(self._vae.config.temperal_downsample))
+        self.latents = (1, None, channels * PATCH**2)
+
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        """As it comes from the packing."""
+        return self._packing.unpack(latents.to(self._device), params).to(self._vae.dtype)
+
+    def decode(self, grid: Tensor) -> Tensor:
+        """Pixels of latents that were normalised per channel."""
+        mean, scale = norm(self._vae, grid)
+        pixels: Tensor = self._vae.decode(grid / scale + mean, return_dict=False)[0]
+        return pixels
+
+
+class QwenImage(PackedFamily):
+    """The stages of a QwenImagePipeline folder."""
+
+    name = "qwen_image"
+    source = ("pipelines/qwenimage/pipeline_qwenimage.py", "QwenImagePipeline")
+    classes = {
+        "tokenizer": ("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast", *FAST_TOKENIZERS)),
+        "text_encoder": ("transformers", ("Qwen2_5_VLForConditionalGeneration",)),
+        "transformer": ("diffusers", ("QwenImageTransformer2DModel",)),
+        "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
+        "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
+    }
+    text_encoders = {"text_encode": QwenText}
+    denoiser = QwenImageDenoiser
+    vae = QwenImageVae
+    packing = Shape.of
+
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        """See DiffusersFamily."""
+        shape = Shape.of(folder)
+        length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
+        text = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})
+        room = Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2)
+        return with_encoders((text,), room)
+
+
+FAMILY = QwenImage()

@@ -1,0 +1,67 @@
+"""What families share about text: its stages, a tokenizer with its encoder, CLIP, when a negative prompt guides."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from unfuse.core.object_ref import ALIGNMENT
+from unfuse.core.plan import Params, Room, StageSpec
+from unfuse.models.base import Loader
+from unfuse.stages.base import need
+from unfuse.stages.guidance import NEGATIVE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FAST_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What any tokenizer may be saved as."""
+T5_TOKENIZERS = ("T5TokenizerFast", "T5Tokenizer", *FAST_TOKENIZERS)
+CLIP_TOKENIZERS = ("CLIPTokenizer", "CLIPTokenizerFast")
+
+
+def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str = "") -> StageSpec:
+    """Encoding of prompt and negative prompt; `sizes` are the most bytes of each output, `scale` is that of guidance.
+
+    `end` is what ends the names of a model's second text encoder and its tokenizer.
+    """
+    return StageSpec(
+        f"text_encode{end}", f"text_encode{end}", (f"text_encoder{end}", f"tokenizer{end}"),
+        outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
+        room=Room(2 * sum(size + ALIGNMENT for size in sizes.values())),
+        reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
+    )  # fmt: skip
+
+
+def true_cfg_scale(params: Params) -> float:
+    """How much further than the negative prompt's a prediction goes; 1 without a negative prompt."""
+    return 1.0 if params.get("negative_prompt") is None else need(params, "true_cfg_scale", float)
+
+
+class TruthfulText:
+    """A tokenizer and its text encoder, of a model that a negative prompt guides; what ends their names tells pairs."""
+
+    end = ""
+
+    def __init__(self, loader: Loader) -> None:
+        self._tokenizer, self._encoder = loader.plain("tokenizer" + self.end), loader.model("text_encoder" + self.end)
+        self._device = loader.device
+
+    def guidance(self, params: Params) -> float:
+        """See TextEncoder."""
+        return true_cfg_scale(params)
+
+    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
+        """Ids and attention mask of the texts, cut or padded to so many tokens."""
+        how = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
+        return self._tokenizer(list(texts), **how).to(self._device)
+
+
+class ClipText(TruthfulText):
+    """CLIP; a TextEncoder."""
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """`pooled_prompt_embeds` (texts, pooled dim) of as many tokens as CLIP has, whatever the length."""
+        tokens = self._tokens(texts, self._tokenizer.model_max_length)
+        pooled = self._encoder(tokens.input_ids, output_hidden_states=False).pooler_output
+        return {"pooled_prompt_embeds": pooled.to(self._encoder.dtype)}
