@@ -63,6 +63,7 @@ LONG = "a very long prompt that goes on and on, far behind what the model can re
 WORDS = "a blue star on black"
 HALF = "bfloat16"
 
+JOB_OF_SHAPES = wan_params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)
 JOBS = [
     Job("unipc-image", "wan", wan_params()),
     Job("unipc-seed", "wan", wan_params(2**40 + 7)),
@@ -135,6 +136,14 @@ JOBS = [
     Job("qwen-whole-half", "qwen-image", qwen_params(6), "bfloat16,vae=bfloat16"),
 ]
 
+CACHED = [
+    Job("cached-wan", "wan", wan_params(1, num_inference_steps=12, feature_cache=0.3)),
+    Job("cached-shapes", SHAPES, {**JOB_OF_SHAPES, "num_inference_steps": 20, "feature_cache": 0.15}),
+    Job("cached-picture", "wan-image", image_params(1, num_inference_steps=12, feature_cache=0.3)),
+    Job("cached-flux", "flux", flux_params(1, num_inference_steps=12, feature_cache=0.2)),
+]
+"""Those that skip blocks: they equal diffusers' own cache, and are not exact."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
@@ -173,7 +182,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     root = tmp_path_factory.mktemp("undivided")
     draw_pictures(root)
     script = Path(__file__).with_name("undivided.py")
-    jobs = json.dumps([asdict(job) for job in JOBS])
+    jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED]])
     command = [sys.executable, "-I", str(script), str(root)]
     done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
-from diffusers import DiffusionPipeline  # noqa: E402
+from diffusers import DiffusionPipeline, FirstBlockCacheConfig  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
 
 
@@ -61,8 +61,12 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     if "image" in arguments:
         arguments["image"] = load_image(str(root / arguments["image"]))
     generator = torch.Generator("cpu").manual_seed(params["seed"])
+    if threshold := params.get("feature_cache"):
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
     output = pipe(**arguments, generator=generator, callback_on_step_end=keep, output_type="pil")
     frames = output.frames[0] if hasattr(output, "frames") else output.images
+    if threshold:
+        pipe.transformer.disable_cache()
     latents = kept["latents"]
     return {
         "latents": latents.float().numpy(),

@@ -43,6 +43,8 @@ class Constant:
     device = torch.device("cpu")
     dtype = torch.float32
     embeds = {"embeds": (1, None)}
+    masks: Mapping[str, tuple[int | None, ...]] = {}
+    transformers = ()
 
     def __init__(self, bad: int = 0, conditions: Mapping[str, tuple[int | None, ...]] | None = None) -> None:
         self.bad = bad
@@ -71,6 +73,9 @@ class Constant:
         value = sum((inputs[name].mean(1) for name in self.conditions), value)
         value = torch.where(timestep <= self.bad, math.nan, value)
         return self.weight * value.view(-1, 1, 1, 1).expand_as(latents)
+
+    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+        return away + scale * (towards - away)
 
 
 class Picture:

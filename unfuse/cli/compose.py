@@ -24,6 +24,7 @@ from unfuse.cli.machine import devices
 from unfuse.client import Client, connect
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places
+from unfuse.core.plan import Params
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -56,7 +57,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
 
     `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
-    variable.
+    variable. `standard` parameters go before the models' own.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -79,6 +80,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     lease_ttl: float = 15.0
     retention: float = 86400.0
     drain_timeout: float = 20.0
+    standard: Params = {}
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -123,7 +125,7 @@ class Service:
             stack.callback(listener.close)
             scheduler, router = await stack.enter_async_context(self._scheduler())
             results = open_results(options.places.results)
-            app = create_app(scheduler, results, keys=options.keys, names=names)
+            app = create_app(scheduler, results, keys=options.keys, names=names, standard=options.standard)
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))

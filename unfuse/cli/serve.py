@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unfuse.cli.components import Plan
     from unfuse.cli.compose import ServeOptions
     from unfuse.core.messages import Places
+    from unfuse.core.plan import Params
     from unfuse.launch.placement import Wanted
 
 
@@ -33,7 +34,7 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
     "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.checkpoint",
     "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE,
     "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order",
-    "serve.dispatch", "serve.encoder_cache", "serve.drain_timeout",
+    "serve.dispatch", "serve.encoder_cache", "serve.feature_cache", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -95,7 +96,18 @@ def options(loaded: Loaded) -> ServeOptions:
         lease_ttl=settings.lease.ttl_s,
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,
+        standard=standard(settings),
     )
+
+
+def standard(settings: Settings) -> Params:
+    """Parameters that requests have unless they say otherwise. Raises ConfigError for what exact pools cannot do."""
+    threshold = settings.serve.feature_cache
+    if settings.compute.batching == "batched":
+        return {"feature_cache": threshold}
+    if threshold:
+        raise ConfigError(f"--feature-cache {threshold:g} skips work and is not exact: add --batching batched")
+    return {}
 
 
 def places(settings: Settings) -> Places:

@@ -98,6 +98,14 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Size, says("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none.")
     ] = Size.parse("256MiB")
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
+    feature_cache: Annotated[
+        float,
+        says(
+            "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last time "
+            "by less than this share; requests may say otherwise. 0 skips nothing.",
+            ge=0, le=1,
+        ),
+    ] = 0.0  # fmt: skip
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 
 

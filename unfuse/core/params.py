@@ -53,8 +53,8 @@ VIDEO = Medium(("mp4", "png"), frozenset({"seconds"}), {"n": (1, "1")})
 
 _SHARED = frozenset({"model", "n", "seed", "size", "num_frames", "preview_every", "output_format"})
 _STANDARD: Params = {"negative_prompt": "", "num_frames": 1, "output_compression": 100}
-_PARTICULAR = {"true_cfg_scale"}
-"""Fields that are known where a model has a default for them."""
+_PARTICULAR = {"true_cfg_scale", "feature_cache"}
+"""Fields that are known where a model, or who serves it, has a default for them."""
 
 _FRAME_SLACK = 0.001
 """Part of a frame that seconds may lack by having been rounded, as ours are when they are told."""
@@ -137,6 +137,8 @@ def _known(card: ModelCard, medium: Medium, name: str) -> None:
     known = sorted({*fields, *_SHARED, *UNUSED, *delivery, *medium.own, *medium.only})
     if name in known:
         return
+    if name == "feature_cache":
+        raise InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
     near = ["size"] if name in ("width", "height") else get_close_matches(name, known, 1, 0.4)
     hint = f"did you mean {near[0]}?" if near else f"the parameters are {', '.join(known)}"
     raise InvalidParameter(f"unknown parameter {_shown(name)}: {hint}", _shown(name)[1:-1])
@@ -283,6 +285,7 @@ _READERS: dict[str, Callable[[Limits, object], Value]] = {
     "num_inference_steps": lambda limits, value: _integer("num_inference_steps", value, 1, limits.max_steps),
     "guidance_scale": lambda limits, value: _number("guidance_scale", value, 0.0, limits.max_guidance),
     "true_cfg_scale": lambda limits, value: _number("true_cfg_scale", value, 0.0, limits.max_guidance),
+    "feature_cache": lambda _, value: _number("feature_cache", value, 0.0, 1.0),
     "fps": lambda _, value: _integer("fps", value, 1, MAX_FPS),
     "output_compression": lambda _, value: _integer("output_compression", value, 0, 100),
 }

@@ -45,7 +45,7 @@ class FlowDenoiser:
 
     def __init__(self, loader: Loader) -> None:
         self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")
-        self.device, self.dtype = loader.device, self._transformer.dtype
+        self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
         """Nothing."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fastapi import Depends, FastAPI
 
 from unfuse import __version__
+from unfuse.core.plan import Params
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import dead, health, images, models, requests, videos, workers
 from unfuse.server.auth import KEYED, tenant_of
@@ -21,14 +22,15 @@ def create_app(
     *,
     keys: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
+    standard: Params | None = None,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
     `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
-    clients use to the names of models that go by another one here.
+    clients use to the names of models that go by another one here; `standard` goes before the models' defaults.
     """
     app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
-    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}))
+    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), standard)
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)

@@ -25,6 +25,12 @@ def _shared(medium: Medium) -> Schema:
         "num_inference_steps": _integer(1, 1000),
         "guidance_scale": {"type": "number", "minimum": 0},
         "true_cfg_scale": {"type": "number", "minimum": 0, "description": "of models that have it"},
+        "feature_cache": {
+            "type": "number",
+            "minimum": 0,
+            "maximum": 1,
+            "description": "where pools batch: skip transformer blocks while the first one's effect differs by less",
+        },
         "fps": _integer(1, params.MAX_FPS),
         "output_format": {"type": "string", "enum": list(medium.formats), "default": medium.formats[0]},
         "output_compression": _integer(0, 100, "quality of jpeg and webp"),

@@ -9,11 +9,13 @@ from contextlib import contextmanager, suppress
 
 import structlog
 from anyio import CapacityLimiter, to_thread
+from msgspec.structs import replace
 from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnknownModel
 from unfuse.core.messages import Moved
+from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
 from unfuse.queues.base import Filter
 from unfuse.scheduler.scheduler import Observer, Scheduler
@@ -33,11 +35,17 @@ log = structlog.get_logger(__name__)
 class Gateway(Observer):
     """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
 
+    `standard` is what every request gets beside its model's defaults, where it does not say otherwise.
     What the scheduler does it counts and logs.
     """
 
     def __init__(
-        self, scheduler: Scheduler, results: ResultStore, keys: Mapping[str, str], names: Mapping[str, str]
+        self,
+        scheduler: Scheduler,
+        results: ResultStore,
+        keys: Mapping[str, str],
+        names: Mapping[str, str],
+        standard: Params | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -45,13 +53,14 @@ class Gateway(Observer):
         self.keys = keys
         self.metrics = Metrics()
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self._names = names
+        self._names, self._standard = names, standard or {}
         self._releasing: dict[str, asyncio.Task[None]] = {}
         scheduler.observer = self
 
     async def models(self) -> dict[str, ModelCard]:
         """Served models by the name clients use."""
-        cards = await self.scheduler.cards()
+        found = await self.scheduler.cards()
+        cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
         renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
         return renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,11 +14,15 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.guidance import NEGATIVE, applies
 from unfuse.stages.noise_state import changed, restore
 from unfuse.stages.preview import Preview
 
 Inputs = Mapping[str, Tensor]
+
+SIMILAR = "feature_cache"
+"""The parameter by which a request allows blocks to be skipped."""
 
 
 class NoiseScheduler(Protocol):
@@ -37,6 +42,11 @@ class Denoiser(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the transformer computes."""
+        ...
+
+    @property
+    def transformers(self) -> Sequence[torch.nn.Module]:
+        """What predicts: most have one."""
         ...
 
     @property
@@ -101,15 +111,26 @@ class DenoiseState:
     step: int = 0
     estimate: Tensor | None = None
     """Where the latents were heading at the last step, for previews."""
+    memory: Memory = field(default_factory=dict)
+    """What of the last forwards may be used again, where a request allows it."""
+
+    @property
+    def threshold(self) -> float:
+        """How much may have changed for that; 0 if nothing is to be used again."""
+        return float(self.params.get(SIMILAR) or 0.0)
 
 
 class Denoise(SteppedStage[DenoiseState]):
-    """Embeddings in, `latents` out. A request that is stepped alone has forwards of its own: exact."""
+    """Embeddings in, `latents` out. A request that is stepped alone has forwards of its own: exact.
+
+    So has one that allows blocks to be skipped, in a batched pool: what it skips is then its own affair.
+    """
 
     kind = "denoise"
 
     def __init__(self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None) -> None:
         self._denoiser, self._preview, self._fused = denoiser, preview, options.fused
+        self._exact, self._features = options.batching == "exact", FeatureCache(denoiser.transformers)
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
@@ -118,6 +139,10 @@ class Denoise(SteppedStage[DenoiseState]):
         if need(task.params, "num_inference_steps", int) < 1:
             raise PermanentError("num_inference_steps must be at least 1")
         self._denoiser.verify(task.params)
+        if task.params.get(SIMILAR):
+            if self._exact:
+                raise PermanentError(f"{SIMILAR} is not exact: it needs a pool with --batching batched")
+            self._features.install()
         prefixes = ("", NEGATIVE) if applies(self._denoiser.guidance(task.params)) else ("",)
         for prefix in prefixes:
             for name, shape in self._denoiser.embeds.items():
@@ -159,10 +184,11 @@ class Denoise(SteppedStage[DenoiseState]):
     def resume(self, task: StageInput, checkpoint: Checkpoint) -> DenoiseState:
         """Made as at the start, but for what was saved."""
         begun, saved, step = self.start(task), checkpoint.tensors.get("latents"), checkpoint.values.get("step")
-        if saved is None or saved.shape != begun.latents.shape or step not in range(len(begun.scheduler.timesteps)):
+        steps = range(len(begun.scheduler.timesteps))
+        if saved is None or saved.shape != begun.latents.shape or not isinstance(step, int) or step not in steps:
             raise PermanentError(f"a checkpoint at step {step} does not fit its task")
         restore(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
-        return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=int(step))
+        return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=step)
 
     @torch.no_grad()
     def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState | Exception]:
@@ -201,19 +227,26 @@ class Denoise(SteppedStage[DenoiseState]):
 
     def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:
         """The operations of an undivided pipeline in its order: another order rounds differently."""
+        skipping = any(state.threshold for state in batch)
+        if skipping and len(batch) > 1:
+            return _join([self._predict([state]) for state in batch])
+        remembering = partial(self._features.remembering, batch[0].memory if skipping else None, batch[0].threshold)
         latents = _join([state.latents for state in batch]).to(self._denoiser.dtype)
         timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
         params, inputs = batch[0].params, _joined([state.inputs for state in batch])
         negatives = [state.negative for state in batch if state.negative is not None]
-        if not negatives:
-            return self._denoiser.predict(latents, timestep, inputs, params)
-        if self._fused:
+        if negatives and self._fused:
             both = _joined([inputs, _joined(negatives)])
-            halves = self._denoiser.predict(_join([latents] * 2), _join([timestep] * 2), both, params)
+            with remembering("both"):
+                halves = self._denoiser.predict(_join([latents] * 2), _join([timestep] * 2), both, params)
             towards, away = halves.chunk(2)
         else:
-            towards = self._denoiser.predict(latents, timestep, inputs, params)
-            away = self._denoiser.predict(latents, timestep, _joined(negatives), params)
+            with remembering("towards"):
+                towards = self._denoiser.predict(latents, timestep, inputs, params)
+            if not negatives:
+                return towards
+            with remembering("away"):
+                away = self._denoiser.predict(latents, timestep, _joined(negatives), params)
         rows = [slice(row, row + 1) for row in range(len(batch))]
         combine = self._denoiser.combine
         return _join(

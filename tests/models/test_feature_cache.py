@@ -1,0 +1,126 @@
+"""Skipping blocks: as diffusers does it, each request on its own, and never where results are to be exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import PermanentError
+from unfuse.stages.base import Stage, StageInput
+from unfuse.stages.denoise import Denoise, DenoiseState
+
+CACHED = {job.name: job for job in c.CACHED}
+APART = ComputeOptions(batching="batched", guidance_halves="apart")
+
+
+def denoising(job: c.Job, undivided: c.Undivided, stages: c.Load, **changes: Any) -> tuple[Denoise, StageInput]:
+    loaded: dict[str, Stage] = stages(undivided.folder(job.model), job.dtype, APART)
+    params = {**job.params, "output_format": "png", **changes}
+    stage = loaded["denoise"]
+    assert isinstance(stage, Denoise)
+    return stage, StageInput(params, c.encode(loaded, params, undivided.uploads(params)))
+
+
+def latents(stage: Denoise, task: StageInput) -> np.ndarray:
+    stage.verify(task)
+    (output,) = stage.run([task])
+    made = output.tensors["latents"]
+    assert made is not None
+    return made.float().numpy()
+
+
+@contextmanager
+def counted(stage: Denoise) -> Iterator[list[int]]:
+    """How often each block of the transformer really attends."""
+    counts: list[int] = []
+    handles = []
+    for transformer in stage._denoiser.transformers:
+        attentions = [module for name, module in transformer.named_modules() if name.endswith(("attn1", "attn"))]
+        for attention in attentions:
+            counts.append(0)
+            place = len(counts) - 1
+
+            def count(*_: Any, place: int = place) -> None:
+                counts[place] += 1
+
+            handles.append(attention.register_forward_pre_hook(count))
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_what_is_skipped_is_what_diffusers_skips(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+    """Bit for bit; the blocks behind the first run less often than it; and something else comes out than without."""
+    job = CACHED[name]
+    stage, task = denoising(job, undivided, stages)
+    with counted(stage) as counts:
+        made = latents(stage, task)
+    assert np.array_equal(made, undivided.result(name)["latents"])
+    assert 0 < counts[-1] < counts[0]
+
+    stage, plain = denoising(job, undivided, stages, feature_cache=0.0)
+    whole = latents(stage, plain)
+    assert not np.array_equal(whole, made)
+    assert np.abs(whole - made).mean() < 0.3 * np.abs(whole).mean()
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_who_asks_for_no_skipping_gets_exact_results_beside_those_who_do(
+    name: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Given hooks that another request had installed, then a request without them is what a pool without them makes."""
+    job = CACHED[name]
+    stage, task = denoising(job, undivided, stages)
+    latents(stage, task)
+    _, plain = denoising(job, undivided, stages, feature_cache=0.0)
+    with counted(stage) as counts:
+        made = latents(stage, plain)
+    assert len(set(counts)) == 1
+
+    exact = stages(undivided.folder(job.model), job.dtype)
+    alone = {key: value for key, value in plain.params.items() if key != "feature_cache"}
+    expected = c.run(exact["denoise"], alone, plain.tensors).tensors["latents"]
+    assert np.array_equal(made, expected.float().numpy())
+
+
+def test_requests_in_one_batch_remember_each_for_itself(undivided: c.Undivided, stages: c.Load) -> None:
+    """Given three requests stepped together, of which one skips nothing, then each makes what it makes alone."""
+    job = CACHED["cached-wan"]
+    asked = [{"seed": 1}, {"seed": 2, "feature_cache": 0.6}, {"seed": 3, "feature_cache": 0.0}]
+    tasks = [denoising(job, undivided, stages, **changes) for changes in asked]
+    stage = tasks[0][0]
+    alone = [latents(stage, task) for _, task in tasks]
+
+    states: list[DenoiseState] = [stage.start(task) for _, task in tasks]
+    for _ in range(12):
+        stepped = stage.step(states)
+        states = [state for state in stepped if isinstance(state, DenoiseState)]
+    together = [state.latents.numpy() for state in states]
+
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one, other)
+    assert [bool(state.memory) for state in states] == [True, True, False]
+
+
+def test_an_exact_pool_refuses_to_skip(undivided: c.Undivided, stages: c.Load) -> None:
+    job = CACHED["cached-wan"]
+    stage, task = denoising(job, undivided, stages)
+    exact = stages(undivided.folder(job.model), job.dtype)["denoise"]
+    with pytest.raises(PermanentError, match="needs a pool with --batching batched"):
+        exact.verify(task)
+    stage.verify(task)
+
+
+def test_a_transformer_of_one_block_cannot_skip(undivided: c.Undivided, stages: c.Load) -> None:
+    from unfuse.stages.feature_cache import FeatureCache
+
+    with pytest.raises(PermanentError, match="Linear cannot skip its blocks"):
+        FeatureCache([torch.nn.Linear(2, 2)]).install()

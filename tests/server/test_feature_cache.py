@@ -1,0 +1,58 @@
+"""The feature cache as clients see it: a number, where the server can do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.server.served import PICTURES, serve
+from unfuse.cli.serve import options, standard
+from unfuse.cli.settings import load
+from unfuse.core.errors import ConfigError
+
+IMAGES = "/v1/images/generations"
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({}, 0.2), ({"feature_cache": 0}, 0.0), ({"feature_cache": "0.5"}, 0.5)]
+)
+def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
+    asked: dict[str, object], expected: float, tmp_path: Path
+) -> None:
+    with (
+        serve(tmp_path, idle=False, standard={"feature_cache": 0.2}) as running,
+        httpx2.Client(base_url=running.url, timeout=30, trust_env=False) as http,
+    ):
+        answer = http.post(IMAGES, json={"prompt": "a cat", **asked})
+        assert answer.status_code == 200, answer.text
+        params = running.run(running.queue.load(answer.json()["id"])).context.params
+        (shown,) = http.get("/v1/models").json()["data"]
+    assert params["feature_cache"] == expected
+    assert shown["defaults"]["feature_cache"] == 0.2
+    assert shown["id"] == PICTURES.name
+
+
+@pytest.mark.parametrize(("server", "asked", "says"), [
+    (None, 0.2, "serve with --batching batched"), ({"feature_cache": 0.0}, 1.5, "must be 0 to 1, not 1.5"),
+    ({"feature_cache": 0.0}, "nan", "must be a number"),
+])  # fmt: skip
+def test_what_cannot_be_skipped_is_refused(
+    server: dict[str, float] | None, asked: object, says: str, tmp_path: Path
+) -> None:
+    with (
+        serve(tmp_path, idle=False, standard=dict(server) if server else None) as running,
+        httpx2.Client(base_url=running.url, timeout=30, trust_env=False) as http,
+    ):
+        answer = http.post(IMAGES, json={"prompt": "a cat", "feature_cache": asked})
+    assert answer.status_code == 400
+    assert (answer.json()["error"]["param"], says in answer.json()["error"]["message"]) == ("feature_cache", True)
+
+
+def test_exact_pools_and_a_threshold_do_not_go_together() -> None:
+    flags = {"serve.feature_cache": 0.1}
+    with pytest.raises(ConfigError, match="--feature-cache 0.1 .* add --batching batched"):
+        options(load(flags, None))
+    assert standard(load({**flags, "compute.batching": "batched"}, None).settings) == {"feature_cache": 0.1}
+    assert standard(load({}, None).settings) == {}
