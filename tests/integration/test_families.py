@@ -14,7 +14,10 @@ from tests.integration.harness import Server, digest, serving, undivided
 from tests.models.conftest import draw_pictures
 from tests.models.tiny import SERVING, build
 
-KINDS = ("flux", "flux-schnell", "wan-image", "wan", "wan-euler", "hunyuan-video", "qwen-image")
+KINDS = (
+    "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
+    "wan-2.2-5b-image", "hunyuan-video", "qwen-image",
+)  # fmt: skip
 
 PLAIN = {"prompt": "a red circle", "seed": 3}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -31,6 +34,10 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "wan": [{**PLAIN, "num_frames": 5}],
     "wan-euler": [{**PLAIN, "num_frames": 1}],
+    "wan-2.2": [{**PLAIN, "num_frames": 5, "guidance_scale_2": 2.0}],
+    "wan-2.2-image": [{**PLAIN, "image": "sky.png", "num_frames": 5}],
+    "wan-2.2-5b": [{**PLAIN, "num_frames": 5}],
+    "wan-2.2-5b-image": [{**PLAIN, "image": "wall.jpg", "num_frames": 5, "size": "64x32"}],
     "hunyuan-video": [
         {**PLAIN, "num_frames": 5},
         {"prompt": "it turns", "seed": 4, "num_frames": 9, "size": "48x16", "negative_prompt": "blurred"},
@@ -98,7 +105,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["wan-image", "wan", "hunyuan-video"])
+@pytest.mark.parametrize("kind", [kind for kind, cases in CASES.items() if "num_frames" in cases[0]])
 def test_videos_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -131,11 +138,15 @@ def test_an_edit_is_a_video_of_one_frame(
 def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:
     pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
 
-    wan, flux, alone = ["wan", "wan-euler", "wan-image"], ["flux", "flux-schnell"], [["hunyuan-video"], ["qwen-image"]]
-    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == sorted([flux, wan, *alone])
+    flux, alone = ["flux", "flux-schnell"], [["hunyuan-video"], ["qwen-image"]]
+    wan = [kind for kind in sorted(KINDS) if kind.startswith("wan")]
+    small = [[kind] for kind in wan if "5b" in kind]
+    large = [kind for kind in wan if "5b" not in kind]
     assert [models for kind, models in sorted(pools) if kind == "text_encode"] == sorted([flux, wan, *alone])
+    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == sorted([flux, large, *small, *alone])
     assert sorted(models for kind, models in pools if kind == "text_encode_2") == [flux, alone[0]]
-    assert [models for kind, models in pools if kind == "image_encode"] == [["wan-image"]]
+    pictured = [["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
+    assert sorted(models for kind, models in pools if kind == "image_encode") == pictured
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
 
 

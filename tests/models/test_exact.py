@@ -56,6 +56,10 @@ def test_latents_and_pixels_are_those_of_the_undivided_pipeline(
 @pytest.mark.parametrize(("name", "others"), [
     ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
     ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
+    ("two-image", ["unipc-image", "two-seed", "two-second-scale"]),
+    ("two-picture", ["picture-video", "two-picture-other"]),
+    ("tokens-video", ["tokens-seed", "tokens-picture"]),
+    ("tokens-picture", ["tokens-picture-seed", "tokens-picture-other"]),
     ("flux-image", ["flux-seed", "flux-prompt", "flux-guidance", "flux-empty-negative"]),
     ("hunyuan-video", ["hunyuan-seed", "hunyuan-prompt", "hunyuan-guidance", "hunyuan-empty-negative"]),
     ("qwen-image", ["qwen-next-seed", "qwen-prompt", "qwen-empty-negative"]),
@@ -108,7 +112,8 @@ def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.
 
 @pytest.mark.parametrize("names", [
     ["euler-image", "euler-next-seed"], ["shapes-image", "shapes-next"], ["flux-image", "flux-next-seed"],
-    ["picture-video", "picture-seed"], ["hunyuan-video", "hunyuan-seed"], ["qwen-image", "qwen-next-seed"],
+    ["picture-video", "picture-seed"], ["two-image", "two-seed"], ["tokens-picture", "tokens-picture-seed"],
+    ["hunyuan-video", "hunyuan-seed"], ["qwen-image", "qwen-next-seed"],
 ])  # fmt: skip
 def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
     first = JOBS[names[0]]
@@ -126,6 +131,10 @@ MATES = {
     "wan": ["unipc-image", "unipc-negative", "unipc-seed"],
     "wan-euler": ["euler-image", "euler-next-seed"],
     "wan-image": ["picture-video", "picture-negative", "picture-other"],
+    "wan-2.2": ["two-image", "two-steps", "two-second-scale"],
+    "wan-2.2-image": ["two-picture", "two-picture-other"],
+    "wan-2.2-5b": ["tokens-video", "tokens-seed"],
+    "wan-2.2-5b-image": ["tokens-picture", "tokens-picture-other"],
     "flux": ["flux-image", "flux-guidance", "flux-next-seed"],
     "flux-schnell": ["schnell-image", "schnell-guidance"],
     "hunyuan-video": ["hunyuan-video", "hunyuan-guidance", "hunyuan-prompt"],
@@ -247,7 +256,7 @@ def test_room_holds_every_output_and_little_more(
     (folder / "serving.json").write_text(json.dumps({"defaults": SERVING}))
     card = find(folder).card("m", folder, dtype)
     job = next(job for job in c.JOBS if job.model == kind)
-    params = {**job.params, "negative_prompt": "no", "true_cfg_scale": 2.0, "num_inference_steps": 2, "width": 48}
+    params = {**job.params, "negative_prompt": "no", "true_cfg_scale": 2.0, "num_inference_steps": 2, "width": 64}
     loaded = stages(undivided.folder(kind), dtype)
 
     made: dict[str, Any] = {}
@@ -268,7 +277,9 @@ NEEDED = {"denoise": ["vae/config.json"], "image_encode": ["transformer/config.j
 """What a stage reads beside its components."""
 
 
-@pytest.mark.parametrize("kind", ["wan", "wan-image", "flux", "hunyuan-video", "qwen-image"])
+@pytest.mark.parametrize(
+    "kind", ["wan", "wan-image", "wan-2.2", "wan-2.2-5b-image", "flux", "hunyuan-video", "qwen-image"]
+)
 def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
     folder = undivided.folder(kind)
     card = find(folder).card("model", folder)

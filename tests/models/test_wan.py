@@ -137,9 +137,7 @@ def test_pools_of_equal_components_are_shared_between_models(other: str, undivid
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "two transformers (Wan 2.2), which is not served yet"),
-    ({"boundary_ratio": 0.875}, "two transformers (Wan 2.2), which is not served yet"),
-    ({"expand_timesteps": True}, "a timestep for each token (Wan 2.2 5B), which is not served yet"),
+    ({"boundary_ratio": 0.875}, "gives component transformer_2 as [None, None]; served is"),
     ({"scheduler": ["diffusers", "DDPMScheduler"]}, "served is diffusers UniPCMultistepScheduler or FlowMatchEuler"),
     ({"text_encoder": ["os", "system"]}, "gives component text_encoder as ['os', 'system']; served is transformers"),
     ({"vae": [None, None]}, "gives component vae as [None, None]; served is diffusers AutoencoderKLWan"),

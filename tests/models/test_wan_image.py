@@ -46,9 +46,10 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
 
 
 @pytest.mark.parametrize(("file", "changes", "sentence"), [
-    ("model_index.json", {"image_encoder": [None, None]}, "gives component image_encoder as [None, None]; served is"),
+    ("model_index.json", {"image_encoder": [None, None]}, "takes CLIP's embeddings, and there is no image_encoder"),
     ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "served is transformers CLIP"),
-    ("model_index.json", {"boundary_ratio": 0.9}, "two transformers (Wan 2.2), which is not served yet"),
+    ("model_index.json", {"boundary_ratio": 0.9}, "gives component transformer_2 as [None, None]; served is"),
+    ("model_index.json", {"expand_timesteps": True}, "the transformer takes a picture, and its class is not for image"),
     ("transformer/config.json", {"pos_embed_seq_len": 34}, "from a first picture to a last one, which is not served"),
     ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, and its class is for image"),
     ("transformer/config.json", {"in_channels": 9}, "by its VAE the transformer has 10 channels, by its configuration"),

@@ -17,7 +17,8 @@ from typing import Any
 TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
 
 KINDS = (
-    "wan", "wan-euler", "wan-image", "wan-image-euler", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
+    "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
+    "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
 )  # fmt: skip
 PICTURES = ("flux", "qwen")
 """What the kinds begin with that make no videos."""
@@ -88,28 +89,64 @@ def _clip_tokenizer(length: int = 20) -> Any:
 
 def _wan(kind: str) -> Any:
     from diffusers import (
-        AutoencoderKLWan,
         FlowMatchEulerDiscreteScheduler,
         UniPCMultistepScheduler,
         WanImageToVideoPipeline,
         WanPipeline,
-        WanTransformer3DModel,
     )
     from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
     tokenizer = _bytes_tokenizer()
     sizes = {"d_model": TEXT_DIM, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
     encoder = _seeded(1, lambda: UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **sizes)))
-    vae = _seeded(2, lambda: AutoencoderKLWan(
-        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, False],
-        latents_mean=[0.1, -0.3, 0.7, 0.0], latents_std=[1.7, 2.3, 0.9, 3.1],
-        scale_factor_spatial=4, scale_factor_temporal=2,
-    ))  # fmt: skip
-    picture = kind.startswith("wan-image")
+    small, second = "5b" in kind, kind.startswith("wan-2.2") and "5b" not in kind
+    vae = _wan_vae(small)
+    picture = kind.startswith("wan-image") or kind.endswith("-image")
+    sees = picture and "2.2" not in kind
     own = {"in_channels": CHANNELS}
-    if picture:
-        own = {"in_channels": 2 * CHANNELS + 2, "image_dim": IMAGE_DIM, "added_kv_proj_dim": 24}
-    transformer = _seeded(3, lambda: WanTransformer3DModel(
+    if picture and not small:
+        own = {"in_channels": 2 * CHANNELS + 2}
+    if sees:
+        own |= {"image_dim": IMAGE_DIM, "added_kv_proj_dim": 24}
+    transformer, low = (_wan_transformer(seed, own) for seed in (3, 23))
+    if kind.endswith("euler"):
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    else:
+        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+        scheduler = UniPCMultistepScheduler(**flow)
+    how = {"transformer_2": low, "boundary_ratio": 0.875} if second else {"expand_timesteps": small}
+    if not picture:
+        return WanPipeline(tokenizer, encoder, vae, scheduler, transformer, **how)
+    clip = {"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32}
+    eye = _seeded(4, lambda: CLIPVisionModel(CLIPVisionConfig(hidden_size=IMAGE_DIM, patch_size=8, **clip)))
+    processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    seen = (processor, eye) if sees else (None, None)
+    return WanImageToVideoPipeline(tokenizer, encoder, vae, scheduler, *seen, transformer, **how)
+
+
+def _wan_vae(small: bool) -> Any:
+    """That of the 5B in small, of factor 16 and with patches; or one of factor 4."""
+    from diffusers import AutoencoderKLWan
+
+    own = {
+        "dim_mult": [1, 2, 2], "temperal_downsample": [True, False], "scale_factor_spatial": 4,
+        "scale_factor_temporal": 2,
+    }  # fmt: skip
+    if small:
+        own = {
+            "dim_mult": [1, 1, 2, 2], "temperal_downsample": [False, True, True], "scale_factor_spatial": 16,
+            "scale_factor_temporal": 4, "is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12,
+        }  # fmt: skip
+    return _seeded(2, lambda: AutoencoderKLWan(
+        base_dim=8, z_dim=CHANNELS, num_res_blocks=1, latents_mean=[0.1, -0.3, 0.7, 0.0],
+        latents_std=[1.7, 2.3, 0.9, 3.1], **own,
+    ))  # fmt: skip
+
+
+def _wan_transformer(seed: int, own: dict[str, Any]) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    transformer = _seeded(seed, lambda: WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, out_channels=CHANNELS,
         text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=32, **own,
     ))  # fmt: skip
@@ -119,17 +156,7 @@ def _wan(kind: str) -> Any:
         second=(transformer.blocks[1].attn2.to_out[0].weight, 5),
         out=(transformer.proj_out.weight, 5),
     )
-    if kind.endswith("euler"):
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
-    else:
-        flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
-        scheduler = UniPCMultistepScheduler(**flow)
-    if not picture:
-        return WanPipeline(tokenizer, encoder, vae, scheduler, transformer)
-    clip = {"intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "image_size": 32}
-    eye = _seeded(4, lambda: CLIPVisionModel(CLIPVisionConfig(hidden_size=IMAGE_DIM, patch_size=8, **clip)))
-    processor = CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    return WanImageToVideoPipeline(tokenizer, encoder, vae, scheduler, processor, eye, transformer)
+    return transformer
 
 
 def _clip(length: int = 20) -> tuple[Any, Any]:

@@ -60,14 +60,19 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     arguments = {name: value for name, value in params.items() if name in known}
     if "image" in arguments:
         arguments["image"] = load_image(str(root / arguments["image"]))
-    generator = torch.Generator("cpu").manual_seed(params["seed"])
+
+    def make(kind):
+        generator = torch.Generator("cpu").manual_seed(params["seed"])
+        output = pipe(**arguments, generator=generator, callback_on_step_end=keep, output_type=kind)
+        return output.frames if hasattr(output, "frames") else output.images
+
     if threshold := params.get("feature_cache"):
         pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=threshold))
-    output = pipe(**arguments, generator=generator, callback_on_step_end=keep, output_type="pil")
-    frames = output.frames[0] if hasattr(output, "frames") else output.images
+    first_given = "image" in arguments and pipe.config.get("expand_timesteps")
+    frames = make("pil")[0] if "num_frames" in known else make("pil")
+    latents = make("latent") if first_given else kept["latents"]  # a first frame is put in after the last step
     if threshold:
         pipe.transformer.disable_cache()
-    latents = kept["latents"]
     return {
         "latents": latents.float().numpy(),
         "dtype": np.array(str(latents.dtype)),

@@ -77,6 +77,26 @@ class Constant:
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         return away + scale * (towards - away)
 
+    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        return latents
+
+
+class Particular(Constant):
+    """It takes a mask, guides one way early and the other late, and puts a row of its condition into the outcome."""
+
+    masks = {"mask": (1, None)}
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        assert inputs["mask"].dtype == torch.int64
+        return super().predict(latents, timestep, inputs, params) * inputs["mask"].sum(1).view(-1, 1, 1, 1)
+
+    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+        assert timestep.shape == (1,)
+        return towards if int(timestep) > 1 else away * float(params["seed"] or 0)
+
+    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([latents[:, :1], torch.zeros_like(latents[:, 1:])], 1)
+
 
 class Picture:
     """A decoder whose grid is the first three channels it can make of the latents."""
@@ -183,6 +203,45 @@ def test_conditions_are_shared_by_both_halves_of_guidance() -> None:
     stage.verify(ready)
     (state,) = advance(stage, stage.start(ready))
     assert torch.allclose(state.latents, noise(3) - 0.1 * 14.0)
+
+
+def masked(**changes: float | None) -> StageInput:
+    given = task(**changes)
+    masks = {"mask": torch.ones(1, 2, dtype=torch.int64), "negative_mask": torch.ones(1, 3, dtype=torch.int64)}
+    return StageInput(given.params, {**given.tensors, **masks})
+
+
+def test_masks_are_of_whole_numbers_and_stay_so() -> None:
+    stage, good = Denoise(Particular(), EXACT), masked()
+
+    stage.verify(good)
+    stage.start(good)
+    with pytest.raises(PermanentError, match="input negative_mask is missing"):
+        stage.verify(StageInput(PARAMS, {**good.tensors, "negative_mask": None}))
+    with pytest.raises(PermanentError, match="input mask must be integer of 1×any, not torch.float32"):
+        stage.verify(StageInput(PARAMS, {**good.tensors, "mask": torch.ones(1, 2)}))
+
+
+def test_a_family_says_how_the_halves_of_guidance_combine_for_each_request() -> None:
+    """By its own timestep and parameters, also beside another in one forward: 2 × 2 towards, 1 × 3 × seed away."""
+    stage = Denoise(Particular(), EXACT)
+    early, late = stage.start(masked(seed=1)), stage.start(masked(seed=2, num_inference_steps=1))
+
+    early, late = advance(stage, early, late)
+
+    assert torch.allclose(early.latents, noise(1) - 0.1 * 4.0)
+    assert torch.allclose(late.latents, noise(2) - 0.1 * 6.0)
+
+
+def test_a_family_has_the_last_word_on_the_outcome_and_on_previews() -> None:
+    stage = Denoise(Particular(), EXACT, Preview(Picture))
+    (state,) = advance(stage, stage.start(masked(num_inference_steps=1, preview_every=1)))
+
+    made = latents(stage.finish(state).tensors["latents"])
+
+    assert torch.equal(made[:, :1], state.latents[:, :1])
+    assert not made[:, 1:].any()
+    assert stage.preview(state) is not None
 
 
 def test_values_that_are_not_finite_name_the_step_and_leave_the_mates_alone() -> None:

@@ -53,7 +53,7 @@ VIDEO = Medium(("mp4", "png"), frozenset({"seconds"}), {"n": (1, "1")})
 
 _SHARED = frozenset({"model", "n", "seed", "size", "num_frames", "preview_every", "output_format"})
 _STANDARD: Params = {"negative_prompt": "", "num_frames": 1, "output_compression": 100}
-_PARTICULAR = {"true_cfg_scale", "feature_cache"}
+_PARTICULAR = {"guidance_scale_2", "true_cfg_scale", "feature_cache"}
 """Fields that are known where a model, or who serves it, has a default for them."""
 
 _FRAME_SLACK = 0.001
@@ -284,6 +284,7 @@ _READERS: dict[str, Callable[[Limits, object], Value]] = {
     "negative_prompt": lambda limits, value: _text("negative_prompt", value, 0, limits.max_prompt_chars),
     "num_inference_steps": lambda limits, value: _integer("num_inference_steps", value, 1, limits.max_steps),
     "guidance_scale": lambda limits, value: _number("guidance_scale", value, 0.0, limits.max_guidance),
+    "guidance_scale_2": lambda limits, value: _number("guidance_scale_2", value, 0.0, limits.max_guidance),
     "true_cfg_scale": lambda limits, value: _number("true_cfg_scale", value, 0.0, limits.max_guidance),
     "feature_cache": lambda _, value: _number("feature_cache", value, 0.0, 1.0),
     "fps": lambda _, value: _integer("fps", value, 1, MAX_FPS),

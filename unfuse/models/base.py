@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -86,10 +87,9 @@ class DiffusersFamily(Family):
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """See Family."""
         model, serving = ModelFolder(folder), Serving.read(folder)
-        self.components(model)
+        dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
-        dtypes = choose_dtypes(dtype, self.classes)
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
         return ModelCard(
             name=name,
@@ -98,7 +98,7 @@ class DiffusersFamily(Family):
             pipeline=pipeline,
             limits=limits,
             defaults=serving.within(limits, standard),
-            weights=weights_ids(model, pipeline, self.name),
+            weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
             dtypes=dtypes,
             created=model.created,
             takes_image=self.takes_image,
@@ -112,14 +112,23 @@ class DiffusersFamily(Family):
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """Library and class of each component, by model_index.json. Raises ConfigError for what is not served."""
         index = folder.index()
-        for component, (library, names) in self.classes.items():
+        served = self.served(index)
+        for component, (library, names) in served.items():
             entry = index.get(component)
             if not isinstance(entry, list) or len(entry) != 2 or entry[0] != library or entry[1] not in names:
                 raise ConfigError(
                     f"model {folder.path}: {INDEX} gives component {component} as {entry}; "
                     f"served is {library} {' or '.join(names)}"
                 )
-        return {component: tuple(index[component]) for component in self.classes}
+        return {component: tuple(index[component]) for component in served}
+
+    def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+        """Those of `classes` that a model_index.json asks for."""
+        return self.classes
+
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        """What a model_index.json says that makes equal components do otherwise, by component."""
+        return {}
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
@@ -149,11 +158,13 @@ class DiffusersFamily(Family):
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
 
-def with_encoders(encoders: Iterable[StageSpec], latents: Room) -> Pipeline:
+def with_encoders(
+    encoders: Iterable[StageSpec], latents: Room, transformers: Iterable[str] = ("transformer",)
+) -> Pipeline:
     """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
     encoders = tuple(encoders)
     denoise = StageSpec(
-        "denoise", "denoise", ("transformer", "scheduler"), outputs=("latents",), room=latents, per_sample=True,
+        "denoise", "denoise", (*transformers, "scheduler"), outputs=("latents",), room=latents, per_sample=True,
         inputs=tuple(name for encoder in encoders for name in encoder.outputs),
     )  # fmt: skip
     return Pipeline(
@@ -161,17 +172,22 @@ def with_encoders(encoders: Iterable[StageSpec], latents: Room) -> Pipeline:
     )
 
 
-def weights_ids(folder: ModelFolder, pipeline: Pipeline, recipe: str) -> dict[str, str]:
+def weights_ids(
+    folder: ModelFolder, pipeline: Pipeline, recipe: str, settings: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, str]:
     """The identity of each component of a pipeline.
 
     That of a stage's first component, which names the stage's pool, covers the others of the stage too: workers whose
     transformers are equal and whose noise schedulers are not must not share a pool. `recipe` names what a family does
-    with its components: of equal ones, families that do the same share pools, and others do not.
+    with its components: of equal ones, families that do the same share pools, and others do not; `settings` adds to it
+    for single components.
     """
     alone = {component: (component,) for stage in pipeline.stages for component in stage.components}
     groups = {**alone, **{stage.components[0]: stage.components for stage in pipeline.stages}}
     return {
-        component: xxhash.xxh3_128_hexdigest(f"{recipe}\0{folder.identity(*group)}".encode())
+        component: xxhash.xxh3_128_hexdigest(
+            f"{recipe}{settings.get(component, '')}\0{folder.identity(*group)}".encode()
+        )
         for component, group in groups.items()
     }
 

@@ -27,6 +27,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_frames: int | UnsetType = UNSET
     num_inference_steps: int | UnsetType = UNSET
     guidance_scale: float | UnsetType = UNSET
+    guidance_scale_2: float | UnsetType = UNSET
     true_cfg_scale: float | UnsetType = UNSET
     max_sequence_length: int | UnsetType = UNSET
     negative_prompt: str | UnsetType = UNSET

@@ -55,6 +55,10 @@ class FlowDenoiser:
         """See Denoiser: so many times the way from the one to the other."""
         return away + scale * (towards - away)
 
+    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See Denoiser: as they are."""
+        return latents
+
     def _fresh(self, latents: Tensor, **given: Any) -> NoiseScheduler:
         """A new noise scheduler of the same configuration, with these timesteps."""
         fresh = type(self._scheduler).from_config(self._scheduler.config)

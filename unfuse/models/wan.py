@@ -1,7 +1,10 @@
-"""Wan: text to picture and text to video with one text encoder, a video transformer and a causal video VAE.
+"""Wan: text to picture and text to video with one text encoder, video transformers and a causal video VAE.
 
 The stages do what diffusers' WanPipeline does, in its order of operations, on its components. A picture is a video of
 one frame. Checked against diffusers 0.42.
+
+In Wan 2.2 model_index.json says more. With a `boundary_ratio` a second transformer takes the steps of low noise, with
+a guidance scale of its own if one is given. With `expand_timesteps` (the 5B) each token has a timestep.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
@@ -31,10 +34,16 @@ if TYPE_CHECKING:
 PIXEL_MULTIPLE = 16
 """WanPipeline refuses other sizes, whatever the VAE."""
 
-FPS = 16
-"""What the published models were trained at."""
+FPS, EXPANDED_FPS = 16, 24
+"""What the published models were trained at: those without a timestep for each token, and those with."""
+
+TEXT = "WanPipeline"
+"""The class of models that are given no picture."""
 
 LATENT_BYTES = DTYPES["float32"]
+
+SECOND = "guidance_scale_2"
+"""The guidance scale of the second transformer; None for that of the first."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,14 @@ class Shape:
     patch: tuple[int, int, int]
     longest: int
     """Most patches along one axis that the rotary embedding has room for."""
+    pictured: bool
+    """Whether the transformer sees a condition made of a picture beside the latents."""
+    expand: bool
+    """Whether each token has a timestep of its own."""
+    first: bool
+    """Whether the first frame is given, which takes a timestep for each token."""
+    boundary: float | None
+    """From which part of the noise on, downwards, the second transformer takes over."""
 
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
@@ -57,18 +74,24 @@ class Shape:
 
         Raises ConfigError when they do not fit each other.
         """
-        transformer, vae = folder.config("transformer"), folder.config("vae")
+        transformer, vae, index = folder.config("transformer"), folder.config("vae"), folder.index()
         with folder.reading("transformer or vae"):
             frames, rows, columns = transformer["patch_size"]
             halvings = [bool(also_time) for also_time in vae["temperal_downsample"]]
-            shape = cls(
-                int(vae["z_dim"]), int(transformer["text_dim"]), transformer.get("image_dim"),
-                int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
+            own, channels = int(vae["z_dim"]), int(transformer["in_channels"])
+            expand, text = bool(index.get("expand_timesteps")), index.get("_class_name") == TEXT
+            temporal, image_dim = (
                 int(vae.get("scale_factor_temporal") or 2 ** sum(halvings)),
-                (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
+                transformer.get("image_dim"),
+            )
+            shape = cls(
+                own, int(transformer["text_dim"]), image_dim,
+                int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
+                temporal, (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
+                image_dim is not None or channels == temporal + 2 * own,
+                expand, expand and not text, index.get("boundary_ratio"),
             )  # fmt: skip
-            channels = int(transformer["in_channels"])
-        need_channels(folder, shape.channels + (shape.condition if shape.image_dim is not None else 0), channels)
+        need_channels(folder, own + (shape.condition if shape.pictured else 0), channels)
         return shape
 
     @property
@@ -146,22 +169,28 @@ class WanText:
 
 
 class WanDenoiser(FlowDenoiser):
-    """Transformer and the configuration of its noise scheduler; a Denoiser. A picture, where one is taken, conditions.
+    """Transformers and their noise scheduler's configuration; a Denoiser. A picture, where one is taken, conditions.
 
-    `image_embeds` (1, tokens, image dim) and `condition` (1, mask and latent channels, frames, height, width).
+    `image_embeds` (1, tokens, image dim) where CLIP sees it; `condition` (1, mask and latent channels, frames, height,
+    width), or with a timestep for each token the latents of the first frame.
     """
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
         super().__init__(loader)
+        self._low = None if shape.boundary is None else loader.model("transformer_2")
+        self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        if shape.image_dim is not None:
-            grid = (1, shape.condition, None, None, None)
-            self.conditions = {"image_embeds": (1, None, shape.image_dim), "condition": grid}
+        sees = {} if shape.image_dim is None else {"image_embeds": (1, None, shape.image_dim)}
+        if shape.pictured or shape.first:
+            channels = shape.condition if shape.pictured else shape.channels
+            self.conditions = sees | {"condition": (1, channels, None, None, None)}
 
     def verify(self, params: Params) -> None:
         """See Denoiser."""
         self._shape.latents(params)
+        if params.get(SECOND) is not None:
+            need(params, SECOND, float)
 
     def guidance(self, params: Params) -> float:
         """See Denoiser."""
@@ -178,18 +207,56 @@ class WanDenoiser(FlowDenoiser):
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
-        """The velocity, shaped as the latents."""
+        """The velocity, shaped as the latents; of two transformers, each runs the rows that are its own."""
+        if self._low is None:
+            return self._velocity(self._transformer, latents, timestep, inputs)
+        high, velocity = timestep >= self._boundary, latents.new_empty(latents.shape)
+        for transformer, rows in ((self._transformer, high), (self._low, ~high)):
+            if bool(rows.any()):
+                own = {name: value[rows] for name, value in inputs.items()}
+                velocity[rows] = self._velocity(transformer, latents[rows], timestep[rows], own)
+        return velocity
+
+    def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
+        """See Denoiser; at low noise by the second scale, if there is one."""
+        if self._low is not None and params.get(SECOND) is not None and bool(timestep < self._boundary):
+            scale = need(params, SECOND, float)
+        return super().combine(towards, away, scale, timestep, params)
+
+    def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        """See Denoiser; a first frame that is given was never noise."""
+        return self._with_first(latents, inputs) if self._shape.expand else latents
+
+    def _velocity(self, transformer: Any, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         import torch
 
-        condition = inputs.get("condition")
-        velocity: Tensor = self._transformer(
-            hidden_states=latents if condition is None else torch.cat([latents, condition], 1),
+        condition, sees = inputs.get("condition"), inputs.get("image_embeds")
+        if self._shape.expand:
+            latents, timestep = self._with_first(latents, inputs), self._expanded(latents, timestep, condition)
+        elif condition is not None:
+            latents = torch.cat([latents, condition.to(latents.dtype)], 1)
+        velocity: Tensor = transformer(
+            hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=inputs["prompt_embeds"],
-            encoder_hidden_states_image=inputs.get("image_embeds"),
+            encoder_hidden_states_image=None if sees is None else sees.to(latents.dtype),
             return_dict=False,
         )[0]
         return velocity
+
+    def _with_first(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+        import torch
+
+        first = inputs.get("condition")
+        return latents if first is None else torch.cat([first.to(latents.dtype), latents[:, :, 1:]], 2)
+
+    def _expanded(self, latents: Tensor, timestep: Tensor, first: Tensor | None) -> Tensor:
+        """A timestep for each token (rows, tokens): zero where a first frame is given."""
+        _, rows, columns = self._shape.patch
+        noisy = latents.new_ones(latents[0, 0, :, ::rows, ::columns].shape).float()
+        if first is not None:
+            noisy[0] = 0
+        return noisy.flatten() * timestep[:, None]
 
 
 class WanVae:
@@ -214,7 +281,7 @@ class Wan(DiffusersFamily):
     """Text encoding, denoising and VAE decoding of a WanPipeline folder."""
 
     name = "wan"
-    source = ("pipelines/wan/pipeline_wan.py", "WanPipeline")
+    source = ("pipelines/wan/pipeline_wan.py", TEXT)
     classes = {
         "tokenizer": ("transformers", T5_TOKENIZERS),
         "text_encoder": ("transformers", ("UMT5EncoderModel",)),
@@ -226,25 +293,27 @@ class Wan(DiffusersFamily):
     denoiser = WanDenoiser
     vae = WanVae
 
-    def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """See DiffusersFamily; Wan 2.2 is refused."""
-        index = folder.index()
-        if any(index.get("transformer_2") or ()) or index.get("boundary_ratio") is not None:
-            raise ConfigError(f"model {folder.path} denoises with two transformers (Wan 2.2), which is not served yet")
-        if index.get("expand_timesteps"):
-            reason = "has a timestep for each token (Wan 2.2 5B), which is not served yet"
-            raise ConfigError(f"model {folder.path} {reason}")
-        return super().components(folder)
+    def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+        """See DiffusersFamily."""
+        second = {} if index.get("boundary_ratio") is None else {"transformer_2": self.classes["transformer"]}
+        return {**self.classes, **second}
+
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        """See DiffusersFamily."""
+        said = {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name)}
+        return {"transformer": f"{said}{self.takes_image}"} if said else {}
 
     def standard(self, folder: ModelFolder) -> Params:
         """See DiffusersFamily."""
-        return {"fps": FPS, "negative_prompt": ""}
+        shape = Shape.of(folder)
+        second: Params = {} if shape.boundary is None else {SECOND: None}
+        return {"fps": EXPANDED_FPS if shape.expand else FPS, "negative_prompt": "", **second}
 
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
         """See DiffusersFamily."""
         shape = Shape.of(folder)
-        if (shape.image_dim is not None) != self.takes_image:
-            wants = "no picture, and its class is" if self.takes_image else "a picture, and its class is not"
+        if shape.pictured != (self.takes_image and not shape.expand):
+            wants = "a picture, and its class is not" if shape.pictured else "no picture, and its class is"
             raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
         return shape.limits(defaults)
 
@@ -255,7 +324,8 @@ class Wan(DiffusersFamily):
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
         per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
         text = text_stage({"prompt_embeds": embeds}, "guidance_scale")
-        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal))
+        transformers = [name for name in self.components(folder) if name.startswith("transformer")]
+        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal), transformers)
 
 
 FAMILY = Wan()

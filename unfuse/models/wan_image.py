@@ -3,6 +3,8 @@
 The stages do what diffusers' WanImageToVideoPipeline does, in its order of operations. Text encoder and VAE are those
 of text to video, so that both kinds of model share their pools. Checked against diffusers 0.42.
 
+Wan 2.2 has no CLIP. Where each token has a timestep (the 5B), the VAE encodes the picture alone, as the first frame.
+
 For CLIP a picture is prepared by the class that model_index.json names, which is what an undivided pipeline loads too.
 CLIPImageProcessorPil is Pillow everywhere; the other two are torchvision where it is installed, else Pillow. Resizing
 differs a little between them, so the same seed gives the same video only on machines that have the same one.
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
@@ -35,10 +37,10 @@ ENCODED_FRAMES = 4
 
 
 class WanPicture:
-    """CLIP's image encoder and the VAE; an ImageEncoder."""
+    """CLIP's image encoder, where there is one, and the VAE; an ImageEncoder."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._processor, self._encoder = loader.plain("image_processor"), loader.model("image_encoder")
+    def __init__(self, loader: Loader, sees: bool) -> None:
+        self._clip = (loader.plain("image_processor"), loader.model("image_encoder")) if sees else None
         self._vae, self._shape = WanVae(loader), Shape.of(loader.folder)
 
     def verify(self, params: Params) -> None:
@@ -47,12 +49,18 @@ class WanPicture:
 
     def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
         """See WanDenoiser for the two."""
-        pixels = self._processor(images=list(pictures), return_tensors="pt").to(self._vae.device)
-        hidden = self._encoder(**pixels, output_hidden_states=True).hidden_states
-        return {"image_embeds": hidden[-2], "condition": self._condition(pictures, params)}
+        condition = {"condition": self._condition(pictures, params)}
+        if self._clip is None:
+            return condition
+        processor, encoder = self._clip
+        pixels = processor(images=list(pictures), return_tensors="pt").to(self._vae.device)
+        return {"image_embeds": encoder(**pixels, output_hidden_states=True).hidden_states[-2], **condition}
 
     def _condition(self, pictures: Sequence[Image], params: Params) -> Tensor:
-        """Float32: a mask that is 1 where the picture is, in the frames of each group, then latents of it and grey."""
+        """Float32 latents, of the first frame alone or of it and grey behind a mask that is 1 where the picture is.
+
+        The mask says so of each frame in the groups that latents are of.
+        """
         import torch
         from diffusers.video_processor import VideoProcessor
 
@@ -60,13 +68,18 @@ class WanPicture:
         _, _, groups, rows, columns = self._shape.latents(params)
         size = {"height": rows * spatial, "width": columns * spatial}
         first = VideoProcessor(vae_scale_factor=spatial).preprocess(list(pictures), **size)
-        video = first.new_zeros(*first.shape[:2], (groups - 1) * temporal + 1, *first.shape[2:])
+        video = first.new_zeros(
+            *first.shape[:2], 1 if self._shape.first else (groups - 1) * temporal + 1, *first.shape[2:]
+        )
         video[:, :, 0] = first
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
         mean, scale = norm(vae, latents)
+        normed: Tensor = (latents - mean) * scale
+        if self._shape.first:
+            return normed
         mask = latents.new_zeros(len(pictures), temporal, groups, rows, columns)
         mask[:, :, 0] = 1
-        return torch.cat([mask, (latents - mean) * scale], dim=1)
+        return torch.cat([mask, normed], dim=1)
 
 
 class WanImage(Wan):
@@ -81,9 +94,20 @@ class WanImage(Wan):
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """See Wan. What was called Fast when it was saved has lost that word since."""
-        found = super().components(folder)
-        library, name = found["image_processor"]
-        return found | {"image_processor": (library, name.removesuffix("Fast"))}
+        return {
+            part: (library, name.removesuffix("Fast")) for part, (library, name) in super().components(folder).items()
+        }
+
+    def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
+        """See Wan; CLIP's two parts go together."""
+        found = super().served(index)
+        sees = any(index.get("image_encoder") or ())
+        return {part: known for part, known in found.items() if sees or not part.startswith("image")}
+
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        """See DiffusersFamily: a first frame alone is encoded otherwise by an equal VAE."""
+        found = super().settings(index)
+        return {**found, "vae": "first frame"} if index.get("expand_timesteps") else found
 
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
         """See DiffusersFamily."""
@@ -95,23 +119,35 @@ class WanImage(Wan):
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         """See Wan."""
         text, denoise, _ = super().pipeline(folder, limits, widths).stages
-        shape, clip = Shape.of(folder), folder.config("image_encoder")
-        with folder.reading("image_encoder"):
-            tokens = (int(clip["image_size"]) // int(clip["patch_size"])) ** 2 + 1
-            embeds = tokens * int(clip["hidden_size"]) * widths["image_encoder"]
-        per_pixel = shape.condition * LATENT_BYTES / shape.spatial**2
+        shape, sees = Shape.of(folder), [part for part in self.components(folder) if part.startswith("image")]
+        if shape.image_dim is not None and not sees:
+            raise ConfigError(
+                f"model {folder.path}: the transformer takes CLIP's embeddings, and there is no image_encoder"
+            )
+        channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
+        embeds = _embeds(folder) * widths["image_encoder"] + ALIGNMENT if sees else 0
         picture = StageSpec(
-            "image_encode", "image_encode", ("image_encoder", "image_processor", "vae"),
-            outputs=("image_embeds", "condition"), room=Room(embeds + 2 * ALIGNMENT, per_pixel, shape.temporal),
+            "image_encode", "image_encode", (*sees, "vae"),
+            outputs=("image_embeds", "condition") if sees else ("condition",),
+            room=Room(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
             reads=("image", "width", "height", "num_frames"),
         )  # fmt: skip
-        return with_encoders((text, picture), denoise.room)
+        return with_encoders((text, picture), denoise.room, denoise.components[:-1])
 
     def stage(self, kind: str, loader: Loader) -> Stage:
         """See Wan. The image encoder reads the transformer's configuration too, not its weights."""
         from unfuse.stages.image_encode import ImageEncode
 
-        return ImageEncode(WanPicture(loader)) if kind == "image_encode" else super().stage(kind, loader)
+        if kind != "image_encode":
+            return super().stage(kind, loader)
+        return ImageEncode(WanPicture(loader, "image_encoder" in self.components(loader.folder)))
+
+
+def _embeds(folder: ModelFolder) -> int:
+    """Numbers that CLIP makes of a picture."""
+    clip = folder.config("image_encoder")
+    with folder.reading("image_encoder"):
+        return ((int(clip["image_size"]) // int(clip["patch_size"])) ** 2 + 1) * int(clip["hidden_size"])
 
 
 FAMILY = WanImage()

@@ -24,6 +24,7 @@ def _shared(medium: Medium) -> Schema:
         "seed": _integer(0, params.MAX_SEED),
         "num_inference_steps": _integer(1, 1000),
         "guidance_scale": {"type": "number", "minimum": 0},
+        "guidance_scale_2": {"type": "number", "minimum": 0, "description": "of models that have it"},
         "true_cfg_scale": {"type": "number", "minimum": 0, "description": "of models that have it"},
         "feature_cache": {
             "type": "number",

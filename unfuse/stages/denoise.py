@@ -66,7 +66,7 @@ class Denoiser(Protocol):
 
     @property
     def conditions(self) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of further inputs, which both halves of guidance share."""
+        """Shapes of further inputs, which both halves of guidance share; they keep their dtype."""
         ...
 
     def verify(self, params: Params) -> None:
@@ -95,6 +95,10 @@ class Denoiser(Protocol):
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         """One request's prediction, of those for its prompt and its negative, at a guidance scale above 1."""
+        ...
+
+    def settle(self, latents: Tensor, inputs: Inputs) -> Tensor:
+        """What one request's latents are to be after its last step."""
         ...
 
 
@@ -209,20 +213,21 @@ class Denoise(SteppedStage[DenoiseState]):
         """What the latents were heading for at the last step, small."""
         if self._preview is None or state.estimate is None:
             return None
-        return self._preview.picture(state.estimate, state.params)
+        return self._preview.picture(self._denoiser.settle(state.estimate, state.inputs), state.params)
 
     def finish(self, state: DenoiseState) -> StageOutput:
         """The latents. Raises PermanentError when they are not finite."""
-        if not bool(torch.isfinite(state.latents).all()):
+        latents = self._denoiser.settle(state.latents, state.inputs)
+        if not bool(torch.isfinite(latents).all()):
             raise _not_finite(state)
-        return StageOutput({"latents": state.latents})
+        return StageOutput({"latents": latents})
 
     def _inputs(self, task: StageInput, prefix: str) -> Inputs:
-        device, dtype, masks = self._denoiser.device, self._denoiser.dtype, self._denoiser.masks
-        names = {name: prefix + name for name in (*self._denoiser.embeds, *masks)}
+        device, dtype, embeds = self._denoiser.device, self._denoiser.dtype, self._denoiser.embeds
+        names = {name: prefix + name for name in (*embeds, *self._denoiser.masks)}
         names |= {name: name for name in self._denoiser.conditions}
         found = {name: task.tensors[given] for name, given in names.items()}
-        given = {n: t.to(device, t.dtype if n in masks else dtype) for n, t in found.items() if t is not None}
+        given = {n: t.to(device, dtype if n in embeds else t.dtype) for n, t in found.items() if t is not None}
         return {**given, **self._denoiser.constants(task.params)}
 
     def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:

@@ -1,0 +1,105 @@
+"""Wan 2.2: two transformers or a timestep for each token, as model_index.json says; what its card says of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.errors import InvalidParameter, PermanentError
+from unfuse.core.params import check
+from unfuse.models import find
+from unfuse.stages.base import StageInput
+
+
+def test_both_transformers_belong_to_the_denoiser_and_so_to_its_pool(copied: Callable[[str], Path]) -> None:
+    folder = copied("wan-2.2")
+    card = find(folder).card("mine", folder)
+    c.edit(folder / "transformer_2" / "config.json", eps=1e-5)
+    changed = find(folder).card("mine", folder)
+
+    denoise = card.pipeline.stages[1]
+    assert denoise.components == ("transformer", "transformer_2", "scheduler")
+    assert set(card.dtypes) >= {"transformer", "transformer_2"}
+    assert {name for name in card.pools() if card.pools()[name] != changed.pools()[name]} == {"denoise"}
+
+
+def test_equal_weights_with_another_boundary_are_another_pool(copied: Callable[[str], Path]) -> None:
+    """It stands in model_index.json, which is in no component's folder."""
+    folder = copied("wan-2.2")
+    before = find(folder).card("mine", folder).pools()
+    c.edit(folder / "model_index.json", boundary_ratio=0.5)
+
+    after = find(folder).card("mine", folder).pools()
+
+    assert {name for name in after if after[name] != before[name]} == {"denoise"}
+
+
+def test_two_transformers_have_two_scales_the_second_left_out_unless_given(copied: Callable[[str], Path]) -> None:
+    folder, plain = copied("wan-2.2"), copied("wan")
+    card = find(folder).card("mine", folder)
+
+    assert card.defaults["guidance_scale_2"] is None
+    assert check(card, {"prompt": "p", "guidance_scale_2": 3})[0]["guidance_scale_2"] == 3.0
+    with pytest.raises(InvalidParameter, match="unknown parameter 'guidance_scale_2'"):
+        check(find(plain).card("mine", plain), {"prompt": "p", "guidance_scale_2": 3})
+    c.serve(folder, {"guidance_scale_2": 3.0})
+    assert find(folder).card("mine", folder).defaults["guidance_scale_2"] == 3.0
+
+
+def test_a_second_transformer_without_a_boundary_is_not_used(
+    copied: Callable[[str], Path], undivided: c.Undivided, stages: c.Load
+) -> None:
+    """As undivided: the first takes every step."""
+    folder = copied("wan-2.2")
+    c.edit(folder / "model_index.json", boundary_ratio=None)
+    card = find(folder).card("mine", folder)
+
+    assert "transformer_2" not in card.dtypes
+    assert card.pools() == find(folder).card("m", undivided.folder("wan")).pools()
+
+
+def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path]) -> None:
+    """A VAE of factor 16 whose latents the transformer takes two by two."""
+    folder = copied("wan-2.2-5b")
+    card = find(folder).card("mine", folder)
+
+    assert (card.defaults["fps"], card.takes_image) == (24, False)
+    assert (card.limits.size_multiple, card.limits.frame_multiple) == (32, 4)
+
+
+@pytest.mark.parametrize(("kind", "outputs", "components"), [
+    ("wan-2.2-image", ("condition",), ("vae",)), ("wan-2.2-5b-image", ("condition",), ("vae",)),
+    ("wan-image", ("image_embeds", "condition"), ("image_encoder", "image_processor", "vae")),
+])  # fmt: skip
+def test_a_picture_is_encoded_by_clip_only_where_there_is_one(
+    kind: str, outputs: tuple[str, ...], components: tuple[str, ...], undivided: c.Undivided
+) -> None:
+    folder = undivided.folder(kind)
+    encode = find(folder).card("mine", folder).pipeline.stages[1]
+
+    assert (encode.kind, encode.outputs, encode.components) == ("image_encode", outputs, components)
+
+
+def test_pools_are_shared_where_the_same_is_done_and_nowhere_else(undivided: c.Undivided) -> None:
+    kinds = ("wan", "wan-2.2", "wan-2.2-image", "wan-2.2-5b", "wan-2.2-5b-image")
+    pools = {kind: find(folder).card("m", folder).pools() for kind in kinds if (folder := undivided.folder(kind))}
+
+    assert len({found["text_encode"] for found in pools.values()}) == 1
+    assert pools["wan"]["vae_decode"] == pools["wan-2.2-image"]["vae_decode"]
+    assert len({found["denoise"] for found in pools.values()}) == len(kinds), (
+        "the same weights, with or without a frame"
+    )
+
+
+def test_what_denoising_lacks_is_named(undivided: c.Undivided, stages: c.Load) -> None:
+    text: dict[str, Any] = {name: torch.zeros(1, 24, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    latents = {"condition": torch.zeros(1, 6, 1, 2, 2)}
+
+    with pytest.raises(PermanentError, match="parameter guidance_scale_2 must be of type float, not 'high'"):
+        task = StageInput(c.wan_params(guidance_scale_2="high"), text)
+        stages(undivided.folder("wan-2.2"))["denoise"].verify(task)
+    with pytest.raises(PermanentError, match="input condition must be floating point of 1×4×any"):
+        stages(undivided.folder("wan-2.2-5b-image"))["denoise"].verify(StageInput(c.image_params(), text | latents))
