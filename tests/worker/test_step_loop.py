@@ -158,7 +158,7 @@ def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: P
     with loop.store.get(done.output, as_torch=True) as held:
         assert torch.equal(held["x"], torch.full((3,), 5.0))
         assert held["nothing"] is None
-    assert done.timings.run_s > 0
+    assert done.timings.run_s > 0 and (done.timings.steps, done.timings.whole) == (5, 5)
 
 
 def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> None:

@@ -29,7 +29,8 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 class Timings(msgspec.Struct, frozen=True):
     """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs.
 
-    It computed in that many `steps`, with `batch` tasks in a forward on average.
+    It computed in that many `steps` of a `whole` (fewer where it was resumed), with `batch` tasks in a forward on
+    average.
     """
 
     queued_s: float = 0.0
@@ -38,6 +39,7 @@ class Timings(msgspec.Struct, frozen=True):
     put_s: float = 0.0
     steps: int = 0
     batch: float = 0.0
+    whole: int = 0
 
 
 class ResultFile(msgspec.Struct, frozen=True):
@@ -63,7 +65,7 @@ class StageState(msgspec.Struct, frozen=True):
 
     `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
     `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
-    tried `alone` was among several when a compute process died.
+    tried `alone` was among several when a compute process died. Earlier attempts had `reached` that share of it.
     """
 
     status: TaskStatus = "waiting"
@@ -77,6 +79,7 @@ class StageState(msgspec.Struct, frozen=True):
     crashes: int = 0
     recomputes: int = 0
     alone: bool = False
+    reached: float = 0.0
 
 
 class RequestContext(msgspec.Struct, frozen=True):

@@ -212,7 +212,7 @@ class StepLoop:
         del self._jobs[job.claim]
         timings = Timings(
             get_s=job.get_s, run_s=job.run_s + finished - began, put_s=time.monotonic() - finished,
-            steps=job.steps, batch=job.mates / job.steps,
+            steps=job.steps, batch=job.mates / job.steps, whole=job.stage.progress(job.state)[1],
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 

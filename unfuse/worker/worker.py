@@ -106,6 +106,7 @@ class Worker:
         self._beat_s = 1.0
         self._objects: Objects | None = None
         self._executor: Executor | None = None
+        self._device = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None]
 
@@ -145,7 +146,7 @@ class Worker:
         if objects is None:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
-        return msgspec.structs.replace(info, **where)
+        return msgspec.structs.replace(info, **where, device=self._device)
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -184,7 +185,7 @@ class Worker:
         )
         load = self._load(folders, objects, places)
         executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
-        await executor.start()
+        self._device = await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info(
