@@ -42,7 +42,7 @@ from unfuse.core.card import Limits as CardLimits, ModelCard
 from unfuse.core.messages import Ask, Beat, Granted
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import RequestContext, new_request_id
-from unfuse.scheduler.scheduler import Observer
+from unfuse.scheduler.observer import Observer
 from unfuse.wire.dealer import Dealer
 
 CALLERS = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.error
@@ -15,7 +16,17 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.harness import SHAPES, Server, defaults, digest, environment, undivided, unfuse, until
+from tests.integration.harness import (
+    SHAPES,
+    Server,
+    defaults,
+    digest,
+    environment,
+    serving,
+    undivided,
+    unfuse,
+    until,
+)  # fmt: skip
 
 CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
 CASES: list[dict[str, Any]] = [
@@ -181,3 +192,21 @@ def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
     assert (shown["status"], shown["attempts"]) == ("completed", 2)
     assert digest(server.result(request)) == expected[-1]
     assert server.compute_of("denoiser").pid != compute.pid
+
+
+def test_the_first_request_after_a_restart_is_told_when_it_will_be_done(server: Server, tmp_path: Path) -> None:
+    """Given a server that made a picture, when another one starts with its data folder, then that knows the stages."""
+    stages = {
+        stage["name"]: stage for stage in server.finished(server.submit("a purple star on gray", seed=1))["stages"]
+    }
+    assert {name: stage["whole"] for name, stage in stages.items()} == {
+        "text_encode": 1, "denoise.0": defaults()["num_inference_steps"], "vae_decode.0": 1
+    }  # fmt: skip
+    until((server.folder / "costs.json").exists, "what stages take to be kept", server.process)
+    shutil.copy(server.folder / "costs.json", tmp_path)
+    kept = json.loads((tmp_path / "costs.json").read_text())
+    assert {device for devices in kept["times"].values() for device in devices} == {"cpu"}
+    with serving(tmp_path, "--no-workers") as heir:
+        until(lambda: heir.get("/health") is not None, "the gateway", heir.process)
+        asked = {"prompt": CAPTIONS[0], "num_inference_steps": 100}
+        assert heir.post("/v1/images/generations", asked, prefer="respond-async")["eta_s"] > 0

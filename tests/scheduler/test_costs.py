@@ -1,38 +1,76 @@
-"""What requests are thought to cost, as learned from those before them."""
+"""What requests are thought to cost, as learned from those before them, on the devices they ran on."""
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
+from structlog.testing import capture_logs
 
-from tests.scheduler.model import CARD, params
-from tests.scheduler.test_scheduler import done, run_to_the_end, scheduling, take
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import WORKER, done, info, run_to_the_end, scheduling, take
 from unfuse.core.errors import Overloaded
-from unfuse.core.request import Timings
+from unfuse.core.plan import Value, compile_plan
+from unfuse.core.request import RequestContext, StageState, Timings
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.costs import UNMEASURED_S
+from unfuse.scheduler.costs import LEARNED, UNMEASURED_S, Costs
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 SECONDS = {"text_encode": 1.0, "denoise": 8.0, "vae_decode": 3.0}
 """What the stages of a 64 × 64 picture take here."""
 
+Changes = dict[str, Any]
 
-async def complete_one(scheduler: Scheduler, times: float = 1.0, batch: float = 1.0) -> None:
+
+async def complete_one(scheduler: Scheduler, times: float = 1.0, batch: float = 1.0, worker: str = WORKER) -> None:
     while leases := await take(scheduler):
         timings = Timings(run_s=SECONDS[leases[0].task.kind] * times, batch=batch)
         await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), leases[0].worker)
 
 
-def sized(width: int, **more: int) -> dict[str, int | str | float | bool | None]:
+def sized(width: int, **more: Value) -> dict[str, Value]:
     return params() | {"width": width} | more
+
+
+def asked(**more: Value) -> RequestContext:
+    """A request for one picture."""
+    given = params(num_inference_steps=20, max_sequence_length=64, negative_prompt="", guidance_scale=4.0) | more
+    plan = compile_plan(CARD.pipeline, CARD.pools(), given, [{"index": 0}])
+    return RequestContext(f"req_{random.randbytes(8).hex()}", CARD.name, given, plan, {})
+
+
+def completed(changes: dict[str, Changes] | None = None, worker: str = WORKER, **more: Value) -> RequestContext:
+    """The same when it is over: each kind of stage took what SECONDS says, but for the changes."""
+    context = asked(**more)
+    stages = {}
+    for stage in context.plan.stages:
+        took: Changes = {"run_s": SECONDS[stage.kind], "steps": 20, "resumed": 0} | (changes or {}).get(stage.kind, {})
+        attempt = took.pop("attempt", 1)
+        stages[stage.name] = StageState("done", attempt, worker=worker, timings=Timings(**took))
+    return msgspec.structs.replace(context, stages=stages, status="completed")
+
+
+def predicted(costs: Costs, **more: Value) -> dict[str, float]:
+    """Seconds of each stage of another one."""
+    return {stage.kind: stage.cost for stage in costs.priced(asked(**more)).plan.stages}
+
+
+def only(kind: str, seconds: float) -> dict[str, Changes]:
+    return {kind: {"run_s": seconds}}
 
 
 async def test_an_unmeasured_model_counts_by_its_pixels() -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(CARD, sized(128, num_inference_steps=10), n=3)
-        assert record.context.cost == pytest.approx(UNMEASURED_S * 128 * 64 * 10 * 3)
+        assert record.context.cost == pytest.approx(UNMEASURED_S * (1 + 3 * (10 + 1) * 128 * 64))
+        costs = [stage.cost for stage in record.context.plan.stages if stage.kind == "denoise"]
+        assert costs == pytest.approx([UNMEASURED_S * 10 * 128 * 64] * 3)
         assert scheduler.eta(record) is None
 
 
@@ -40,17 +78,187 @@ async def test_a_measured_one_counts_what_it_took_by_pixels_frames_and_steps() -
     async with scheduling() as (scheduler, _):
         await scheduler.submit(CARD, sized(64))
         await complete_one(scheduler)
-        for work, cost in [(sized(64), 12.0), (sized(128), 24.0), (sized(64, num_frames=5), 60.0)]:
+        works = [(sized(64), 12.0), (sized(128), 23.0), (sized(64, num_frames=5), 56.0)]
+        works += [(sized(64, num_inference_steps=3), 28.0), (sized(64, max_sequence_length=2), 13.0)]
+        for work, cost in works:
             assert (await scheduler.submit(CARD, work)).context.cost == pytest.approx(cost)
         assert (await scheduler.submit(CARD, params(), n=3)).context.cost == pytest.approx(1 + 3 * 11)
 
 
-async def test_who_shares_a_forward_counts_their_part_and_news_counts_a_tenth() -> None:
+async def test_who_shares_a_forward_counts_their_part() -> None:
     async with scheduling() as (scheduler, _):
-        for times, batch in ((4.0, 4.0), (2.0, 1.0)):
+        for times, batch in ((4.0, 4.0), (2.0, 2.0)):
             await scheduler.submit(CARD, params())
             await complete_one(scheduler, times, batch)
-        assert (await scheduler.submit(CARD, params())).context.cost == pytest.approx(12 * 1.1)
+        assert (await scheduler.submit(CARD, params())).context.cost == pytest.approx(12)
+
+
+def test_guidance_doubles_what_is_denoised_and_encoded_where_there_is_a_negative_prompt() -> None:
+    costs = Costs()
+    costs.learn(completed(guidance_scale=4.0))
+    assert predicted(costs, guidance_scale=1.0) == pytest.approx(SECONDS | {"denoise": 4.0, "text_encode": 0.5})
+    assert predicted(costs, negative_prompt=None) == pytest.approx(predicted(costs, guidance_scale=1.0))
+    assert predicted(costs, true_cfg_scale=1.0) == pytest.approx(predicted(costs, guidance_scale=1.0))
+    assert predicted(costs, true_cfg_scale=2.0, guidance_scale=0.0) == pytest.approx(SECONDS)
+
+
+def test_a_resumed_stage_tells_of_the_steps_it_made() -> None:
+    """Given a denoising that was resumed at step 15 of 20, when it took 2 seconds, then a whole one takes 8."""
+    costs = Costs()
+    costs.learn(completed({"denoise": {"run_s": 2.0, "steps": 5, "resumed": 15, "attempt": 2}}))
+    assert predicted(costs) == pytest.approx(SECONDS)
+    assert predicted(costs, num_inference_steps=40)["denoise"] == pytest.approx(16.0)
+
+
+@pytest.mark.parametrize("odd", [{"steps": 0}, {"steps": -1}, {"steps": 5, "resumed": -2}, {"steps": 1}])
+def test_one_that_does_not_say_made_all_of_it(odd: Changes) -> None:
+    costs = Costs()
+    costs.learn(completed({"denoise": odd}))
+    assert predicted(costs) == pytest.approx(SECONDS)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -1.0, 0.0, 1e300])
+def test_seconds_that_nothing_takes_teach_nothing(odd: float) -> None:
+    costs = Costs()
+    costs.learn(completed(only("denoise", odd)))
+    assert predicted(costs, num_inference_steps=1)["denoise"] == pytest.approx(UNMEASURED_S * 2 * 64 * 64)
+    costs.learn(completed())
+    costs.learn(completed(only("denoise", odd)))
+    assert predicted(costs) == pytest.approx(SECONDS)
+
+
+def test_what_came_from_the_cache_teaches_nothing() -> None:
+    costs = Costs()
+    costs.learn(completed())
+    costs.learn(completed({"text_encode": {"run_s": 1e-3, "attempt": 0}}))
+    assert predicted(costs) == pytest.approx(SECONDS)
+
+
+def test_what_is_learned_of_one_stage_changes_no_other() -> None:
+    costs = Costs()
+    costs.learn(completed())
+    for _ in range(9):
+        costs.learn(completed(only("denoise", 80.0)))
+    assert predicted(costs) == pytest.approx(SECONDS | {"denoise": 80.0})
+
+
+def test_a_request_teaches_once() -> None:
+    costs, context = Costs(), completed()
+    for _ in range(9):
+        costs.learn(context)
+    for _ in range(2):
+        costs.learn(completed(only("denoise", 4.0)))
+    assert predicted(costs)["denoise"] == pytest.approx(4.0)
+    for _ in range(LEARNED):
+        costs.learn(completed())
+    assert len(costs._learned) == LEARNED
+
+
+def test_each_device_has_its_own_law_and_the_mean_over_a_pools_workers_is_predicted() -> None:
+    costs = Costs()
+    pools = {"fast": (DENOISE,), "slow": (DENOISE,), "slower": (DENOISE, DECODE), "other": (ENCODE,)}
+    devices = {"fast": "gpu", "slow": "cpu", "slower": "cpu", "other": "gpu"}
+    fleet = {name: msgspec.structs.replace(info(name, *pools[name]), device=devices[name]) for name in pools}
+    costs.workers = fleet
+    costs.learn(completed(only("denoise", 1.0), worker="fast"))
+    assert predicted(costs)["denoise"] == pytest.approx(1.0)
+    costs.learn(completed(only("denoise", 10.0), worker="slow"))
+    assert predicted(costs)["denoise"] == pytest.approx((1 + 10 + 10) / 3)
+    costs.workers = {"fast": fleet["fast"]}
+    assert predicted(costs)["denoise"] == pytest.approx(1.0)
+    costs.workers = {}
+    assert predicted(costs)["denoise"] == pytest.approx(5.5)
+
+
+async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
+    async with scheduling() as (scheduler, _):
+        gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
+        await scheduler.queue.hello(gpu, [CARD])
+        await scheduler._look_at_workers()
+        await scheduler.submit(CARD, params())
+        await complete_one(scheduler)
+        assert {name for devices in scheduler._costs._laws.values() for name in devices} == {"gpu"}
+
+
+async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
+    file, dice = tmp_path / "data" / "costs.json", random.Random(5)
+    costs = Costs(file)
+    await costs.save()
+    assert not file.exists()
+    for _ in range(40):
+        sizes: dict[str, Value] = {"width": dice.choice([32, 64, 96]), "num_inference_steps": dice.choice([5, 20])}
+        known = completed(only("denoise", dice.random()), **sizes)
+        costs.learn(known)
+    await costs.save()
+    heir = Costs(file)
+    for width in (16, 64, 640):
+        assert predicted(heir, width=width) == pytest.approx(predicted(costs, width=width))
+    before = file.read_bytes()
+    heir.learn(known)
+    await heir.save()
+    assert [one.name for one in file.parent.iterdir()] == ["costs.json"] and file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\x00",
+        b"[1, 2",
+        b"null",
+        b'{"version": 2, "learned": [], "times": {}}',
+        b'{"version": 1, "learned": [], "times": {"denoise:d:float32": {"": [[[1, 4096], []]]}}}',
+        b'{"version": 1, "learned": [], "times": {"denoise:d:float32": {"": [[[1, 4096], [[1, -1.0]]]]}}}',
+        b'{"version": 1, "learned": [], "times": {"denoise:d:float32": {"": [[[1e300, 4096], [[1, 1.0]]]]}}}',
+    ],
+)
+async def test_a_file_that_cannot_be_read_is_told_of_and_replaced(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "costs.json"
+    file.write_bytes(content)
+    with capture_logs() as logs:
+        costs = Costs(file)
+    assert [(one["log_level"], one["file"]) for one in logs] == [("warning", str(file))]
+    costs.learn(completed())
+    await costs.save()
+    assert predicted(Costs(file)) == pytest.approx(SECONDS)
+
+
+numbers = st.floats(1e-9, 1e12)
+times = st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), numbers), min_size=1, max_size=3)
+devices = st.dictionaries(
+    st.sampled_from(["", "cpu", "gpu"]), st.lists(st.tuples(st.tuples(numbers, numbers), times), max_size=4)
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from([ENCODE, DENOISE, "", "what"]), devices))
+def test_whatever_can_be_read_predicts_something(tmp_path_factory: pytest.TempPathFactory, found: object) -> None:
+    file = tmp_path_factory.getbasetemp() / "any.json"
+    file.write_bytes(msgspec.json.encode({"version": 1, "learned": [], "times": found}))
+    costs = Costs(file)
+    assert all(0 <= seconds < float("inf") for seconds in predicted(costs).values())
+    for _ in range(40):
+        costs.learn(completed())
+    assert all(0 <= seconds < float("inf") for seconds in predicted(costs).values())
+
+
+async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    costs = Costs(tmp_path / "file" / "costs.json")
+    costs.learn(completed())
+    with capture_logs() as logs:
+        await costs.save()
+    assert [one["log_level"] for one in logs] == ["warning"]
+
+
+async def test_a_scheduler_saves_at_its_end_and_its_heir_knows(tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    async with scheduling(costs=file) as (scheduler, _):
+        await scheduler.submit(CARD, params())
+        await complete_one(scheduler)
+    async with scheduling(costs=file) as (heir, _):
+        record = await heir.submit(CARD, params())
+        assert (record.context.cost, heir.eta(record)) == (pytest.approx(12), pytest.approx(12))
 
 
 async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> None:

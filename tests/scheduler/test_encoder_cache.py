@@ -19,7 +19,8 @@ from unfuse.core.request import Record, RequestContext, Timings
 from unfuse.core.task import Lease, cached_as
 from unfuse.queues.base import Limits, Wanted
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.scheduler import Observer, Scheduler
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 WORKER, ROOM, SIZE = "worker-1", 100, 40

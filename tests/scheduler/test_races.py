@@ -25,7 +25,8 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import lifecycle
-from unfuse.scheduler.scheduler import Observer, Scheduler
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
 TTL = 15.0

@@ -353,5 +353,5 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         clock.advance(60)
         await scheduler.queue.hello(info("here", ENCODE), [CARD])
         clock.advance(60)
-        await scheduler._drop_the_gone()
+        await scheduler._look_at_workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]

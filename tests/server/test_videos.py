@@ -70,7 +70,7 @@ def test_progress_is_that_of_the_real_steps(served: Served, http: httpx2.Client)
         while http.get(f"{URL}/{id}").json()["progress"] == 0:
             served.next_event(id, "progress")
         view = http.get(f"{URL}/{id}").json()
-        assert (view["status"], view["progress"]) == ("in_progress", 90)
+        assert view["status"] == "in_progress" and 0 < view["progress"] < 100
 
 
 def test_a_video_is_the_same_request_by_the_same_id(served: Served, http: httpx2.Client) -> None:

@@ -159,6 +159,7 @@ def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: P
         assert torch.equal(held["x"], torch.full((3,), 5.0))
         assert held["nothing"] is None
     assert done.timings.run_s > 0
+    assert (done.timings.steps, done.timings.resumed) == (5, 0)
 
 
 def test_every_step_is_reported_once_and_the_beginning_first(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -57,7 +58,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
 
     `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
-    variable. `standard` parameters go before the models' own.
+    variable. `standard` parameters go before the models' own. The file `costs` remembers what stages take.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -77,6 +78,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     order: Order = "fifo"
     dispatch: Dispatch = "locality"
     encoder_cache: int = 0
+    costs: Path | None = None
     lease_ttl: float = 15.0
     retention: float = 86400.0
     drain_timeout: float = 20.0
@@ -151,6 +153,7 @@ class Service:
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
             cache_bytes=options.encoder_cache, flavour=f"{options.workers.compute.outcome} {options.places.encodings}",
+            costs=options.costs,
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)

@@ -93,6 +93,7 @@ def options(loaded: Loaded) -> ServeOptions:
         order=serve.order,
         dispatch=serve.dispatch,
         encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
+        costs=Path(settings.data_dir, "costs.json"),
         lease_ttl=settings.lease.ttl_s,
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,

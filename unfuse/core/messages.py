@@ -36,7 +36,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken.
 
     `high_water` is the most that ever were, `fragmentation` the share of the free ones that no one object can have.
-    Other nodes pull its objects at the addresses of its transfer `engines`.
+    Other nodes pull its objects at the addresses of its transfer `engines`. `device` says what it computes on: cpu, or
+    the name of the GPU.
     `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
     """
 
@@ -53,6 +54,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     high_water: int = 0
     fragmentation: float = 0.0
     engines: dict[str, str] = {}
+    device: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

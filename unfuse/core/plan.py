@@ -92,6 +92,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
 
     `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
     `final` stages write results. `cache` is the key under which other requests find its output, "" if none is to.
+    `cost` is what it was predicted to take when the request came, in seconds of compute.
     """
 
     name: str
@@ -102,6 +103,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     room: int
     final: bool
     cache: str = ""
+    cost: float = 0.0
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):

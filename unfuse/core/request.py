@@ -66,7 +66,8 @@ class StageState(msgspec.Struct, frozen=True):
 
     `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
     `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
-    tried `alone` was among several when a compute process died. `checkpoint` is its state at `checkpoint_step`.
+    tried `alone` was among several when a compute process died. `checkpoint` is its state at `checkpoint_step`; earlier
+    attempts had `reached` that share of it.
     """
 
     status: TaskStatus = "waiting"
@@ -82,6 +83,7 @@ class StageState(msgspec.Struct, frozen=True):
     alone: bool = False
     checkpoint: ObjectRef | None = None
     checkpoint_step: int = 0
+    reached: float = 0.0
 
 
 class RequestContext(msgspec.Struct, frozen=True):

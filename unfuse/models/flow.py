@@ -42,6 +42,7 @@ class FlowDenoiser:
     embeds: Shapes
     masks: Shapes = {}
     conditions: Shapes = {}
+    transformers: tuple[Any, ...]
 
     def __init__(self, loader: Loader) -> None:
         self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")

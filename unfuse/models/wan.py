@@ -179,6 +179,7 @@ class WanDenoiser(FlowDenoiser):
         self._shape = shape = Shape.of(loader.folder)
         super().__init__(loader)
         self._low = None if shape.boundary is None else loader.model("transformer_2")
+        self.transformers += (self._low,) if self._low else ()
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
         sees = {} if shape.image_dim is None else {"image_embeds": (1, None, shape.image_dim)}

@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections import deque
+from collections.abc import Mapping
 from math import prod
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Literal
 
-from unfuse.core.plan import Params, PlannedStage
+import msgspec
+import structlog
+from msgspec import Meta
+from msgspec.structs import replace
+
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
 from unfuse.core.request import Record, RequestContext
+from unfuse.scheduler.law import Law, Work
 
 UNMEASURED_S = 1e-7
-"""Seconds per pixel × frame × step of a model that never completed a request here: 3 s for 28 steps of 1024 × 1024."""
+"""Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
 
-NEWEST = 0.1
-"""Weight of the newest measurement in the running average."""
+LEARNED = 1024
+"""The last so many requests that were learned from are known by their ids: none teaches twice."""
 
 RECENT_S, REMEMBERED = 60.0, 64
 """How far back, in seconds and in requests, the pace of completions is looked at."""
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
+LEAST_S, MOST_S = 1e-9, 1e9
+"""What is outside was not measured."""
+
+Some = Annotated[float, Meta(ge=LEAST_S, le=1e12)]
+
+log = structlog.get_logger(__name__)
+
+
+class _Saved(msgspec.Struct):
+    """The file: ids of requests, and what was measured, by pool and device."""
+
+    version: Literal[1]
+    learned: list[str]
+    times: dict[str, dict[str, list[tuple[tuple[Some, Some], Annotated[list[tuple[int, Some]], Meta(min_length=1)]]]]]
+
 
 class Costs:
-    """Running averages of seconds per pixel × frame × step, by model and stage kind, and the pace of late."""
+    """A law for each pool and each device it was computed on, and the pace of late.
 
-    def __init__(self) -> None:
-        self._rates: dict[str, dict[str, float]] = {}
+    `workers` are the registered ones, by id: they tell what device a stage ran on, and which it may run on. What was
+    learned is kept in the file `saved`, if any; one that cannot be read is told of, and replaced.
+    """
+
+    def __init__(self, saved: Path | None = None) -> None:
+        self.workers: Mapping[str, WorkerInfo] = {}
+        self._path, self._is_saved = saved, True
+        self._laws: dict[str, dict[str, Law]] = {}
+        self._learned: dict[str, None] = {}
         self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
+        if saved and saved.exists():
+            try:
+                found = msgspec.json.decode(saved.read_bytes(), type=_Saved)
+            except (OSError, msgspec.MsgspecError) as error:
+                log.warning("what stages take has to be learned again", file=str(saved), reason=str(error))
+                return
+            self._learned = dict.fromkeys(found.learned)
+            for pool, devices in found.times.items():
+                self._laws[pool] = {device: Law(times) for device, times in devices.items()}
+
+    async def save(self) -> None:
+        """Write what was learned since the last time; a reader finds the old file or the new one."""
+        if self._path and not self._is_saved:
+            self._is_saved = True
+            laws = self._laws.items()
+            times = {pool: {name: list(law.times.items()) for name, law in devices.items()} for pool, devices in laws}
+            data = msgspec.json.encode(_Saved(1, list(self._learned), times))
+            await asyncio.to_thread(_write, self._path, data)
 
     def learn(self, context: RequestContext) -> None:
-        """Take in what a completed request took. Who shared a forward counts their part, what was cached nothing."""
-        rates = self._rates.setdefault(context.model, {})
-        for stage in (stage for stage in context.plan.stages if context.stages[stage.name].attempt):
-            timings = context.stages[stage.name].timings
-            rate = timings.run_s / max(1.0, timings.batch) / _work(context.params)
-            known = rates.setdefault(stage.kind, rate)
-            rates[stage.kind] = known + NEWEST * (rate - known)
+        """Take in what a completed request took. Who shared a forward counts their part, what was cached nothing.
+
+        Where a stage was resumed, its last attempt tells of as many forwards as it made itself.
+        """
+        if context.id in self._learned:
+            return
+        self._learned[context.id], self._is_saved = None, False
+        if len(self._learned) > LEARNED:
+            del self._learned[next(iter(self._learned))]
+        for stage in context.plan.stages:
+            state = context.stages[stage.name]
+            timings, worker = state.timings, self.workers.get(state.worker)
+            seconds = timings.run_s / max(1.0, timings.batch)
+            if state.attempt and LEAST_S <= seconds <= MOST_S:
+                forwards, size = _work(context.params, stage)
+                made = (
+                    timings.steps / (timings.steps + timings.resumed) if timings.steps > 0 <= timings.resumed else 1.0
+                )
+                devices = self._laws.setdefault(stage.pool, {})
+                devices.setdefault(worker.device if worker else "", Law()).add((forwards * made, size), seconds)
 
     def ended(self, context: RequestContext, now: float) -> None:
         """A request made room at this time of a monotonic clock."""
         self._ended.append((now, context.cost))
 
-    def of(self, context: RequestContext) -> float:
-        """Predicted seconds of compute of all its stages."""
-        if context.model not in self._rates:
-            finals = sum(stage.final for stage in context.plan.stages)
-            return UNMEASURED_S * _work(context.params) * finals
-        return sum(self._stage(context, stage) for stage in context.plan.stages)
+    def priced(self, context: RequestContext) -> RequestContext:
+        """The request with predicted seconds of compute, of each of its stages and in all."""
+        stages = tuple(
+            replace(stage, cost=self._seconds(context, stage) or UNMEASURED_S * prod(_work(context.params, stage)))
+            for stage in context.plan.stages
+        )
+        return replace(context, plan=ExecutionPlan(stages), cost=sum(stage.cost for stage in stages))
 
     def until_room(self, cost: float, now: float) -> float:
         """Seconds after which there is presumably room for a request that was refused, by the pace of late."""
@@ -54,13 +121,17 @@ class Costs:
 
     def eta(self, record: Record, now: float) -> float | None:
         """Predicted seconds until it is over: those of its own stages, behind what is ahead. None if nobody knows."""
-        context = record.context
-        if context.over or context.model not in self._rates:
+        context, own = record.context, 0.0
+        if context.over:
             return None
         parts = {run.stage: run.step / run.steps for run in record.running if run.steps}
-        left = [stage for stage in context.plan.stages if context.stages[stage.name].status != "done"]
-        own = sum(self._stage(context, stage) * (1.0 - parts.get(stage.name, 0.0)) for stage in left)
-        return own + self._pace(now, self.of(context))[0] * (record.position or 0)
+        for stage in context.plan.stages:
+            if context.stages[stage.name].status != "done":
+                seconds = self._seconds(context, stage)
+                if seconds is None:
+                    return None
+                own += seconds * (1.0 - parts.get(stage.name, 0.0))
+        return own + self._pace(now, context.cost)[0] * (record.position or 0)
 
     def _pace(self, now: float, otherwise: float) -> tuple[float, float]:
         """Seconds from one end of a request to the next, and what these requests cost on average."""
@@ -69,10 +140,40 @@ class Costs:
             return otherwise, otherwise
         return (now - recent[0][0]) / len(recent), sum(cost for _, cost in recent) / len(recent)
 
-    def _stage(self, context: RequestContext, stage: PlannedStage) -> float:
-        return self._rates[context.model].get(stage.kind, 0.0) * _work(context.params)
+    def _seconds(self, context: RequestContext, stage: PlannedStage) -> float | None:
+        """The mean over the pool's workers, each of which may get it, as far as their devices were measured.
+
+        With none of these, over the devices that were. None where nothing was.
+        """
+        laws = self._laws.get(stage.pool)
+        if not laws:
+            return None
+        devices = [worker.device for worker in self.workers.values() if stage.pool in worker.pools]
+        work = _work(context.params, stage)
+        return fmean(law.seconds(work) for law in [laws[name] for name in devices if name in laws] or laws.values())
 
 
-def _work(params: Params) -> float:
-    sizes = (params.get(name) for name in ("width", "height", "num_frames", "num_inference_steps"))
-    return prod(size if isinstance(size, int) and size > 0 else 1 for size in sizes)
+def _work(params: Params, stage: PlannedStage) -> Work:
+    """Forwards, doubled by guidance, and the size of one: tokens of a prompt, pixels × frames of everything else."""
+    scale = params.get("true_cfg_scale", params.get("guidance_scale"))
+    guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
+    if stage.kind.startswith("text"):
+        return 1.0 + guided, _number(params, "max_sequence_length")
+    forwards = _number(params, "num_inference_steps") * (1.0 + guided) if stage.kind == "denoise" else 1.0
+    return forwards, prod(_number(params, name) for name in ("width", "height", "num_frames"))
+
+
+def _number(params: Params, name: str) -> float:
+    value = params.get(name)
+    return float(value) if isinstance(value, int) and value > 0 else 1.0
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Replace a file, as a whole."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_bytes(data)
+        fresh.replace(path)
+    except OSError as error:
+        log.warning("what stages take could not be kept", file=str(path), reason=str(error))

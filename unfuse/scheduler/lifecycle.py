@@ -122,11 +122,11 @@ def failed(
     raise ValueError("a task is handed back to the queue, not failed")
 
 
-def expired_lease(context: RequestContext, lease: Lease, wall: float) -> Change | None:
+def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:
     """A lease's time has passed: the stage is charged a failure and tried again at once. None if it was not held."""
     claim = lease.claim
     try:
-        draft = _claimed(context, claim, lease.worker, wall)
+        draft = _claimed(context, claim, lease.worker, wall, running)
     except LeaseLost:
         return None
     message = f"worker {lease.worker} was not heard of any more while it ran {claim.stage}"
@@ -268,9 +268,10 @@ def _claimed(
     context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
 ) -> _Draft:
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
-    _current(context, claim, worker, running)
+    state = _current(context, claim, worker, running)
     draft = _Draft(context, wall)
-    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker)
+    reached = max([state.reached, *(run.step / run.steps for run in running if run.stage == claim.stage and run.steps)])
+    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached)
     return draft
 
 
@@ -303,7 +304,7 @@ def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
         return draft.end("failed", failed.claim, dead=True)
     draft.move(consumer, "waiting")
     if lost is not None:
-        draft.move(lost, "waiting", output=None, token=b"")
+        draft.move(lost, "waiting", output=None, token=b"", reached=1.0)
         for reader in before.plan.consumers(lost):
             if draft.stages[reader.name].status == "queued" and reader.name not in running:
                 draft.move(reader.name, "waiting")

@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Protocol
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -14,7 +14,7 @@ import structlog
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
-from unfuse.core.messages import Done, Failed, Moved, Saved, WorkerInfo
+from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
@@ -22,6 +22,7 @@ from unfuse.queues.base import Filter, Limits, Member, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
+from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.rooms import Rooms
 
@@ -33,7 +34,7 @@ REVIEW_S, REVIEW_PAUSE_S, REVIEW_PAGE = 5.0, 0.5, 256
 many in one go."""
 
 LEARN_FROM = 64
-"""Completed requests that are learned from at the start."""
+"""Completed requests that are learned from at the start, and of other schedulers at each review."""
 
 GONE = 20
 """A worker that was silent for this many lease times is dropped from the registry."""
@@ -44,39 +45,12 @@ CROWD_S = 0.05
 log = structlog.get_logger(__name__)
 
 
-class Observer(Protocol):
-    """Hears of each transition once, from the scheduler that made it. This one does nothing."""
-
-    def submitted(self, context: RequestContext) -> None:
-        """A request was accepted; no repeat of an earlier one."""
-        return
-
-    def ended(self, context: RequestContext) -> None:
-        """A request is over."""
-        return
-
-    def lease_expired(self, pool: str) -> None:
-        """A worker was silent for too long; its task is another's."""
-        return
-
-    def moved(self, engine: str, moved: Moved) -> None:
-        """A worker has pulled something from another node."""
-        return
-
-    def looked_up(self, hits: int, misses: int) -> None:
-        """So many outputs were in the encoder cache for an accepted request, and so many were not."""
-        return
-
-
-class _Nobody(Observer):
-    pass
-
-
 class Scheduler:
     """Turns what happened into what happens next, over one queue. Any number may run over a shared one.
 
     `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
-    outputs of up to `cache_bytes` serve other requests too, of those whose schedulers have an equal `flavour`.
+    outputs of up to `cache_bytes` serve other requests too, of those whose schedulers have an equal `flavour`. What
+    stages take is kept in the file `costs`, if any.
     """
 
     def __init__(
@@ -90,10 +64,11 @@ class Scheduler:
         order: Order = "fifo",
         cache_bytes: int = 0,
         flavour: str = "",
+        costs: Path | None = None,
     ) -> None:
         self.queue = queue
         self.lease_ttl = lease_ttl
-        self.observer: Observer = _Nobody()
+        self.observer: Observer = Nobody()
         self.draining = False
         """Whether new requests are refused because this scheduler is about to end."""
         self.interruption: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,7 +77,7 @@ class Scheduler:
         self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._rooms = Costs(), Rooms()
+        self._costs, self._rooms = Costs(costs), Rooms()
         self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
         self._owners: dict[str, WorkerInfo] = {}
         self._troubled = False
@@ -121,6 +96,7 @@ class Scheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._costs.save()
 
     async def submit(
         self,
@@ -172,8 +148,8 @@ class Scheduler:
         if self.draining:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
-        deadline, cost = timeout and now + timeout, self._costs.of(context)
-        context = msgspec.structs.replace(context, created_at=self._clock.wall(), deadline=deadline, cost=cost)
+        priced, deadline = self._costs.priced(context), timeout and now + timeout
+        context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
@@ -181,7 +157,7 @@ class Scheduler:
         try:
             record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
         except Overloaded as error:
-            error.retry_after = self._costs.until_room(cost, self._clock.now())
+            error.retry_after = self._costs.until_room(context.cost, self._clock.now())
             raise
         if record.context == admitted.context:
             self.observer.submitted(record.context)
@@ -268,8 +244,11 @@ class Scheduler:
         """Every worker that owns an input or a checkpoint of these leases, by id, as far as they are known."""
         owners = {ref.owner for lease in leases for ref in lease.reads}
         if not owners <= self._owners.keys():
-            self._owners = {member.info.id: member.info for member in await self.queue.workers()}
+            self._know(await self.queue.workers())
         return {owner: self._owners[owner] for owner in owners if owner in self._owners}
+
+    def _know(self, members: Sequence[Member]) -> None:
+        self._owners = self._costs.workers = {member.info.id: member.info for member in members}
 
     async def over(self, names: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
@@ -343,7 +322,8 @@ class Scheduler:
         task = lease.task
         with suppress(LeaseLost, NotFound):
             _, ours = await self._apply(
-                task.request, lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall())
+                task.request,
+                lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall(), record.running),
             )
             if ours:
                 self.observer.lease_expired(task.pool)
@@ -352,11 +332,14 @@ class Scheduler:
                 )
 
     async def _review(self) -> None:
-        """Learn from what the queue holds; then look through it for deadlines, and for workers that are gone."""
+        """Learn from what the queue holds; then look through it for deadlines, for workers, and for news, for ever."""
         await self._try(self._learn())
         while True:
             await self._try(self._arm_all())
-            await self._try(self._drop_the_gone())
+            await self._try(self._look_at_workers())
+            if self.queue.shared:  # what other schedulers completed
+                await self._try(self._learn())
+            await self._costs.save()
             await asyncio.sleep(REVIEW_S)
 
     async def _learn(self) -> None:
@@ -374,9 +357,12 @@ class Scheduler:
             after = page[-1].context.id
             await asyncio.sleep(REVIEW_PAUSE_S)
 
-    async def _drop_the_gone(self) -> None:
+    async def _look_at_workers(self) -> None:
+        """Learn who they are, and drop those that are gone."""
         horizon = await self.queue.now() - GONE * self.lease_ttl
-        for member in await self.queue.workers():
+        members = await self.queue.workers()
+        self._know(members)
+        for member in members:
             if member.seen < horizon:
                 await self.queue.bye(member.info.id)
 

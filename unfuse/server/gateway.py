@@ -18,7 +18,8 @@ from unfuse.core.messages import Moved
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
 from unfuse.queues.base import Filter
-from unfuse.scheduler.scheduler import Observer, Scheduler
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.metrics import Metrics
 from unfuse.server.view import request_object

@@ -86,23 +86,19 @@ def result_url(context: RequestContext, index: int, base_url: str) -> str:
 
 
 def progress(record: Record) -> int:
-    """Percent of the work that is done, a denoising step counted like any whole other stage; 100 only at the end."""
+    """Percent of the predicted seconds that are behind it; 100 only at the end.
+
+    It never falls: predictions are those of when it was accepted, and what an attempt reached counts for the next ones.
+    """
     context = record.context
     if context.status == "completed":
         return 100
-    weights = {stage.name: _weight(context, stage) for stage in context.plan.stages}
-    done = sum(weights[name] for name, state in context.stages.items() if state.status == "done")
-    started = sum(weights[run.stage] * _part(run) for run in record.running)
-    return min(99, int(100 * (done + started) / sum(weights.values())))
-
-
-def _weight(context: RequestContext, stage: PlannedStage) -> int:
-    steps = context.params.get("num_inference_steps")
-    return steps if stage.kind == "denoise" and isinstance(steps, int) else 1
-
-
-def _part(run: Running) -> float:
-    return run.step / run.steps if run.steps else 0.0
+    parts = {name: 1.0 if state.status == "done" else state.reached for name, state in context.stages.items()}
+    for run in record.running:
+        parts[run.stage] = max(parts[run.stage], run.step / run.steps if run.steps else 0.0)
+    costs = {stage.name: stage.cost or 1.0 for stage in context.plan.stages}
+    behind = sum(costs[name] * part for name, part in parts.items())
+    return min(99, int(100 * behind / sum(costs.values())))
 
 
 def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:

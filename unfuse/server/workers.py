@@ -22,6 +22,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "object": "worker",
             "node": member.info.node,
             "role": member.info.role,
+            "device": member.info.device,
             "pools": list(member.info.pools),
             "slots": member.info.slots,
             "leased": member.leased,

@@ -60,7 +60,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Everything is loaded; `device` is where."""
+    """Everything is loaded; `device` is where: cpu, or the name of the GPU."""
 
     device: str
 

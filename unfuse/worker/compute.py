@@ -45,7 +45,7 @@ def main() -> None:
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
     )  # fmt: skip
-    channel.send(Ready(device))
+    channel.send(Ready(_name(device)))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings,
         Policy.parse(places.checkpoint),
@@ -92,6 +92,15 @@ def _device(options: ComputeOptions, with_torch: bool) -> str:
     torch.set_num_threads(options.threads)
     found = "cuda" if torch.cuda.is_available() else "cpu"
     return found if options.device == "auto" else options.device
+
+
+def _name(device: str) -> str:
+    """What there may be several of, equally fast: a kind of GPU."""
+    if not device.startswith("cuda"):
+        return device
+    import torch
+
+    return torch.cuda.get_device_name(device)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Executor:
         return self._process.pid if self._process else None
 
     async def start(self) -> str:
-        """Start the process and load; returns the device it chose. Raises ConfigError when it cannot load."""
+        """Start the process and load; returns what it computes on. Raises ConfigError when it cannot load."""
         if self._channel:
             self._channel.close()
         ours, theirs = socket.socketpair()

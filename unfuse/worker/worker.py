@@ -111,6 +111,7 @@ class Worker:
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._keeper: Keeper | None = None
+        self._device = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None]
 
@@ -150,7 +151,7 @@ class Worker:
         if objects is None:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
-        return msgspec.structs.replace(info, **where)
+        return msgspec.structs.replace(info, **where, device=self._device)
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -190,7 +191,7 @@ class Worker:
         self._keeper = Keeper(objects, self._link)
         load = self._load(folders, objects, places)
         executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
-        await executor.start()
+        self._device = await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info(
