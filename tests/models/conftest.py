@@ -163,6 +163,13 @@ CACHED = [
 """Those that skip blocks: they equal diffusers' own cache, and are not exact."""
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whichever test comes first waits for every reference."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
         metafunc.parametrize("job", JOBS, ids=[job.name for job in JOBS])

@@ -13,6 +13,7 @@ _SUITES = {
     "ManualClock": "unfuse.testing.clock:ManualClock",
     "Pair": "unfuse.testing.transfer_suite:Pair",
     "check_queue": "unfuse.testing.queue_suite:check_queue",
+    "check_stage": "unfuse.testing.stage_suite:check_stage",
     "check_store": "unfuse.testing.store_suite:check_store",
     "check_transfer": "unfuse.testing.transfer_suite:check_transfer",
 }

@@ -1,0 +1,113 @@
+"""What every stage must do, whatever its family: plain asserts, to be run on loaded stages and inputs that fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.object_ref import lay_out
+from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.stores.tensors import describe
+from unfuse.worker.checkpoints import packed, unpacked
+
+Bits = dict[str, tuple[str, tuple[int, ...], bytes] | None]
+
+
+def check_stage(stage: Stage, inputs: Sequence[StageInput]) -> None:
+    """Raise AssertionError unless the stage keeps its port's promises on these tasks, each of which it must accept.
+
+    They are run alone and stepped; a stage that can be resumed is interrupted after each of its steps.
+    """
+    assert inputs, "a stage is checked on at least one task"
+    for task in inputs:
+        _accepts_what_fits(stage, task)
+        expected = _runs_alone(stage, task)
+        if isinstance(stage, SteppedStage):
+            _steps(stage, task, expected)
+    together = _made(stage.run(inputs), len(inputs))
+    alone = [_made(stage.run([task]), 1)[0] for task in inputs]
+    assert together == alone, "mates change no name, and no order"
+
+
+def _accepts_what_fits(stage: Stage, task: StageInput) -> None:
+    stage.verify(task)
+    hash(stage.batch_key(task.params))
+    assert stage.batch_key(dict(task.params)) == stage.batch_key(task.params), "equal parameters have equal batch keys"
+    if task.tensors:
+        try:
+            stage.verify(replace(task, tensors={}))
+        except PermanentError:
+            return
+        raise AssertionError("a task without its inputs was accepted")
+
+
+def _runs_alone(stage: Stage, task: StageInput) -> Bits:
+    """The output, which is the same each time, is no input's memory, carries no gradient and leaves inputs alone."""
+    before = _bits(task.tensors)
+    (output,) = stage.run([task])
+    first = _bits(output.tensors), [media.data for media in output.media]
+    assert _bits(task.tensors) == before, "an input was written"
+    assert bool(output.tensors) != bool(output.media), "a stage makes tensors for others, or media for the client"
+    lay_out((name, *describe(tensor)) for name, tensor in output.tensors.items())
+    for name, tensor in output.tensors.items():
+        assert not getattr(tensor, "requires_grad", False), f"{name} carries a gradient"
+        for given, one in task.tensors.items():
+            assert not _overlap(tensor, one), f"{name} lies in the memory of the input {given}"
+    (again,) = stage.run([task])
+    assert (_bits(again.tensors), [media.data for media in again.media]) == first, "the same task gave something else"
+    return first[0]
+
+
+def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
+    """Each step moves by one; gone on with from a store after each, it comes to the same."""
+    state = stage.start(task)
+    done, steps = stage.progress(state)
+    assert done == 0 < steps, "a task starts before its first step"
+    with TensorStore.create("memory") as store:
+        while done < steps:
+            (state,) = stage.step([state])
+            assert not isinstance(state, Exception), f"a step failed: {state}"
+            assert stage.progress(state) == (done + 1, steps), "a step is one step"
+            done += 1
+            checkpoint = stage.save(state) if done < steps else None
+            if checkpoint is not None:
+                ref = store.put(packed(checkpoint), request="req_0", stage="checked", attempt=1)
+                with store.get(ref, as_torch=_torch(task.tensors)) as held:
+                    state = stage.resume(task, unpacked(held))
+                assert stage.progress(state) == (done, steps), "a resumed task is where it was saved"
+    assert _bits(stage.finish(state).tensors) == expected, "stepped and resumed, it came to something else"
+
+
+def _made(outputs: Sequence[StageOutput], count: int) -> list[list[str]]:
+    assert len(outputs) == count, f"{count} tasks gave {len(outputs)} outputs"
+    return [[*output.tensors, *(media.content_type for media in output.media)] for output in outputs]
+
+
+def _bits(tensors: Mapping[str, Any]) -> Bits:
+    found: Bits = {}
+    for name, tensor in tensors.items():
+        found[name] = None if tensor is None else (*describe(tensor), _array(tensor).tobytes())
+    return found
+
+
+def _array(tensor: Any) -> Any:
+    if isinstance(tensor, np.ndarray):
+        return tensor
+    import torch
+
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray) or one is None or other is None:
+        return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and bool(np.shares_memory(one, other))
+    return bool(one.numel()) and bool(one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr())
+
+
+def _torch(tensors: Mapping[str, Any]) -> bool:
+    return not any(isinstance(tensor, np.ndarray) for tensor in tensors.values())
