@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, gpu, hop, idle, leases, load, steps, tasks
+from bench import arrivals, costs, gpu, hop, idle, leases, load, steps, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
 from bench.undivided import load as load_undivided, make
 from tests.models import tiny
+from unfuse.core.request import Timings
 
 with_redis = pytest.mark.skipif(
     not (shutil.which("redis-server") or os.environ.get("CI")), reason="no redis-server here: install Debian's"
@@ -209,3 +210,16 @@ def test_an_idle_process_is_told_from_a_busy_one() -> None:
 
     ((rest,), (work,)) = found.values()
     assert rest["percent_of_a_core"] >= 0 and work["percent_of_a_core"] > 0
+
+
+def test_predictions_are_compared_with_what_was_held_out() -> None:
+    def measured(case: costs.Case) -> costs.Measured:
+        took = {"text_encode": 0.01, "denoise": case.steps * (1 + case.frames), "vae_decode": 0.1 * case.frames}
+        return costs.Measured(case, {kind: Timings(run_s=seconds) for kind, seconds in took.items()})
+
+    learned = [measured(case) for case in costs.LEARNED * 3]
+    found = costs.compare(learned, [measured(case) for case in costs.HELD_OUT[:12]])
+
+    assert [*found][:4] == ["law", "law, of the first 12", "one rate", "noise"]
+    assert found["noise"]["all"] == {"median": 0.0, "p90": 0.0}
+    assert found["law"]["text_encode"]["median"] < 10 < found["one rate"]["text_encode"]["median"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -183,19 +184,19 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
 async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:
     file, dice = tmp_path / "data" / "costs.json", random.Random(5)
     costs = Costs(file)
-    await costs.save()
+    await costs.settle()
     assert not file.exists()
     for _ in range(40):
         sizes: dict[str, Value] = {"width": dice.choice([32, 64, 96]), "num_inference_steps": dice.choice([5, 20])}
         known = completed(only("denoise", dice.random()), **sizes)
         costs.learn(known)
-    await costs.save()
+    await costs.settle()
     heir = Costs(file)
     for width in (16, 64, 640):
         assert predicted(heir, width=width) == pytest.approx(predicted(costs, width=width))
     before = file.read_bytes()
     heir.learn(known)
-    await heir.save()
+    await heir.settle()
     assert [one.name for one in file.parent.iterdir()] == ["costs.json"] and file.read_bytes() == before
 
 
@@ -219,7 +220,7 @@ async def test_a_file_that_cannot_be_read_is_told_of_and_replaced(tmp_path: Path
         costs = Costs(file)
     assert [(one["log_level"], one["file"]) for one in logs] == [("warning", str(file))]
     costs.learn(completed())
-    await costs.save()
+    await costs.settle()
     assert predicted(Costs(file)) == pytest.approx(SECONDS)
 
 
@@ -247,7 +248,7 @@ async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_
     costs = Costs(tmp_path / "file" / "costs.json")
     costs.learn(completed())
     with capture_logs() as logs:
-        await costs.save()
+        await costs.settle()
     assert [one["log_level"] for one in logs] == ["warning"]
 
 
@@ -268,6 +269,24 @@ async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> Non
         heir = Scheduler(scheduler.queue, clock=clock)
         await heir._learn()
         assert (await heir.submit(CARD, params())).context.cost == pytest.approx(12)
+
+
+async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Shared(MemoryQueue):
+        shared = True
+
+    monkeypatch.setattr("unfuse.scheduler.scheduler.REVIEW_S", 0.01)
+    clock = ManualClock()
+    queue = Shared(clock)
+    one, other = Scheduler(queue, clock=clock), Scheduler(queue, clock=clock)
+    await other.start()
+    await one.submit(CARD, params())
+    await complete_one(one)
+    record = await one.submit(CARD, params())
+    async with asyncio.timeout(30):
+        while other.eta(record) is None:
+            await asyncio.sleep(0.01)
+    await other.close()
 
 
 async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room() -> None:

@@ -152,3 +152,14 @@ def test_it_remembers_a_bounded_number_of_measurements_the_newest() -> None:
     assert {tuple(took for _, took in times) for times in law.times.values()} == {
         tuple(float(took) for took in range(2 * EACH, 3 * EACH))
     }
+
+
+def test_what_is_not_taken_in_yet_is_so_with_the_next_fit() -> None:
+    law = Law()
+    for _ in range(100):
+        law.add((1.0, 1.0), 1.0)
+    assert law.seconds((1.0, 1.0)) == pytest.approx(1.0)
+    for _ in range(EACH):
+        law.add((1.0, 1.0), 2.0)
+    law.fit()
+    assert law.seconds((1.0, 1.0)) == pytest.approx(2.0)

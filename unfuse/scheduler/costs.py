@@ -71,8 +71,10 @@ class Costs:
             for pool, devices in found.times.items():
                 self._laws[pool] = {device: Law(times) for device, times in devices.items()}
 
-    async def save(self) -> None:
-        """Write what was learned since the last time; a reader finds the old file or the new one."""
+    async def settle(self) -> None:
+        """Fit and write what was learned since the last time; a reader finds the old file or the new one."""
+        for law in (law for devices in self._laws.values() for law in devices.values()):
+            law.fit()
         if self._path and not self._is_saved:
             self._is_saved = True
             laws = self._laws.items()

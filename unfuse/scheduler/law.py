@@ -30,8 +30,8 @@ one over what was measured. Where the two are harder to tell apart it is larger,
 SPREAD = 0.1
 """Relative errors of this size are usual, however well the others fit."""
 
-ROUNDS, NEWS = 3, 32
-"""How often a fit is weighed again, and after how many measurements, at the latest, there is another one."""
+ROUNDS = 3
+"""How often a fit is weighed again."""
 
 
 class Law:
@@ -57,12 +57,15 @@ class Law:
             del self.times[next(iter(self.times))]
 
     def seconds(self, work: Work) -> float:
-        """Predicted seconds, once anything was measured."""
-        if self._news > min(self._seen // 8, NEWS):
-            self._news, self._parts = 0, self._fitted()
+        """Predicted seconds, once anything was measured; at most an eighth of all measurements is not yet taken in."""
+        if self._news > self._seen // 8:
+            self.fit()
         return sum(part * feature for part, feature in zip(self._parts, _features(work), strict=True))
 
-    def _fitted(self) -> list[float]:
+    def fit(self) -> None:
+        """Take in what was measured since the last fit: about a millisecond, if there is anything."""
+        if self._news <= 0:
+            return
         features = np.array([_features(work) for work in self.times])
         found = np.array([median_low(seconds for _, seconds in times) for times in self.times.values()])
         ages = np.array([sum(FORGET ** (self._seen - number) for number, _ in one) for one in self.times.values()])
@@ -72,7 +75,7 @@ class Law:
             usual = features @ parts
             off = np.abs(found / usual - 1)
             weights = ages / (1 + (off / (2 * max(SPREAD, np.median(off)))) ** 2)
-        return [float(part) for part in parts]
+        self._news, self._parts = 0, [float(part) for part in parts]
 
 
 def _features(work: Work) -> list[float]:

@@ -96,7 +96,7 @@ class Scheduler:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._costs.save()
+        await self._costs.settle()
 
     async def submit(
         self,
@@ -339,7 +339,7 @@ class Scheduler:
             await self._try(self._look_at_workers())
             if self.queue.shared:  # what other schedulers completed
                 await self._try(self._learn())
-            await self._costs.save()
+            await self._costs.settle()
             await asyncio.sleep(REVIEW_S)
 
     async def _learn(self) -> None:
