@@ -16,7 +16,7 @@ from tests.models.tiny import SERVING, build
 
 KINDS = (
     "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
-    "wan-2.2-5b-image", "hunyuan-video", "qwen-image",
+    "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea",
 )  # fmt: skip
 
 PLAIN = {"prompt": "a red circle", "seed": 3}
@@ -42,6 +42,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {**PLAIN, "num_frames": 5},
         {"prompt": "it turns", "seed": 4, "num_frames": 9, "size": "48x16", "negative_prompt": "blurred"},
     ],
+    "klein": [PLAIN],
+    "krea": [{**PLAIN, "negative_prompt": "blurred", "size": "48x24"}],
     "qwen-image": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
 }
 TRUE_CFG = {kind: {"true_cfg_scale": 3.0} for kind in ("flux", "hunyuan-video", "qwen-image")}
@@ -94,7 +96,7 @@ def frames(server: Server, request: str) -> list[str]:
     return [digest(file) for file in files]
 
 
-@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler", "qwen-image"])
+@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea"])
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -138,7 +140,7 @@ def test_an_edit_is_a_video_of_one_frame(
 def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -> None:
     pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
 
-    flux, alone = ["flux", "flux-schnell"], [["hunyuan-video"], ["qwen-image"]]
+    flux, alone = ["flux", "flux-schnell"], [["hunyuan-video"], ["klein"], ["krea"], ["qwen-image"]]
     wan = [kind for kind in sorted(KINDS) if kind.startswith("wan")]
     small = [[kind] for kind in wan if "5b" in kind]
     large = [kind for kind in wan if "5b" not in kind]

@@ -28,12 +28,16 @@ Load = Callable[..., dict[str, Stage]]
 
 @dataclass(frozen=True)
 class Job:
-    """One call of an undivided pipeline; `model` is a folder, relative to where the tiny ones are built."""
+    """One call of an undivided pipeline; `model` is a folder, relative to where the tiny ones are built.
+
+    With `blocks` diffusers' modular pipeline is called too.
+    """
 
     name: str
     model: str
     params: dict[str, Any]
     dtype: str = "float32"
+    blocks: bool = False
 
 
 def wan_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
@@ -58,6 +62,10 @@ def qwen_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> di
     return flux_params(seed, prompt, **{"true_cfg_scale": 4.0, "guidance_scale": None, **given})
 
 
+def block_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    return wan_params(seed, prompt, **{"negative_prompt": None, "guidance_scale": 4.0, **given})
+
+
 ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\ttabs\x1c "
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
@@ -69,7 +77,7 @@ JOBS = [
     Job("unipc-seed", "wan", wan_params(2**40 + 7)),
     Job("unipc-prompt", "wan", wan_params(prompt="b")),
     Job("unipc-unguided", "wan", wan_params(guidance_scale=1.0)),
-    Job("unipc-negative", "wan", wan_params(3, negative_prompt="blurred, grey", num_inference_steps=7)),
+    Job("unipc-negative", "wan", wan_params(3, negative_prompt="blurred, grey", num_inference_steps=7), blocks=True),
     Job("unipc-one-step", "wan", wan_params(4, num_inference_steps=1, height=16, width=48)),
     Job("unipc-video", "wan", wan_params(5, ODD, height=48, num_frames=5, num_inference_steps=3)),
     Job("unipc-video-unguided", "wan", wan_params(6, num_frames=3, guidance_scale=0.0)),
@@ -77,7 +85,7 @@ JOBS = [
     Job("unipc-half", "wan", wan_params(8, negative_prompt="no"), HALF),
     Job("euler-image", "wan-euler", wan_params(9)),
     Job("euler-next-seed", "wan-euler", wan_params(10)),
-    Job("euler-video", "wan-euler", wan_params(11, ODD, width=48, num_frames=9, negative_prompt="n")),
+    Job("euler-video", "wan-euler", wan_params(11, ODD, width=48, num_frames=9, negative_prompt="n"), blocks=True),
     Job("euler-half", "wan-euler", wan_params(12, num_frames=3), HALF),
     Job("shapes-image", SHAPES, wan_params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
     Job("shapes-next", SHAPES, wan_params(2, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
@@ -97,7 +105,7 @@ JOBS = [
     Job("picture-euler-half", "wan-image-euler", image_params(8, image="wall.jpg"), HALF),
     Job("two-image", "wan-2.2", wan_params()),
     Job("two-seed", "wan-2.2", wan_params(1)),
-    Job("two-second-scale", "wan-2.2", wan_params(guidance_scale_2=2.0)),
+    Job("two-second-scale", "wan-2.2", wan_params(guidance_scale_2=2.0), blocks=True),
     Job("two-high-noise", "wan-2.2", wan_params(2, num_inference_steps=1, negative_prompt="b", guidance_scale_2=1.0)),
     Job("two-unguided", "wan-2.2", wan_params(3, ODD, num_frames=5, guidance_scale=1.0, guidance_scale_2=4.0)),
     Job("two-steps", "wan-2.2", wan_params(4, num_inference_steps=7, guidance_scale_2=1.0)),
@@ -122,13 +130,13 @@ JOBS = [
     Job("flux-empty-negative", "flux", flux_params(negative_prompt="", true_cfg_scale=2.0)),
     Job("flux-no-negative", "flux", flux_params(true_cfg_scale=2.0)),
     Job("flux-negative-unread", "flux", flux_params(negative_prompt="blurred")),
-    Job("flux-wide", "flux", flux_params(3, ODD, height=16, width=72, num_inference_steps=1)),
+    Job("flux-wide", "flux", flux_params(3, ODD, height=16, width=72, num_inference_steps=1), blocks=True),
     Job("flux-high", "flux", flux_params(4, height=80, width=24, num_inference_steps=5)),
     Job("flux-long", "flux", flux_params(5, LONG, max_sequence_length=16)),
     Job("flux-half", "flux", flux_params(6), HALF),
     Job("flux-half-negative", "flux", flux_params(7, negative_prompt="no", true_cfg_scale=3.0, width=48), HALF),
     Job("flux-whole-half", "flux", flux_params(8), "bfloat16,vae=bfloat16"),
-    Job("schnell-image", "flux-schnell", flux_params(9, guidance_scale=0.0)),
+    Job("schnell-image", "flux-schnell", flux_params(9, guidance_scale=0.0), blocks=True),
     Job("schnell-guidance", "flux-schnell", flux_params(9)),
     Job("schnell-negative", "flux-schnell", flux_params(10, negative_prompt="n", true_cfg_scale=2.5)),
     Job("schnell-half", "flux-schnell", flux_params(11, ODD, height=40), HALF),
@@ -145,13 +153,32 @@ JOBS = [
     Job("qwen-image", "qwen-image", qwen_params()),
     Job("qwen-next-seed", "qwen-image", qwen_params(1)),
     Job("qwen-prompt", "qwen-image", qwen_params(prompt="b")),
-    Job("qwen-negative", "qwen-image", qwen_params(2, negative_prompt="blurred and long", num_inference_steps=6)),
+    Job(
+        "qwen-negative",
+        "qwen-image",
+        qwen_params(2, negative_prompt="blurred and long", num_inference_steps=6),
+        blocks=True,
+    ),
     Job("qwen-empty-negative", "qwen-image", qwen_params(negative_prompt="")),
     Job("qwen-no-scale", "qwen-image", qwen_params(negative_prompt="blurred", true_cfg_scale=1.0)),
-    Job("qwen-wide", "qwen-image", qwen_params(3, ODD, height=16, width=72, num_inference_steps=1)),
+    Job("qwen-wide", "qwen-image", qwen_params(3, ODD, height=16, width=72, num_inference_steps=1), blocks=True),
     Job("qwen-long", "qwen-image", qwen_params(4, LONG, max_sequence_length=16, negative_prompt="b", height=48)),
     Job("qwen-half", "qwen-image", qwen_params(5, negative_prompt="no"), HALF),
     Job("qwen-whole-half", "qwen-image", qwen_params(6), "bfloat16,vae=bfloat16"),
+    Job("klein-image", "klein", block_params()),
+    Job("klein-seed", "klein", block_params(1)),
+    Job("klein-prompt", "klein", block_params(prompt="b", num_inference_steps=6)),
+    Job("klein-guidance", "klein", block_params(guidance_scale=2.0)),
+    Job("klein-unguided", "klein", block_params(2, ODD, guidance_scale=0.5, height=16, width=72)),
+    Job("klein-half", "klein", block_params(3, LONG, width=48), HALF),
+    Job("klein-distilled", "klein-distilled", block_params(4, height=48, num_inference_steps=1)),
+    Job("krea-image", "krea", block_params()),
+    Job("krea-seed", "krea", block_params(1)),
+    Job("krea-prompt", "krea", block_params(prompt="b", num_inference_steps=6)),
+    Job("krea-negative", "krea", block_params(negative_prompt="blurred", guidance_scale=0.5)),
+    Job("krea-unguided", "krea", block_params(2, ODD, guidance_scale=0.0, height=16, width=72)),
+    Job("krea-half", "krea", block_params(3, LONG, width=48, negative_prompt="b"), HALF),
+    Job("krea-distilled", "krea-distilled", block_params(4, height=48, guidance_scale=0.0)),
 ]
 
 CACHED = [
@@ -167,6 +194,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whichever test comes first waits for every reference."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(600))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whoever comes first waits for all references: half a minute, and several where the machine has much to do."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(600))
 
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.models import conftest as c
+from tests.models.tiny import KINDS
 from unfuse.core.errors import ConfigError
 from unfuse.models import find, pipeline_class, served_classes
 
@@ -73,14 +75,17 @@ def test_a_folder_without_a_model(content: str | None, sentence: str, tmp_path: 
 CARD = """
 import sys
 from unfuse.models import find, resolve_source
-folder = resolve_source("unfuse/shapes")
-card = find(folder).card("unfuse/shapes", folder)
+for name in sys.argv[1:]:
+    folder = resolve_source(name)
+    card = find(folder).card(name, folder)
 heavy = ("torch", "diffusers", "transformers", "huggingface_hub", "safetensors", "numpy", "PIL", "av")
 print(card.name, [name for name in heavy if name in sys.modules])
 """
 
 
-def test_a_card_is_made_without_torch() -> None:
-    done = subprocess.run([sys.executable, "-c", CARD], text=True, capture_output=True, check=True)
+def test_cards_of_all_families_are_made_without_torch(undivided: c.Undivided) -> None:
+    folders = [str(undivided.folder(kind)) for kind in KINDS]
+    command = [sys.executable, "-c", CARD, *folders, "unfuse/shapes"]
+    done = subprocess.run(command, text=True, capture_output=True, check=True)
 
     assert done.stdout.split("\n")[0] == "unfuse/shapes []"

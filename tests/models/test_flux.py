@@ -90,8 +90,8 @@ def test_equal_components_of_another_recipe_have_another_identity(copy: Path) ->
     ("model_index.json", {"tokenizer": ["transformers", "T5Tokenizer"]}, "served is transformers CLIPTokenizer or"),
     ("model_index.json", {"scheduler": ["diffusers", "UniPCMultistepScheduler"]}, "served is diffusers FlowMatchEuler"),
     ("transformer/config.json", {"in_channels": 64}, "by its VAE the transformer has 16 channels, by its config"),
-    ("transformer/config.json", {"joint_attention_dim": None}, "transformer or vae configuration: TypeError"),
-    ("vae/config.json", {"latent_channels": "four"}, "transformer or vae configuration: ValueError"),
+    ("transformer/config.json", {"joint_attention_dim": None}, "transformer configuration: TypeError"),
+    ("vae/config.json", {"latent_channels": "four"}, "vae configuration: ValueError"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_refused_in_a_sentence(
     file: str, changes: dict[str, Any], sentence: str, copy: Path

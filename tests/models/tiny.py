@@ -19,8 +19,9 @@ TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
 KINDS = (
     "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
     "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
+    "klein", "klein-distilled", "krea", "krea-distilled",
 )  # fmt: skip
-PICTURES = ("flux", "qwen")
+PICTURES = ("flux", "qwen", "klein", "krea")
 """What the kinds begin with that make no videos."""
 
 SERVING = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 24}
@@ -32,7 +33,10 @@ def build(kind: str, folder: Path, serving: bool = True) -> Path:
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        make = {"flux": _flux, "hunyuan": _hunyuan, "qwen": _qwen, "wan": _wan}[kind.partition("-")[0]]
+        families = {
+            "flux": _flux, "hunyuan": _hunyuan, "klein": _klein, "krea": _krea, "qwen": _qwen, "wan": _wan,
+        }  # fmt: skip
+        make = families[kind.partition("-")[0]]
         pipe = make(kind)
     pipe.save_pretrained(folder)
     if serving:
@@ -237,12 +241,7 @@ def _hunyuan(kind: str) -> Any:
 
 
 def _qwen(kind: str) -> Any:
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
     from diffusers.modular_pipelines.qwenimage import prompt_templates as templates
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -256,10 +255,7 @@ def _qwen(kind: str) -> Any:
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": TEXT_DIM}
     config = Qwen2_5_VLConfig(text_config=language, vision_config=eyes)
     encoder = _seeded(14, lambda: Qwen2_5_VLForConditionalGeneration(config))
-    vae = _seeded(15, lambda: AutoencoderKLQwenImage(
-        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, False],
-        latents_mean=[0.2, -0.1, 0.5, 0.3], latents_std=[1.3, 2.1, 0.8, 2.7],
-    ))  # fmt: skip
+    vae = _qwen_vae()
     transformer = _seeded(16, lambda: QwenImageTransformer2DModel(
         in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2, attention_head_dim=12, num_attention_heads=2,
         joint_attention_dim=TEXT_DIM, axes_dims_rope=(4, 4, 4),
@@ -267,6 +263,74 @@ def _qwen(kind: str) -> Any:
     _louder(text=(transformer.txt_in.weight, 20), out=(transformer.proj_out.weight, 5))
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     return QwenImagePipeline(scheduler, vae, encoder, tokenizer, transformer)
+
+
+def _qwen_vae() -> Any:
+    from diffusers import AutoencoderKLQwenImage
+
+    return _seeded(15, lambda: AutoencoderKLQwenImage(
+        base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, False],
+        latents_mean=[0.2, -0.1, 0.5, 0.3], latents_std=[1.3, 2.1, 0.8, 2.7],
+    ))  # fmt: skip
+
+
+def _klein(kind: str) -> Any:
+    from diffusers import (
+        AutoencoderKLFlux2,
+        FlowMatchEulerDiscreteScheduler,
+        Flux2KleinPipeline,
+        Flux2Transformer2DModel,
+    )
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = _bytes_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}!"
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=28, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    encoder = _seeded(17, lambda: Qwen3ForCausalLM(config))
+    vae = _seeded(18, lambda: AutoencoderKLFlux2(
+        down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[8, 16, 16], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
+    ))  # fmt: skip
+    transformer = _seeded(19, lambda: Flux2Transformer2DModel(
+        in_channels=4 * CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=48, timestep_guidance_channels=32, axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False,
+    ))  # fmt: skip
+    _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    distilled = kind.endswith("distilled")
+    return Flux2KleinPipeline(scheduler, vae, encoder, tokenizer, transformer, is_distilled=distilled)
+
+
+def _krea(kind: str) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+    from diffusers.modular_pipelines.qwenimage import prompt_templates as templates
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    template, start = templates.QWENIMAGE_PROMPT_TEMPLATE, templates.QWENIMAGE_PROMPT_TEMPLATE_START_IDX
+    tokenizer = _bytes_tokenizer(template, start)
+    language = {
+        "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 36,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}, "pad_token_id": 0,
+    }  # fmt: skip
+    eyes = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+    }  # fmt: skip
+    encoder = _seeded(20, lambda: Qwen3VLModel(Qwen3VLConfig(text_config=language, vision_config=eyes)))
+    transformer = _seeded(21, lambda: Krea2Transformer2DModel(
+        in_channels=4 * CHANNELS, num_layers=1, attention_head_dim=12, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=16, text_num_attention_heads=2,
+        text_num_key_value_heads=2, text_intermediate_size=24, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
+        axes_dims_rope=(4, 4, 4),
+    ))  # fmt: skip
+    _louder(text=(transformer.txt_in.linear_1.weight, 5), out=(transformer.final_layer.linear.weight, 5))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
+    distilled = kind.endswith("distilled")
+    return Krea2Pipeline(scheduler, _qwen_vae(), encoder, tokenizer, transformer, is_distilled=distilled)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
 names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER.
+uint8). An `image` among the parameters is a file under FOLDER. A job that asks for `blocks` gets, under that name, also
+the pixels that diffusers' modular pipeline makes of it: a second opinion.
 """
 
 import inspect
@@ -34,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
-from diffusers import DiffusionPipeline, FirstBlockCacheConfig  # noqa: E402
+from diffusers import DiffusionPipeline, FirstBlockCacheConfig, ModularPipeline  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
 
 
@@ -80,6 +81,23 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     }
 
 
+def by_blocks(folder: Path, params: dict) -> np.ndarray:
+    pipe = ModularPipeline.from_pretrained(str(folder))
+    pipe.load_components(torch_dtype=torch.float32)
+    scale = params["guidance_scale"]
+    if "true_cfg_scale" in params:
+        scale = 1.0 if params["negative_prompt"] is None else params["true_cfg_scale"]
+    scales = {"guider": scale, "guider_2": params.get("guidance_scale_2") or scale}
+    guiders = {name: scales[name] for name in pipe.component_names if name in scales}
+    specs = {name: pipe.get_component_spec(name) for name in guiders}
+    pipe.update_components(**{name: specs[name].create(guidance_scale=scale) for name, scale in guiders.items()})
+    known = {declared.name for declared in pipe.blocks.inputs}
+    arguments = {name: value for name, value in params.items() if name in known and value is not None}
+    generator = torch.Generator("cpu").manual_seed(params["seed"])
+    state = pipe(**arguments, generator=generator, output_type="pil")
+    return np.stack([np.asarray(frame) for frame in state.values.get("images") or state.values["videos"][0]])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
@@ -89,7 +107,10 @@ def main() -> None:
     for job in json.load(sys.stdin):
         key = job["model"], job["dtype"]
         pipes[key] = pipes.get(key) or pipeline(root / job["model"], job["dtype"])
-        np.savez(root / f"{job['name']}.npz", **run(pipes[key], job["params"], root))
+        made = run(pipes[key], job["params"], root)
+        if job["blocks"]:
+            made["blocks"] = by_blocks(root / job["model"], job["params"])
+        np.savez(root / f"{job['name']}.npz", **made)
     if "unfuse" in sys.modules:
         raise SystemExit("something imported unfuse")
 

@@ -15,8 +15,10 @@ from unfuse.models.source import resolve_source
 __all__ = ["Family", "find", "pipeline_class", "resolve_source", "served_classes"]
 
 FAMILIES = {
+    "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
     "FluxPipeline": "unfuse.models.flux:FAMILY",
     "HunyuanVideoPipeline": "unfuse.models.hunyuan_video:FAMILY",
+    "Krea2Pipeline": "unfuse.models.modular:KREA",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",

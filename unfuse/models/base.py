@@ -257,6 +257,10 @@ class Loader:
         self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model
 
+    def class_of(self, component: str) -> str:
+        """The class of a component, in its library."""
+        return self._classes[component][1]
+
     def vae(self) -> Any:
         """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one."""
         vae, how = self.model("vae"), self.runtime.options.vae

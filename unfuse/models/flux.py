@@ -39,12 +39,11 @@ class Shape(Packing):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
-        transformer, vae = folder.config("transformer"), folder.config("vae")
-        with folder.reading("transformer or vae"):
+        transformer, packing = folder.config("transformer"), Packing.of(folder)
+        with folder.reading("transformer"):
             shape = cls(
-                int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1),
-                int(transformer["joint_attention_dim"]), int(transformer["pooled_projection_dim"]),
-                bool(transformer["guidance_embeds"]),
+                packing.channels, packing.scale, int(transformer["joint_attention_dim"]),
+                int(transformer["pooled_projection_dim"]), bool(transformer["guidance_embeds"]),
             )  # fmt: skip
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels * PATCH**2, channels)
@@ -108,8 +107,8 @@ class FluxVae:
 
     def __init__(self, loader: Loader) -> None:
         self._vae, self._device = loader.vae(), loader.device
-        channels, scale = int(self._vae.config.latent_channels), 2 ** (len(self._vae.config.block_out_channels) - 1)
-        self._packing, self.latents = Packing(channels, scale), (1, None, channels * PATCH**2)
+        self._packing = Packing.of(loader.folder)
+        self.latents = (1, None, self._packing.channels * PATCH**2)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Scaled and shifted in the dtype they come in."""

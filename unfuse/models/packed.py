@@ -34,6 +34,15 @@ class Packing:
     channels: int
     scale: int
 
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Packing:
+        """Read the VAE's configuration. Raises ConfigError."""
+        vae = folder.config("vae")
+        with folder.reading("vae"):
+            if "z_dim" in vae:
+                return Packing(int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"]))
+            return Packing(int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1))
+
     def patches(self, params: Params) -> tuple[int, int]:
         """Rows and columns of patches."""
         side = self.scale * PATCH

@@ -41,10 +41,10 @@ class Shape(Packing):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations of transformer and VAE. Raises ConfigError when they do not fit each other."""
-        transformer, vae = folder.config("transformer"), folder.config("vae")
-        with folder.reading("transformer or vae"):
-            scale, channels = 2 ** len(vae["temperal_downsample"]), int(transformer["in_channels"])
-            shape = cls(int(vae["z_dim"]), scale, int(transformer["joint_attention_dim"]))
+        transformer, packing = folder.config("transformer"), Packing.of(folder)
+        with folder.reading("transformer"):
+            channels, text_dim = int(transformer["in_channels"]), int(transformer["joint_attention_dim"])
+            shape = cls(packing.channels, packing.scale, text_dim)
         need_channels(folder, shape.channels * PATCH**2, channels)
         if transformer.get("guidance_embeds"):
             raise ConfigError(f"model {folder.path} was distilled for guidance, which diffusers cannot run")
@@ -110,9 +110,8 @@ class QwenImageVae:
 
     def __init__(self, loader: Loader) -> None:
         self._vae, self._device = loader.vae(), loader.device
-        channels = int(self._vae.config.z_dim)
-        self._packing = Packing(channels, 2 ** len(self._vae.config.temperal_downsample))
-        self.latents = (1, None, channels * PATCH**2)
+        self._packing = Packing.of(loader.folder)
+        self.latents = (1, None, self._packing.channels * PATCH**2)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As it comes from the packing."""

@@ -1,0 +1,141 @@
+"""The general family: its table says what diffusers declares, and a class is listed only if it was compared."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from tests.models.test_exact import BLOCKS
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.plan import Pipeline
+from unfuse.models import FAMILIES, find
+from unfuse.models.base import Runtime
+from unfuse.models.modular import BLOCKS as NAMES, KLEIN, KREA, Modular
+from unfuse.stages.base import StageInput
+
+OTHER = {"generator", "latents", "output_type"}
+"""Inputs that are neither parameters nor what an earlier stage made."""
+
+
+def pipeline_of(kind: str, undivided: c.Undivided) -> tuple[Modular, Pipeline]:
+    family = find(undivided.folder(kind))
+    assert isinstance(family, Modular)
+    return family, family.card("m", undivided.folder(kind)).pipeline
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivided) -> None:
+    import diffusers
+
+    family, pipeline = pipeline_of(kind, undivided)
+    blocks = getattr(diffusers, family._served.blocks[kind.endswith("distilled")])().sub_blocks
+    made: set[str] = set()
+    for spec in pipeline.stages:
+        block = blocks[NAMES[spec.kind]]
+        declared = {part.name for part in block.inputs}
+        loaded = {part.name for part in block.expected_components if part.default_creation_method != "from_config"}
+        guided = any(part.name == "guider" for part in block.expected_components)
+
+        assert set(spec.components) == loaded
+        assert set(spec.inputs) <= declared
+        assert set(spec.outputs) == ({part.name for part in block.outputs} if spec.outputs else set())
+        if spec.reads:
+            assert set(spec.reads) - {"guidance_scale"} == declared & {
+                "prompt",
+                "negative_prompt",
+                "max_sequence_length",
+            }
+            assert ("guidance_scale" in spec.reads) == guided
+        made |= set(spec.outputs)
+        produced = {part.name for inner in block.sub_blocks.values() for part in inner.intermediate_outputs}
+        assert set(block.required_inputs) - made - produced <= {"prompt", *c.wan_params()} | OTHER, "all that it needs"
+
+
+def test_every_class_that_is_listed_was_compared_guided_and_not() -> None:
+    """By test_exact, whose jobs these are."""
+    import diffusers
+
+    ours = {name for name, place in FAMILIES.items() if ".modular:" in place}
+    models = {job.model for job in c.JOBS}
+
+    assert ours == {KLEIN.source[1], KREA.source[1]}
+    assert set(BLOCKS) <= models
+    assert all(issubclass(getattr(diffusers, name), diffusers.DiffusionPipeline) for name in ours)
+
+
+def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], Path]) -> None:
+    krea, klein = (find(folder).card("m", folder) for folder in (copied("krea"), copied("klein")))
+
+    assert krea.defaults == {
+        "height": 1024, "width": 1024, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 4.5,
+        "max_sequence_length": 512, "negative_prompt": None,
+    }  # fmt: skip
+    assert (klein.defaults["height"], klein.defaults["guidance_scale"]) == (512, 4.0)
+    assert klein.limits.size_multiple == 8
+
+
+def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool_with_one_that_does(
+    undivided: c.Undivided,
+) -> None:
+    guided, distilled = (find(folder).card("m", folder) for folder in map(undivided.folder, ("krea", "krea-distilled")))
+
+    assert distilled.pipeline.stages[0].outputs == ("prompt_embeds", "prompt_embeds_mask")
+    assert distilled.pipeline.stages[0].reads == ("prompt", "max_sequence_length")
+    shared = {name for name, pool in guided.pools().items() if distilled.pools()[name] == pool}
+    assert shared == {"vae_decode"}
+
+
+@pytest.mark.parametrize(("file", "changes", "sentence"), [
+    ("model_index.json", {"patch_size": 4}, "patch_size is 4, and what is served is 2"),
+    ("model_index.json", {"text_encoder_select_layers": [1]}, "text_encoder_select_layers is [1], and what is served"),
+    ("model_index.json", {"vae": ["diffusers", "AutoencoderKL"]}, "served is diffusers AutoencoderKLQwenImage"),
+    ("transformer/config.json", {"text_hidden_dim": None}, "transformer configuration: TypeError"),
+])  # fmt: skip
+def test_what_cannot_be_served_is_refused_in_a_sentence(
+    file: str, changes: dict[str, Any], sentence: str, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("krea")
+    c.edit(folder / file, **changes)
+
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        find(folder).card("mine", folder)
+
+
+def test_offloading_is_refused(undivided: c.Undivided) -> None:
+    folder = undivided.folder("krea")
+    card = find(folder).card("m", folder)
+
+    with pytest.raises(ConfigError, match="--offload cannot be used with a Krea2Pipeline: leave it out"):
+        find(folder).load(card.pipeline.stages[0], folder, Runtime("cpu", card.dtypes, ComputeOptions(offload="model")))
+
+
+@pytest.mark.parametrize(("stage", "params", "tensors", "sentence"), [
+    ("text_encode", {"prompt": None}, {}, "parameter prompt must be of type str"),
+    ("text_encode", {"guidance_scale": None}, {}, "parameter guidance_scale must be of type float"),
+    ("text_encode", {"negative_prompt": 3}, {}, "parameter negative_prompt must be of type str"),
+    ("denoise", {}, {"prompt_embeds": (1, 21, 12, 16)}, "input prompt_embeds_mask is missing"),
+    ("denoise", {"seed": None}, {}, "parameter seed must be of type int"),
+    ("denoise", {"num_inference_steps": 2.5}, {}, "parameter num_inference_steps must be of type int"),
+    ("vae_decode", {}, {}, "input latents is missing"),
+    ("vae_decode", {"height": None}, {"latents": (1, 4, 1, 8, 8)}, "parameter height must be of type int"),
+])  # fmt: skip
+def test_what_a_block_lacks_is_named(
+    stage: str, params: dict[str, Any], tensors: dict[str, tuple[int, ...]], sentence: str, undivided: c.Undivided,
+    stages: c.Load,
+) -> None:  # fmt: skip
+    task = StageInput({**c.block_params(), **params}, {name: torch.zeros(shape) for name, shape in tensors.items()})
+
+    with pytest.raises(PermanentError, match=sentence):
+        stages(undivided.folder("krea"))[stage].verify(task)
+
+
+def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: c.Load) -> None:
+    latents = torch.full((1, 4, 1, 8, 8), torch.nan)
+
+    with pytest.raises(PermanentError, match="pixels that are not finite"):
+        c.run(stages(undivided.folder("krea"))["vae_decode"], c.block_params(), {"latents": latents})

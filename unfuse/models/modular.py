@@ -1,0 +1,246 @@
+"""Models without a family of their own, by the blocks that diffusers' modular pipelines have for them.
+
+A block declares its components, inputs and outputs; encoding, denoising and decoding are three of them, and each is a
+stage that runs whole: denoising in one go, without previews, and cancelled only when it is done. What is declared
+stands here as data, since a card is made without diffusers. Only classes are listed whose pictures were compared with
+those of their DiffusionPipeline, bit for bit. Checked against diffusers 0.42.
+
+Guidance is a component there, which each request gets anew with its scale. A distilled model has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from unfuse.core.card import Limits
+from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.models.base import Loader, Report, Runtime, with_encoders
+from unfuse.models.defaults import call_defaults
+from unfuse.models.folder import ModelFolder
+from unfuse.models.packed import PackedFamily, Packing
+from unfuse.models.text import FAST_TOKENIZERS
+from unfuse.stages.base import Stage, StageInput, StageOutput, need
+from unfuse.stages.guidance import NEGATIVE
+
+BLOCKS = {"text_encode": "text_encoder", "denoise": "denoise", "vae_decode": "decode"}
+"""The block that a stage kind runs."""
+
+SCALE = "guidance_scale"
+TYPES: dict[str, Any] = {
+    "prompt": str, "negative_prompt": str, "max_sequence_length": int, SCALE: float, "height": int, "width": int,
+    "num_inference_steps": int, "seed": int,
+}  # fmt: skip
+"""The parameters that blocks are given; a prompt to steer away from may be None."""
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A pipeline class that is served, as diffusers declares it."""
+
+    source: tuple[str, str]
+    """File and class of the pipeline itself."""
+    blocks: tuple[str, str]
+    """Classes of its blocks: of a model that is guided, and of one that was distilled not to be."""
+    classes: dict[str, tuple[str, tuple[str, ...]]]
+    """Library and known classes of each component."""
+    embeds: dict[str, tuple[str, ...]]
+    """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
+    unguided: float
+    """The guidance scale up to which the pipeline has no second half, and so its guider."""
+    reads: tuple[str, ...] = ("prompt", "max_sequence_length")
+    """What text encoding reads, and with guidance a scale too."""
+    guided_reads: tuple[str, ...] = ()
+    """What it reads with guidance beside these."""
+    fixed: dict[str, object] = {}
+    """Settings of model_index.json that the blocks do not read, and what they go by."""
+
+
+class BlockStage(Stage):
+    """One block, which takes tasks one by one."""
+
+    def __init__(self, spec: StageSpec, served: Served, loader: Loader, distilled: bool) -> None:
+        self.kind, self._spec, self._served = spec.kind, spec, served
+        self._device, self._draws = loader.device, loader.runtime.options.noise_device == "cuda"
+        self._part = _part(spec, served.blocks[distilled], loader)
+        self._guider = None if distilled or spec.kind == "vae_decode" else self._part.get_component_spec("guider")
+        self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]
+        self._needs = [*self._reads, *([SCALE] if self._guider else []), *(["seed"] if spec.kind == "denoise" else [])]
+
+    def verify(self, task: StageInput) -> None:
+        """Raise PermanentError unless the parameters and tensors are there that the block is given."""
+        for name in self._needs:
+            if name != "negative_prompt" or task.params.get(name) is not None:
+                need(task.params, name, TYPES[name])
+        for name in self._spec.inputs:
+            if task.tensors.get(name) is None and not name.startswith(NEGATIVE):
+                raise PermanentError(f"input {name} is missing")
+
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        """See Stage."""
+        import torch
+
+        with torch.no_grad():
+            return [self._output(self._values(task), task.params) for task in batch]
+
+    def _values(self, task: StageInput) -> dict[str, Any]:
+        """All that the block has made when it is done."""
+        import torch
+
+        params = task.params
+        given: dict[str, Any] = {name: params[name] for name in self._reads if params.get(name) is not None}
+        given |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
+        if self.kind == "denoise":
+            generator = torch.Generator(self._device if self._draws else "cpu")
+            given["generator"] = generator.manual_seed(need(params, "seed", int))
+        if self.kind == "vae_decode":
+            given["output_type"] = "np"
+        if self._guider is not None:
+            scale = max(need(params, SCALE, float), self._served.unguided)
+            self._part.update_components(guider=self._guider.create(guidance_scale=scale))
+        values: dict[str, Any] = self._part(**given).values
+        return values
+
+    def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
+        return StageOutput({name: values.get(name) for name in self._spec.outputs})
+
+
+class DecodeBlock(BlockStage):
+    """The last block: what it makes is encoded as files."""
+
+    def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
+        import numpy as np
+
+        from unfuse.stages.media import encode
+
+        frames = values["images"]
+        if not np.isfinite(frames).all():
+            raise PermanentError("the decoder made pixels that are not finite: serve the model's decoder in float32")
+        return StageOutput(media=encode((frames * 255).round().astype(np.uint8), params))
+
+
+class Modular(PackedFamily):
+    """The stages of a folder of that class."""
+
+    packing = Packing.of
+
+    def __init__(self, served: Served) -> None:
+        self._served, self.source, self.classes = served, served.source, served.classes
+        self.name = f"modular {served.source[1]}"
+
+    def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
+        """See DiffusersFamily."""
+        index = folder.index()
+        for name, value in self._served.fixed.items():
+            if index.get(name, value) != value:
+                raise ConfigError(f"model {folder.path}: {name} is {index[name]}, and what is served is {value}")
+        return super().components(folder)
+
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        """See DiffusersFamily."""
+        return dict.fromkeys(("text_encoder", "transformer"), "distilled") if index.get("is_distilled") else {}
+
+    def standard(self, folder: ModelFolder) -> Params:
+        """See PackedFamily; what the call has is left as it is."""
+        call = call_defaults(*self.source)
+        return {name: value for name, value in super().standard(folder).items() if name not in call}
+
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        """See DiffusersFamily."""
+        served, transformer, packing = self._served, folder.config("transformer"), Packing.of(folder)
+        distilled = bool(folder.index().get("is_distilled"))
+        with folder.reading("transformer"):
+            numbers = sum(prod(int(transformer[key]) for key in keys) for keys in served.embeds.values())
+        size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(served.embeds)
+        made = (*served.embeds, *(() if distilled else (NEGATIVE + name for name in served.embeds)))
+        reads = served.reads if distilled else (*served.reads, *served.guided_reads, SCALE)
+        text = StageSpec(
+            "text_encode", "text_encode", ("text_encoder", "tokenizer"), outputs=made, reads=reads,
+            room=Room(size * len(made) // len(served.embeds)),
+        )  # fmt: skip
+        return with_encoders((text,), Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
+
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        """See Family. Raises ConfigError with --offload, which a block's choice of device would not follow."""
+        if runtime.options.offload != "none":
+            raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
+        model = ModelFolder(folder)
+        loader = Loader(model, self.components(model), runtime, report)
+        block = DecodeBlock if spec.kind == "vae_decode" else BlockStage
+        return block(spec, self._served, loader, bool(model.index().get("is_distilled")))
+
+
+def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
+    """The block of a stage with its components; denoising asks a VAE without weights for its factors."""
+    import diffusers
+    import torch
+
+    diffusers.utils.logging.get_logger("diffusers.guiders.guider_utils").setLevel("ERROR")  # that guiders may change
+    block = getattr(diffusers, blocks)().sub_blocks[BLOCKS[spec.kind]]
+    part = block.init_pipeline()
+    part.update_components(**{name: _component(name, loader) for name in spec.components})
+    if spec.kind == "denoise":
+        with torch.device("meta"):
+            part.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
+    _quiet(part.blocks)
+    return part
+
+
+def _component(name: str, loader: Loader) -> Any:
+    if name == "vae":
+        vae = loader.vae()
+        decode = vae.decode
+        vae.decode = lambda latents, **given: decode(latents.to(vae.dtype), **given)  # some blocks do not cast
+        return vae
+    if name == "scheduler":
+        return loader.noise_scheduler()
+    return loader.plain(name) if name == "tokenizer" else loader.model(name)
+
+
+def _quiet(block: Any) -> None:
+    """No progress bars, at any depth."""
+    if hasattr(block, "set_progress_bar_config"):
+        block.set_progress_bar_config(disable=True)
+    for inner in block.sub_blocks.values():
+        _quiet(inner)
+
+
+_SCHEDULER = ("diffusers", ("FlowMatchEulerDiscreteScheduler",))
+_QWEN_TOKENIZER = ("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast", *FAST_TOKENIZERS))
+
+KLEIN = Modular(Served(
+    source=("pipelines/flux2/pipeline_flux2_klein.py", "Flux2KleinPipeline"),
+    blocks=("Flux2KleinBaseAutoBlocks", "Flux2KleinAutoBlocks"),
+    classes={
+        "tokenizer": _QWEN_TOKENIZER,
+        "text_encoder": ("transformers", ("Qwen3ForCausalLM",)),
+        "transformer": ("diffusers", ("Flux2Transformer2DModel",)),
+        "scheduler": _SCHEDULER,
+        "vae": ("diffusers", ("AutoencoderKLFlux2",)),
+    },
+    embeds={"prompt_embeds": ("joint_attention_dim",)},
+    unguided=1.0,
+))  # fmt: skip
+"""FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
+
+KREA = Modular(Served(
+    source=("pipelines/krea2/pipeline_krea2.py", "Krea2Pipeline"),
+    blocks=("Krea2AutoBlocks", "Krea2TurboAutoBlocks"),
+    classes={
+        "tokenizer": _QWEN_TOKENIZER,
+        "text_encoder": ("transformers", ("Qwen3VLModel",)),
+        "transformer": ("diffusers", ("Krea2Transformer2DModel",)),
+        "scheduler": _SCHEDULER,
+        "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
+    },
+    embeds={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
+    unguided=0.0,
+    guided_reads=("negative_prompt",),
+    fixed={"text_encoder_select_layers": [*range(2, 36, 3)], "patch_size": 2},
+))  # fmt: skip
+"""Krea 2, whose guidance is beyond the prompt's own prediction and thus applies from a scale of 0 on."""
