@@ -225,6 +225,7 @@ def serve(
     works: bool = True,
     lease_ttl: float = 600.0,
     cache_bytes: int = 0,
+    loras: str = "",
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -237,7 +238,7 @@ def serve(
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
-        app = create_app(scheduler, results, keys=keys, names=names)
+        app = create_app(scheduler, results, keys=keys, names=names, loras=loras)
         await scheduler.start()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -123,7 +123,7 @@ class Service:
             stack.callback(listener.close)
             scheduler, router = await stack.enter_async_context(self._scheduler())
             results = open_results(options.places.results)
-            app = create_app(scheduler, results, keys=options.keys, names=names)
+            app = create_app(scheduler, results, keys=options.keys, names=names, loras=options.places.loras)
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))

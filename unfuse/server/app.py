@@ -21,14 +21,15 @@ def create_app(
     *,
     keys: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
+    loras: str = "",
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
     `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
-    clients use to the names of models that go by another one here.
+    clients use to the names of models that go by another one here. `loras` is the folder of adapters, if any.
     """
     app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
-    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}))
+    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), loras)
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
