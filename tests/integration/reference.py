@@ -1,7 +1,8 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
 Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
-an image among them is a file, and a model another folder. The answer lists the SHA-256 of every picture's RGB bytes.
+an image among them is a file, as is a `lora`, whose scale is `lora_scale`, and a model another folder. The
+answer lists the SHA-256 of every picture's RGB bytes.
 """
 
 import hashlib
@@ -16,14 +17,24 @@ from diffusers import DiffusionPipeline  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
 
 
+def load(folder: str, lora: str | None, scale: float) -> DiffusionPipeline:
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    if lora:
+        pipeline.load_lora_weights(lora, adapter_name="lora")
+        pipeline.set_adapters(["lora"], [scale])
+    return pipeline
+
+
 def main() -> None:
     folder, out, cases = sys.argv[1:]
     torch.set_num_threads(1)
-    pipelines, digests = {}, []
+    digests, pipelines = [], {}
     for case in json.loads(Path(cases).read_text()):
-        model = case.pop("model", folder)
-        pipeline = pipelines[model] = pipelines.get(model) or DiffusionPipeline.from_pretrained(model)
-        pipeline.set_progress_bar_config(disable=True)
+        asked = case.pop("model", folder), case.pop("lora", None), case.pop("lora_scale", 1.0)
+        if asked not in pipelines:
+            pipelines[asked] = load(*asked)
+        pipeline = pipelines[asked]
         if "image" in case:
             case["image"] = load_image(case["image"])
         generator = torch.Generator("cpu").manual_seed(case.pop("seed"))

@@ -189,12 +189,27 @@ CACHED = [
 ]
 """Those that skip blocks: they equal diffusers' own cache, and are not exact."""
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whichever test comes first waits for every reference."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(600))
+LORA_JOBS = [
+    Job("lora-plain", "wan", wan_params(20, lora="wan-plain", lora_scale=1.0)),
+    Job("lora-alpha", "wan", wan_params(20, lora="wan-alpha", lora_scale=1.0)),
+    Job("lora-none", "wan", wan_params(20)),
+    Job("lora-scaled", "wan", wan_params(20, lora="wan-plain", lora_scale=-0.35)),
+    Job("lora-original", "wan", wan_params(21, num_frames=5, negative_prompt="n", lora="wan-original", lora_scale=1.5)),
+    Job("lora-half", "wan", wan_params(22, lora="wan-alpha", lora_scale=0.7), HALF),
+    Job("lora-euler", "wan-euler", wan_params(23, num_frames=9, lora="wan-plain", lora_scale=1.0)),
+    Job("lora-picture", "wan-image", image_params(24, lora="wan-plain", lora_scale=1.0)),
+    Job("lora-flux", "flux", flux_params(25, lora="flux-plain", lora_scale=1.0)),
+    Job("lora-flux-alpha", "flux", flux_params(25, lora="flux-alpha", lora_scale=0.5)),
+    Job(
+        "lora-flux-alphas",
+        "flux",
+        flux_params(25, negative_prompt="n", true_cfg_scale=3.0, lora="flux-alphas", lora_scale=1.0),
+    ),
+    Job("lora-flux-half", "flux", flux_params(26, lora="flux-plain", lora_scale=0.9), HALF),
+    Job("lora-flux-none", "flux", flux_params(25)),
+    Job("lora-schnell", "flux-schnell", flux_params(27, lora="flux-plain", lora_scale=1.0)),
+]
+"""With adapters, which the reference makes under `loras`."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -241,7 +256,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     root = tmp_path_factory.mktemp("undivided")
     draw_pictures(root)
     script = Path(__file__).with_name("undivided.py")
-    jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED]])
+    jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS]])
     command = [sys.executable, "-I", str(script), str(root)]
     done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
@@ -262,10 +277,12 @@ def stages() -> Load:
     torch.set_num_threads(1)
 
     @cache
-    def load(folder: Path, dtype: str = "float32", options: ComputeOptions = EXACT) -> dict[str, Stage]:
+    def load(
+        folder: Path, dtype: str = "float32", options: ComputeOptions = EXACT, loras: str = ""
+    ) -> dict[str, Stage]:
         family = find(folder)
         card = family.card("model", folder, dtype)
-        runtime = Runtime("cpu", card.dtypes, options)
+        runtime = Runtime("cpu", card.dtypes, options, loras)
         return {spec.name: family.load(spec, folder, runtime) for spec in card.pipeline.stages}
 
     return load

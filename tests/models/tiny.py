@@ -333,5 +333,34 @@ def _krea(kind: str) -> Any:
     return Krea2Pipeline(scheduler, _qwen_vae(), encoder, tokenizer, transformer, is_distilled=distilled)
 
 
+def adapter(
+    model: Path, folder: Path, name: str, seed: int, rank: int = 4, alpha: float | None = None, **ranks: int
+) -> Path:
+    """Save an adapter (LoRA) for a model's attention, by diffusers and peft, of random weights that show.
+
+    `ranks` are those of layers with another one, by their last name. Without `alpha` the file says none.
+    """
+    import diffusers
+    import torch
+    from diffusers.training_utils import _collate_lora_metadata
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    index, config = (json.loads((model / f).read_text()) for f in ("model_index.json", "transformer/config.json"))
+    transformer = getattr(diffusers, config["_class_name"]).from_pretrained(model / "transformer")
+    how = LoraConfig(
+        r=rank, lora_alpha=alpha or rank, rank_pattern=ranks, alpha_pattern={} if alpha else ranks,
+        target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(how)
+        layers = {key: 0.5 * torch.randn_like(half) for key, half in get_peft_model_state_dict(transformer).items()}
+    saved = _collate_lora_metadata({"transformer": transformer}) if alpha else {}
+    pipeline, file = getattr(diffusers, index["_class_name"]), f"{name}.safetensors"
+    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=file, **saved)
+    return folder / file
+
+
 if __name__ == "__main__":
     build(sys.argv[1], Path(sys.argv[2]))

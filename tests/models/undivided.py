@@ -4,8 +4,8 @@
 
 Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
 names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER. A job that asks for `blocks` gets, under that name, also
-the pixels that diffusers' modular pipeline makes of it: a second opinion.
+uint8). An `image` among the parameters is a file under FOLDER, a `lora` one of the adapters under FOLDER/loras. A job
+that asks for `blocks` gets, under that name, also the pixels that diffusers' modular pipeline makes of it.
 """
 
 import inspect
@@ -37,6 +37,7 @@ import tiny  # noqa: E402
 import torch  # noqa: E402
 from diffusers import DiffusionPipeline, FirstBlockCacheConfig, ModularPipeline  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 
 def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
@@ -98,15 +99,45 @@ def by_blocks(folder: Path, params: dict) -> np.ndarray:
     return np.stack([np.asarray(frame) for frame in state.values.get("images") or state.values["videos"][0]])
 
 
+def adapters(root: Path) -> None:
+    """Two a family, as diffusers saves them: one rank, no alpha; several ranks, an alpha. And others."""
+    loras, whole = root / "loras", {}
+    for kind in ("wan", "flux"):
+        tiny.adapter(root / kind, loras, f"{kind}-plain", 1)
+        tiny.adapter(root / kind, loras, f"{kind}-alpha", 2, 3, 6.0, to_k=5)
+        whole[kind] = load_file(loras / f"{kind}-plain.safetensors")
+    tiny.adapter(root / "wan", loras, "wan-small", 3, 1)
+    words = {"transformer.": "diffusion_model.", "attn1": "self_attn", "attn2": "cross_attn", "to_out.0": "o"}
+    words |= {"to_q": "q", "to_k": "k", "to_v": "v", "lora_A": "lora_down", "lora_B": "lora_up"}
+    original = {replaced(key, words): tensor for key, tensor in whole["wan"].items()}
+    alphas = {key.replace("lora_up.weight", "alpha"): torch.tensor(2.0) for key in original if "lora_up" in key}
+    save_file(original | alphas, loras / "wan-original.safetensors")
+    layers = sorted({key.partition(".lora_")[0] for key in whole["flux"]})
+    alphas = {f"{layer}.alpha": torch.tensor(float(2 + number % 2)) for number, layer in enumerate(layers)}
+    save_file(whole["flux"] | alphas, loras / "flux-alphas.safetensors")
+
+
+def replaced(text: str, words: dict[str, str]) -> str:
+    for old, new in words.items():
+        text = text.replace(old, new)
+    return text
+
+
 def main() -> None:
     torch.set_num_threads(1)
     root = Path(sys.argv[1])
     for kind in tiny.KINDS:
         tiny.build(kind, root / kind, serving=False)
+    adapters(root)
     pipes = {}
     for job in json.load(sys.stdin):
-        key = job["model"], job["dtype"]
-        pipes[key] = pipes.get(key) or pipeline(root / job["model"], job["dtype"])
+        lora, scale = job["params"].get("lora"), job["params"].get("lora_scale")
+        key = job["model"], job["dtype"], lora, scale
+        if key not in pipes:
+            pipes[key] = pipeline(root / job["model"], job["dtype"])
+            if lora:
+                pipes[key].load_lora_weights(root / "loras" / f"{lora}.safetensors", adapter_name="a")
+                pipes[key].set_adapters(["a"], [scale])
         made = run(pipes[key], job["params"], root)
         if job["blocks"]:
             made["blocks"] = by_blocks(root / job["model"], job["params"])

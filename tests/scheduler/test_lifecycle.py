@@ -96,6 +96,8 @@ class TestAdmission:
         request = request_for(PICTURE, order=7.5, params=size)
         change = lifecycle.admitted(request, WALL)
         assert [(task.order, task.affinity) for task in change.push] == [(7.5, "m [64, 32, 1]")] * 2
+        adapted = lifecycle.admitted(request_for(PICTURE, params={**size, "lora": "a", "lora_id": "f00"}), WALL)
+        assert [task.affinity for task in adapted.push] == ["m [64, 32, 1] f00"] * 2
         for stage, node, nbytes in (("text", "far", 10), ("image", "near", 11)):
             claim = claim_of(change, stage)
             output = msgspec.structs.replace(object_for(claim), node=node, nbytes=nbytes)

@@ -16,6 +16,7 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
+    Ask,
     Beat,
     Done,
     Failed,
@@ -98,8 +99,8 @@ class Town:
             worker.drain()
         await asyncio.gather(*self.workers)
 
-    async def submit(self, prompt: str = "hello", steps: int = STEPS, priority: int = 0) -> str:
-        params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps}
+    async def submit(self, prompt: str = "hello", steps: int = STEPS, priority: int = 0, **given: str | int) -> str:
+        params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps, **given}
         return (await self.schedulers[-1].submit(self.card, params, priority=priority)).context.id
 
     async def until(self, request: str, *kinds: str) -> None:
@@ -117,6 +118,12 @@ class Town:
     async def over(self, request: str) -> Record:
         await self.until(request, "completed", "failed", "cancelled", "expired")
         return await self.queue.load(request)
+
+    async def asked_for(self) -> str:
+        """What a worker that has nothing to do would rather have."""
+        while (ask := [message for _, message in self.heard if isinstance(message, Ask)][-1]).slots < 2:
+            await asyncio.sleep(0.01)
+        return ask.affinity
 
     def said(self, number: int, kind: type) -> bool:
         return any(place == number and isinstance(message, kind) for place, message in self.heard)
@@ -160,6 +167,21 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
         untouched(await found.over(request))
         assert found.said(1, Done)
         untouched(await found.over(await found.submit(steps=2)))  # and it works on there
+        await found.drained()
+
+
+async def test_a_worker_without_work_asks_for_more_with_the_adapter_that_it_has_loaded(model: Path) -> None:
+    """Given a worker that ran a request with an adapter, and then one without, when it is idle, then it asks for tasks
+    with that adapter; before, it asked for any."""
+    async with town(model, 1) as found:
+        found.work()
+        size: dict[str, str | int] = {"width": 64, "height": 32}
+        await found.over(await found.submit(steps=2, **size))
+        assert await found.asked_for() == ""
+        await found.over(await found.submit(steps=2, lora="ink", lora_id="f00", **size))
+        assert await found.asked_for() == f"{found.card.name} [64, 32, 1] f00"
+        await found.over(await found.submit(steps=2, **size))
+        assert await found.asked_for() == f"{found.card.name} [64, 32, 1] f00"
         await found.drained()
 
 

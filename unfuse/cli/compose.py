@@ -127,7 +127,10 @@ class Service:
             stack.callback(listener.close)
             scheduler, router = await stack.enter_async_context(self._scheduler())
             results = open_results(options.places.results)
-            app = create_app(scheduler, results, keys=options.keys, names=names, standard=options.standard)
+            app = create_app(
+                scheduler, results, keys=options.keys, names=names, standard=options.standard,
+                loras=options.places.loras,
+            )  # fmt: skip
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))

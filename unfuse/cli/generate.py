@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
 
 
-@takes(*PLACING, *COMPUTE)
+@takes(*PLACING, *COMPUTE, "serve.loras")
 def generate(
     flags: dict[str, Any],
     prompt: Annotated[str, typer.Argument(help="What the picture should show.", metavar="PROMPT")],
@@ -45,6 +45,8 @@ def generate(
     frames: Annotated[int | None, typer.Option(help="Length of a video, in frames.")] = None,
     fps: Annotated[int | None, typer.Option(help="Frames a second of a video.")] = None,
     image: Annotated[Path | None, typer.Option(help="Picture to start from.", metavar="FILE")] = None,
+    lora: Annotated[str | None, typer.Option(help="Adapter to use, by its name in --loras.", metavar="NAME")] = None,
+    lora_scale: Annotated[float | None, typer.Option(help="How strong the adapter is; 1 if left out.")] = None,
     number: Annotated[int, typer.Option("-n", help="How many pictures; each further one has the next seed.")] = 1,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this request alone.")
@@ -66,7 +68,7 @@ def generate(
     asked = {
         "model": model, "size": size, "num_inference_steps": steps, "seed": seed, "guidance_scale": guidance,
         "negative_prompt": negative, "n": number, "output_format": form, "num_frames": frames, "fps": fps,
-        "image": image, "video": video,
+        "image": image, "video": video, "lora": lora, "lora_scale": lora_scale,
     }  # fmt: skip
     from rich.console import Console
 

@@ -32,9 +32,10 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
     "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.checkpoint",
-    "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE,
-    "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order",
-    "serve.dispatch", "serve.encoder_cache", "serve.feature_cache", "serve.drain_timeout",
+    "serve.loras", "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network",
+    *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue",
+    "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
+    "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -126,10 +127,13 @@ def places(settings: Settings) -> Places:
     encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
     if wrong := set(encodings.values()) - {"bf16", "fp16"}:
         raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
-    spill = settings.spill
+    if serve.loras and not Path(serve.loras).is_dir():
+        raise ConfigError(f"--loras {serve.loras}: there is no such folder")
+    loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
     return Places(
-        results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings, serve.checkpoint
-    )
+        results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings,
+        serve.checkpoint, loras,
+    )  # fmt: skip
 
 
 def keys(given: tuple[str, ...]) -> dict[str, str]:

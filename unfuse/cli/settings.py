@@ -79,6 +79,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encode: Annotated[
         tuple[str, ...], says("KIND=bf16 or KIND=fp16: what such stages make travels in 16 bits; changes results.")
     ] = ()
+    loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
     listen: Annotated[str, says("Address that workers started by hand connect to.")] = "tcp://127.0.0.1:8001"
     workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1

@@ -27,7 +27,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
     `source` is the folder or hub name its workers load; `weights` and `dtypes` are by component name. A model that
-    `takes_image` needs one with each request.
+    `takes_image` needs one with each request; one that `takes_lora` can be asked for with an adapter.
     """
 
     name: str
@@ -40,6 +40,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     dtypes: dict[str, str]
     created: int = 0
     takes_image: bool = False
+    takes_lora: bool = False
 
     @property
     def makes_video(self) -> bool:

@@ -42,6 +42,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Literal["auto", "apart", "fused"],
         Meta(description="Whether both halves of guidance share a forward; auto fuses them in batched pools."),
     ] = "auto"
+    max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
         Literal["cpu", "cuda"],
         Meta(description="Where noise is drawn: cpu equals torch.Generator('cpu') everywhere, cuda one on the GPU."),

@@ -20,6 +20,7 @@ class Places(msgspec.Struct, frozen=True):
 
     A store that spills does so above the share `threshold` of the arena, into `spill_capacity` bytes. `encodings` are
     those of stages' 32-bit floats by kind: bf16, fp16, or nothing. `checkpoint` says when running stages are saved.
+    `loras` is the folder of adapters, if any.
     """
 
     results: str
@@ -30,6 +31,7 @@ class Places(msgspec.Struct, frozen=True):
     saved: tuple[str, ...] = ("denoise",)
     encodings: dict[str, str] = {}
     checkpoint: str = "auto"
+    loras: str = ""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -68,7 +70,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds.
 
-    With `above`, only work of a higher priority: what runs steps aside for it. `affinity` is that of what runs.
+    With `above`, only work of a higher priority: what runs steps aside for it. `affinity` is that of what runs, or of
+    what ran last with an adapter, which is loaded still.
     """
 
     slots: int

@@ -29,6 +29,7 @@ MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 86_400.0
 MAX_PRIORITY = 100
 MAX_FPS = 120
 MAX_METADATA = 16
+MAX_LORA_SCALE = 10.0
 MAX_PARTIAL = 3
 
 UNUSED = frozenset({"user", "style", "moderation", "safety_identifier", "input_fidelity"})
@@ -97,6 +98,7 @@ def check(card: ModelCard, given: Mapping[str, object], medium: Medium = PICTURE
     for name, read in _READERS.items():
         if name in values:
             params[name] = read(limits, values[name])
+    params |= _adapter(params)
     params["output_format"] = _choice("output_format", values.get("output_format", medium.formats[0]), medium.formats)
     params["num_frames"] = _length(limits, params, values) if medium is VIDEO else 1
     if every := _preview_every(int(_default(params, "num_inference_steps")), values):
@@ -213,6 +215,13 @@ def _preview_every(steps: int, values: Mapping[str, object]) -> int:
     return math.ceil(steps / (partial + 1)) if partial else every
 
 
+def _adapter(params: Params) -> Params:
+    """How strong an adapter is unless the client says so."""
+    if "lora_scale" in params and "lora" not in params:
+        raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
+    return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
+
+
 def _default(params: Params, name: str) -> float:
     value = params.get(name)
     if not isinstance(value, int | float):
@@ -287,6 +296,8 @@ _READERS: dict[str, Callable[[Limits, object], Value]] = {
     "guidance_scale_2": lambda limits, value: _number("guidance_scale_2", value, 0.0, limits.max_guidance),
     "true_cfg_scale": lambda limits, value: _number("true_cfg_scale", value, 0.0, limits.max_guidance),
     "feature_cache": lambda _, value: _number("feature_cache", value, 0.0, 1.0),
+    "lora": lambda _, value: _text("lora", value, 1, 128),
+    "lora_scale": lambda _, value: _number("lora_scale", value, -MAX_LORA_SCALE, MAX_LORA_SCALE),
     "fps": lambda _, value: _integer("fps", value, 1, MAX_FPS),
     "output_compression": lambda _, value: _integer("output_compression", value, 0, 100),
 }

@@ -36,7 +36,7 @@ class Task(msgspec.Struct, frozen=True):
 
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
     seconds of the queue's clock; `room` is the predicted bytes of the output. `near` is the node that holds most bytes
-    of its inputs, `affinity` what it has in common with tasks it would share a forward with: preferences, no more.
+    of its inputs, `affinity` what tasks have in common that it would share a forward, or an adapter, with: preferences.
     One that is to run `alone` was among several when a compute process died: no other may be begun beside it.
     `cache` is the key under which other requests find its output, "" if none is to.
     """

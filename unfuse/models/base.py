@@ -26,6 +26,7 @@ from unfuse.stages.base import Stage
 if TYPE_CHECKING:
     import torch
 
+    from unfuse.stages.adapters import Adapters
     from unfuse.stages.denoise import Denoiser
     from unfuse.stages.text_encode import TextEncoder
     from unfuse.stages.vae_decode import VaeDecoder
@@ -44,6 +45,8 @@ class Runtime(msgspec.Struct, frozen=True):
     device: str
     dtypes: Mapping[str, str]
     options: ComputeOptions = ComputeOptions()
+    loras: str = ""
+    """The folder of adapters (LoRA), if any."""
 
 
 class Family(ABC):
@@ -83,6 +86,8 @@ class DiffusersFamily(Family):
     denoiser: Callable[[Loader], Denoiser]
     vae: Callable[[Loader], VaeDecoder]
     takes_image = False
+    takes_lora = True
+    """Whether diffusers loads adapters (LoRA) into its transformer."""
 
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """See Family."""
@@ -102,6 +107,7 @@ class DiffusersFamily(Family):
             dtypes=dtypes,
             created=model.created,
             takes_image=self.takes_image,
+            takes_lora=self.takes_lora,
         )
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
@@ -152,10 +158,26 @@ class DiffusersFamily(Family):
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind)
         if kind == "denoise":
-            return Denoise(self.denoiser(loader), loader.runtime.options, Preview(lambda: self.vae(loader)))
+            denoiser, options = self.denoiser(loader), loader.runtime.options
+            return Denoise(denoiser, options, Preview(lambda: self.vae(loader)), self._adapters(loader))
         if kind == "vae_decode":
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
+
+    def _adapters(self, loader: Loader) -> Adapters | None:
+        """Those of the transformer that the denoiser has loaded; where it has two, of the first, as in diffusers."""
+        from unfuse.stages.adapters import Adapters, Loras
+
+        runtime = loader.runtime
+        if not runtime.loras or not self.takes_lora:
+            return None
+        if runtime.options.offload == "sequential":
+            raise ConfigError("--loras does not go with --offload sequential: use --offload model")
+        transformer, most = loader.loaded["transformer"], runtime.options.max_loras
+        return Adapters(Loras(runtime.loras), transformer, self._diffusers_class, loader.device, most)
+
+    def _diffusers_class(self) -> Any:
+        return getattr(import_module("diffusers"), self.source[1])
 
 
 def with_encoders(
@@ -223,12 +245,16 @@ def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
 
 
 class Loader:
-    """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
+    """Loads components of one model onto one device, ready to compute, by class and from their own subfolders.
+
+    Those with weights are in `loaded`, by name.
+    """
 
     def __init__(
         self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None
     ) -> None:
         self.folder, self.runtime, self._classes, self._report = folder, runtime, classes, report
+        self.loaded: dict[str, Any] = {}
 
     @property
     def device(self) -> torch.device:
@@ -252,7 +278,7 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        model = self._settle(model.eval())
+        model = self.loaded[component] = self._settle(model.eval())
         tensors = (*model.parameters(), *model.buffers())
         self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model

@@ -335,6 +335,6 @@ def _nearest(inputs: Sequence[ObjectRef]) -> str:
 
 
 def _affinity(model: str, params: Params) -> str:
-    """What tasks have in common that may share a forward: the model and the size of what is made."""
+    """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
     size = [params[name] for name in ("width", "height", "num_frames") if name in params]
-    return f"{model} {size}" if size else ""
+    return f"{model} {size} {params.get('lora_id', '')}".rstrip() if size else ""

@@ -77,6 +77,8 @@ class Call:
         picture = fields.pop(self.upload, None) if self.upload else None
         card = await self._model(fields.get("model"), picture is not None)
         params, n = check(card, fields, self.medium)
+        if "lora" in params:
+            params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
         id, unused = new_request_id(self.medium is VIDEO), picture is not None
         try:
             if picture is not None:

@@ -23,14 +23,16 @@ def create_app(
     keys: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
     standard: Params | None = None,
+    loras: str = "",
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
     `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
-    clients use to the names of models that go by another one here; `standard` goes before the models' defaults.
+    clients use to the names of models that go by another one here; `standard` goes before the models' defaults; `loras`
+    is the folder of adapters, if any.
     """
     app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
-    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), standard)
+    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), standard, loras)
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)

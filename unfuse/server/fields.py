@@ -32,6 +32,8 @@ def _shared(medium: Medium) -> Schema:
             "maximum": 1,
             "description": "where pools batch: skip transformer blocks while the first one's effect differs by less",
         },
+        "lora": {"type": "string", "description": "name of an adapter that the server has, see GET /v1/models"},
+        "lora_scale": {"type": "number", "minimum": -params.MAX_LORA_SCALE, "maximum": params.MAX_LORA_SCALE},
         "fps": _integer(1, params.MAX_FPS),
         "output_format": {"type": "string", "enum": list(medium.formats), "default": medium.formats[0]},
         "output_compression": _integer(0, 100, "quality of jpeg and webp"),

@@ -23,10 +23,11 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.metrics import Metrics
 from unfuse.server.view import request_object
+from unfuse.stages.adapters import Loras
 from unfuse.stores.results import ResultStore
 
 PICTURES_AT_ONCE = 2
-"""Uploads decoded at a time: each may take 160 MB while it is."""
+"""Uploads decoded at a time: each may take 160 MB while it is. Adapters are read by as many."""
 
 _PAGE, _FIRST = 200, 4
 
@@ -47,6 +48,7 @@ class Gateway(Observer):
         keys: Mapping[str, str],
         names: Mapping[str, str],
         standard: Params | None = None,
+        loras: str = "",
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -55,6 +57,7 @@ class Gateway(Observer):
         self.metrics = Metrics()
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names, self._standard = names, standard or {}
+        self.loras = Loras(loras) if loras else None
         self._releasing: dict[str, asyncio.Task[None]] = {}
         scheduler.observer = self
 
@@ -81,6 +84,17 @@ class Gateway(Observer):
         if not isinstance(name, str) or name not in served:
             raise UnknownModel(f"no model {str(name)[:80]!r} is served: one of {known}", "model")
         return served[name]
+
+    async def lora_id(self, card: ModelCard, name: str) -> str:
+        """What names the content of an adapter, so that whoever runs it has the same. Raises InvalidParameter."""
+        if not card.takes_lora:
+            raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
+        if self.loras is None:
+            raise InvalidParameter("no lora is served here: start the server with --loras FOLDER", "lora")
+        try:
+            return await to_thread.run_sync(self.loras.id_of, name, limiter=self.decoding)
+        except NotFound as error:
+            raise InvalidParameter(str(error), "lora") from error
 
     def submitted(self, context: RequestContext) -> None:
         """Count and log a request that this scheduler accepted."""

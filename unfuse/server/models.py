@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from anyio import to_thread
 from fastapi import APIRouter, Depends
 from msgspec.structs import asdict
 
@@ -18,7 +19,9 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 @router.get("")
 async def page(gateway: Served) -> dict[str, object]:
     """Every served model."""
-    return {"object": "list", "data": [_model(name, card) for name, card in sorted((await gateway.models()).items())]}
+    loras = await _loras(gateway)
+    served = sorted((await gateway.models()).items())
+    return {"object": "list", "data": [_model(name, card, loras) for name, card in served]}
 
 
 @router.get("/{name:path}")
@@ -27,10 +30,14 @@ async def show(name: str, gateway: Served) -> dict[str, object]:
     served = await gateway.models()
     if name not in served:
         raise NotFound(f"no model {name!r} is served: one of {', '.join(sorted(served))}")
-    return _model(name, served[name])
+    return _model(name, served[name], await _loras(gateway))
 
 
-def _model(name: str, card: ModelCard) -> dict[str, object]:
+async def _loras(gateway: Gateway) -> list[str]:
+    return await to_thread.run_sync(gateway.loras.names) if gateway.loras else []
+
+
+def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
@@ -38,6 +45,7 @@ def _model(name: str, card: ModelCard) -> dict[str, object]:
         "owned_by": "unfuse",
         "makes_video": card.makes_video,
         "takes_image": card.takes_image,
+        "loras": loras if card.takes_lora else [],
         "limits": asdict(card.limits),
         "defaults": card.defaults,
         "stages": card.pools(),

@@ -13,6 +13,7 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.guidance import NEGATIVE, applies
@@ -132,9 +133,16 @@ class Denoise(SteppedStage[DenoiseState]):
 
     kind = "denoise"
 
-    def __init__(self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None) -> None:
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        options: ComputeOptions,
+        preview: Preview | None = None,
+        adapters: Adapters | None = None,
+    ) -> None:
         self._denoiser, self._preview, self._fused = denoiser, preview, options.fused
         self._exact, self._features = options.batching == "exact", FeatureCache(denoiser.transformers)
+        self._adapters = adapters
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
@@ -142,6 +150,8 @@ class Denoise(SteppedStage[DenoiseState]):
         need(task.params, "seed", int)
         if need(task.params, "num_inference_steps", int) < 1:
             raise PermanentError("num_inference_steps must be at least 1")
+        if "lora_id" in task.params and self._adapters is None:
+            raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         self._denoiser.verify(task.params)
         if task.params.get(SIMILAR):
             if self._exact:
@@ -157,9 +167,10 @@ class Denoise(SteppedStage[DenoiseState]):
             need_tensor(task, name, shape)
 
     def batch_key(self, params: Params) -> Hashable:
-        """Requests of one size and text length, all with or all without guidance."""
+        """Requests of one size, text length and adapter at one scale, all with or all without guidance."""
         guided = applies(self._denoiser.guidance(params))
-        return super().batch_key(params), params.get("max_sequence_length"), guided
+        shared = (params.get(name) for name in ("max_sequence_length", "lora_id", "lora_scale"))
+        return super().batch_key(params), guided, *shared
 
     @torch.no_grad()
     def start(self, task: StageInput) -> DenoiseState:
@@ -197,6 +208,8 @@ class Denoise(SteppedStage[DenoiseState]):
     @torch.no_grad()
     def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState | Exception]:
         """One step each; a request whose prediction is not finite gets a PermanentError, and its mates go on."""
+        if self._adapters is not None:
+            self._adapters.use(batch[0].params)
         predictions = self._predict(batch)
         finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         return [

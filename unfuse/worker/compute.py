@@ -73,7 +73,7 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
     for name, folder, dtype in models:
         family = find(folder)
         card = family.card(name, folder, dtype)
-        runtime = Runtime(device, card.dtypes, load.compute)
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras)
         for spec in card.pipeline.stages:
             pool = pool_name(spec, card.weights, card.dtypes)
             if pool in stages or (load.kinds is not None and spec.kind not in load.kinds):

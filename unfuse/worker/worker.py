@@ -100,7 +100,7 @@ class Worker:
         self._slots = max(options.slots, options.compute.batch + 1)
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
-        self._reporting = 0
+        self._reporting, self._loaded = 0, ""
         self._changed = asyncio.Event()
         self._link = Link(options.schedulers, options.keys, self._changed.set)
         self._draining = asyncio.Event()
@@ -231,10 +231,10 @@ class Worker:
         running = [lease.task for lease in self._active.values()]
         if not executor.ready or any(task.alone for task in running):
             return WITHDRAW
-        affinity = next((task.affinity for task in running if task.affinity), "")
-        if (slots := self._slots - len(running)) > 0:
-            return Ask(slots, self._room(objects), WAIT_S, affinity=affinity)
-        return Ask(1, self._room(objects), WAIT_S, max(task.priority for task in running), affinity)
+        affinity = next((task.affinity for task in running if task.affinity), self._loaded)
+        slots = self._slots - len(running)
+        above = None if slots > 0 else max(task.priority for task in running)
+        return Ask(max(1, slots), self._room(objects), WAIT_S, above, affinity)
 
     async def _ask(self, executor: Executor, objects: Objects, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
@@ -252,6 +252,7 @@ class Worker:
 
     async def _take(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         self._active[lease.claim] = lease
+        self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
         self._idle.clear()
         if self._keeper:
             self._keeper.begin(lease)

@@ -1,0 +1,119 @@
+"""Adapters (LoRA) under load: each picture is that of its own diffusers run, whatever else is being made."""
+
+from __future__ import annotations
+
+import base64
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tests.integration.harness import SHAPES, START_S, Server, defaults, digest, serving, undivided, until
+from tests.models.tiny import adapter
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS, MORE = 4, 100
+PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gray")
+ADAPTERS: list[dict[str, Any]] = [
+    {}, {"lora": "plain"}, {"lora": "alpha"}, {"lora": "plain", "lora_scale": 0.4}
+]  # fmt: skip
+CASES = [{"prompt": prompt, "seed": seed} | own for own in ADAPTERS for seed, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    adapter(SHAPES, folder, "plain", 1)
+    adapter(SHAPES, folder, "alpha", 2, 3, 6.0, to_k=5)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The pixels of the cases, undivided."""
+    asked = {**defaults(), "width": 64, "height": 64, "num_inference_steps": STEPS}
+    cases = [{**asked, **case} for case in CASES]
+    for case in cases:
+        if "lora" in case:
+            case["lora"] = str(loras / f"{case['lora']}.safetensors")
+    found = [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
+    assert len(set(found)) == len(CASES)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Encoder and decoder; tests bring the denoiser, which has two slots."""
+    with serving(
+        tmp_path_factory.mktemp("serve"), "--no-workers", "--loras", str(loras), UNFUSE_LEASE__TTL_S="2"
+    ) as server:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        for role in ("encoder", "decoder"):
+            server.worker(role)
+        yield server
+
+
+@pytest.fixture
+def denoiser(request: pytest.FixtureRequest, server: Server) -> Iterator[Popen[bytes]]:
+    worker = server.worker("denoiser", "--max-loras", str(request.param))
+    server.ready()
+    yield worker
+    server.killed(worker)
+    server.workers.remove(worker)
+    until(lambda: server.get("/ready") is None, "the denoiser to be missed")
+
+
+def load(server: Server) -> list[str]:
+    """The pixels of all cases, asked for by eight clients at once in a random order."""
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=START_S)
+
+    def ask(place: int) -> tuple[int, str]:
+        own = {name: value for name, value in CASES[place].items() if name != "prompt"}
+        reply = client.images.generate(
+            prompt=CASES[place]["prompt"], size="64x64", extra_body={**own, "num_inference_steps": STEPS}
+        )
+        assert reply.data and reply.data[0].b64_json
+        return place, digest(base64.b64decode(reply.data[0].b64_json))
+
+    with ThreadPoolExecutor(8) as clients:
+        made = dict(clients.map(ask, random.Random(1).sample(range(len(CASES)), len(CASES))))
+    return [made[place] for place in range(len(CASES))]
+
+
+@pytest.mark.parametrize("denoiser", [4], indirect=True)
+def test_two_adapters_and_none_in_one_load_each_make_their_own_picture(
+    server: Server, denoiser: Popen[bytes], expected: list[str]
+) -> None:
+    assert load(server) == expected
+
+
+@pytest.mark.parametrize("denoiser", [1], indirect=True)
+def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_single_one(
+    server: Server, denoiser: Popen[bytes], expected: list[str]
+) -> None:
+    """Given a denoiser that has to load an adapter anew whenever it changes, when its compute process is killed while
+    one is in use, then all requests are completed by the next one with the pictures they should have."""
+    id = server.submit(**CASES[3], size="64x64", num_inference_steps=MORE)
+    assert any(event["type"] == "progress" for event in server.events(id))
+    (compute,) = psutil.Process(denoiser.pid).children()
+    with ThreadPoolExecutor(1) as other:
+        loading = other.submit(load, server)
+        compute.send_signal(signal.SIGKILL)
+        assert loading.result() == expected
+    assert server.finished(id)["status"] == "completed"
+
+
+def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    assert [model["loras"] for model in server.get("/v1/models")["data"]] == [["alpha", "plain"]]
+    for name, why in (("other", "there are alpha, plain"), ("../plain", "no lora '../plain'")):
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.images.generate(prompt="a red circle", extra_body={"lora": name})

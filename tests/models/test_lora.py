@@ -1,0 +1,276 @@
+"""With an adapter (LoRA), a denoiser makes the bits that diffusers makes with it; without one, the model's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.models import conftest as c
+from tests.models.tiny import KINDS
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import NotFound, PermanentError
+from unfuse.core.plan import Params
+from unfuse.models import find
+from unfuse.models.base import DiffusersFamily
+from unfuse.stages.adapters import Loras
+from unfuse.stages.base import StageInput, SteppedStage
+
+JOBS = {job.name: job for job in c.LORA_JOBS}
+ONE = ComputeOptions(max_loras=1)
+SEQUENCE = ["lora-plain", "lora-none", "lora-alpha", "lora-scaled", "lora-plain", "lora-alpha", "lora-none"]
+
+
+@pytest.fixture(scope="session")
+def loras(undivided: c.Undivided) -> Loras:
+    return Loras(str(undivided.folder("loras")))
+
+
+@pytest.fixture
+def prepared(undivided: c.Undivided, stages: c.Load, loras: Loras) -> Callable[..., tuple[SteppedStage[Any], Any]]:
+    """The denoise stage for a job, and the job as its task."""
+
+    def prepare(job: c.Job, options: ComputeOptions = c.EXACT) -> tuple[SteppedStage[Any], StageInput]:
+        folder = str(undivided.folder("loras"))
+        loaded = stages(undivided.folder(job.model), job.dtype, options, folder)
+        encoded = c.encode(loaded, job.params, undivided.uploads(job.params))
+        stage, task = loaded["denoise"], StageInput(known(job.params, loras), encoded)
+        assert isinstance(stage, SteppedStage)
+        stage.verify(task)
+        return stage, task
+
+    return prepare
+
+
+Prepare = Callable[..., tuple[SteppedStage[Any], StageInput]]
+
+
+def known(params: Params, loras: Loras) -> Params:
+    """A request's parameters as the gateway passes them on."""
+    return {**params, "lora_id": loras.id_of(str(params["lora"]))} if "lora" in params else params
+
+
+def latents(stage: SteppedStage[Any], task: StageInput) -> np.ndarray:
+    (output,) = stage.run([task])
+    found: np.ndarray = output.tensors["latents"].float().numpy()  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_with_an_adapter_latents_are_those_of_the_undivided_pipeline(
+    name: str, undivided: c.Undivided, prepared: Prepare
+) -> None:
+    assert np.array_equal(latents(*prepared(JOBS[name])), undivided.result(name)["latents"])
+
+
+def test_the_references_can_tell_adapters_and_scales_apart(undivided: c.Undivided) -> None:
+    for names in (["lora-none", "lora-plain", "lora-alpha", "lora-scaled"], ["lora-flux-none", "lora-flux"]):
+        made = [undivided.result(name)["latents"] for name in names]
+        for place, one in enumerate(made):
+            assert all(np.abs(one - other).mean() > 0.01 for other in made[place + 1 :]), names[place]
+
+
+@pytest.mark.parametrize("options", [c.EXACT, ONE], ids=["four loaded", "one loaded"])
+def test_one_after_the_other_they_leave_no_trace(
+    options: ComputeOptions, undivided: c.Undivided, prepared: Prepare
+) -> None:
+    """Given requests with two adapters, another scale and none on one transformer, when they come in turn, then each
+    is its own reference, also where only one adapter stays loaded."""
+    for name in SEQUENCE:
+        assert np.array_equal(latents(*prepared(JOBS[name], options)), undivided.result(name)["latents"]), name
+
+
+@pytest.mark.parametrize("options", [c.EXACT, ONE], ids=["four loaded", "one loaded"])
+def test_step_by_step_in_turn_they_do_not_touch_each_other(
+    options: ComputeOptions, undivided: c.Undivided, prepared: Prepare
+) -> None:
+    names = ["lora-plain", "lora-none", "lora-alpha", "lora-scaled"]
+    stage, _ = prepared(JOBS["lora-none"], options)
+    states = [stage.start(prepared(JOBS[name], options)[1]) for name in names]
+
+    for _ in range(stage.progress(states[0])[1]):
+        states = [stage.step([state])[0] for state in states]
+
+    for name, state in zip(names, states, strict=True):
+        made = stage.finish(state).tensors["latents"]
+        assert made is not None and np.array_equal(made.numpy(), undivided.result(name)["latents"]), name
+
+
+def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepared: Prepare) -> None:
+    """Given a checkpoint made with one adapter, when a transformer that ran with another one goes on from it, then the
+    latents are those of the undivided pipeline with the first."""
+    stage, task = prepared(JOBS["lora-alpha"])
+    (state,) = stage.step([stage.start(task)])
+    checkpoint = stage.save(state)
+    assert checkpoint is not None
+    other, another_task = prepared(JOBS["lora-plain"], ONE)
+    other.run([another_task])
+
+    state = other.resume(task, checkpoint)
+    done, steps = other.progress(state)
+    for _ in range(done, steps):
+        (state,) = other.step([state])
+
+    made = other.finish(state).tensors["latents"]
+    assert made is not None and np.array_equal(made.numpy(), undivided.result("lora-alpha")["latents"])
+
+
+def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: Loras, prepared: Prepare) -> None:
+    stage, _ = prepared(JOBS["lora-none"])
+    names = ("lora-plain", "lora-alpha", "lora-scaled", "lora-none")
+    keys = [stage.batch_key(known(JOBS[name].params, loras)) for name in names]
+
+    assert len(set(keys)) == 4
+    assert stage.batch_key(known({**JOBS["lora-plain"].params, "seed": 1}, loras)) == keys[0]
+
+
+def test_a_batch_with_an_adapter_is_within_the_tolerance_of_alone(undivided: c.Undivided, prepared: Prepare) -> None:
+    stage, task = prepared(JOBS["lora-alpha"], ComputeOptions(batching="batched"))
+    mate = StageInput({**task.params, "seed": 99}, task.tensors)
+    states = [stage.start(one) for one in (task, mate)]
+
+    for _ in range(stage.progress(states[0])[1]):
+        states = stage.step(states)  # type: ignore[assignment]
+
+    made = stage.finish(states[0]).tensors["latents"]
+    assert made is not None
+    np.testing.assert_allclose(made.numpy(), undivided.result("lora-alpha")["latents"], rtol=0, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folder(undivided: c.Undivided, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files that cannot be used, by what they are."""
+    folder, plain = tmp_path_factory.mktemp("loras"), load_file(undivided.folder("loras") / "wan-plain.safetensors")
+    first = next(key for key in plain if "lora_A" in key)
+    up = first.replace("lora_A", "lora_B")
+    broken = {
+        "text": {**plain, "text_encoder.encoder.q.lora_A.weight": plain[first].clone()},
+        "other": load_file(undivided.folder("loras") / "flux-plain.safetensors"),
+        "ranks": {**plain, first: plain[first][:2].clone()},
+        "wide": {**plain, first: plain[first][:, :3].clone()},
+        "half": {key: tensor for key, tensor in plain.items() if key != up},
+        "more": {**plain, "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": plain[first].clone()},
+        "second": {key.replace("transformer.", "transformer_2."): tensor for key, tensor in plain.items()},
+        "empty": {},
+    }
+    for name, tensors in broken.items():
+        save_file(tensors, folder / f"{name}.safetensors")
+    (folder / "pickle.safetensors").write_bytes(pickle.dumps(dict(plain)))
+    (folder / "cut.safetensors").write_bytes((folder / "ranks.safetensors").read_bytes()[:-9])
+    save_file(plain, folder / "good.safetensors")
+    return folder
+
+
+class TestRefusals:
+    """What is no adapter for the model fails its own request with a sentence; the next one has the model's own bits."""
+
+    @pytest.fixture
+    def run(self, folder: Path, undivided: c.Undivided, stages: c.Load) -> Iterator[Callable[[str], np.ndarray]]:
+        """Makes lora-none's request with an adapter of that folder."""
+        loaded = stages(undivided.folder("wan"), "float32", c.EXACT, str(folder))
+        stage, params, loras = loaded["denoise"], JOBS["lora-none"].params, Loras(str(folder))
+        assert isinstance(stage, SteppedStage)
+
+        def make(name: str) -> np.ndarray:
+            own = {"lora": name, "lora_scale": 1.0} if name else {}
+            return latents(stage, StageInput(known({**params, **own}, loras), c.encode(loaded, params, {})))
+
+        yield make
+        assert np.array_equal(make(""), undivided.result("lora-none")["latents"])
+        assert np.array_equal(make("good"), undivided.result("lora-plain")["latents"])
+
+    @pytest.mark.parametrize(("name", "says"), [
+        ("text", "only the denoiser is adapted"), ("other", "made for another one"), ("second", "no such layer"),
+        ("ranks", "does not fit the model"), ("wide", "does not fit the model"), ("empty", "is empty"),
+        ("half", "no half of a low-rank pair"), ("more", "no half of a low-rank pair"),
+        ("pickle", "cannot be loaded"), ("cut", "cannot be loaded"),
+    ])  # fmt: skip
+    def test_a_file_that_is_no_adapter_of_the_model(self, name: str, says: str, run: Callable[[str], Any]) -> None:
+        with pytest.raises(PermanentError, match=says):
+            run(name)
+
+    def test_a_file_that_is_gone_or_has_another_content_than_was_asked_for(
+        self, undivided: c.Undivided, stages: c.Load, tmp_path: Path
+    ) -> None:
+        file, source = tmp_path / "mine.safetensors", undivided.folder("loras")
+        file.write_bytes((source / "wan-plain.safetensors").read_bytes())
+        loaded, asked = stages(undivided.folder("wan"), "float32", c.EXACT, str(tmp_path)), Loras(str(tmp_path))
+        stage, base = loaded["denoise"], JOBS["lora-plain"].params
+        assert isinstance(stage, SteppedStage)
+        task = StageInput(known({**base, "lora": "mine"}, asked), c.encode(loaded, base, {}))
+        file.write_bytes((source / "wan-alpha.safetensors").read_bytes())
+
+        with pytest.raises(PermanentError, match="another content"):
+            stage.run([task])
+        file.unlink()
+        with pytest.raises(NotFound, match="no lora 'mine'"):
+            stage.run([task])
+        file.write_bytes((source / "wan-plain.safetensors").read_bytes())
+        assert np.array_equal(latents(stage, task), undivided.result("lora-plain")["latents"])
+
+    def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: Loras) -> None:
+        loaded, params = stages(undivided.folder("wan")), JOBS["lora-plain"].params
+        with pytest.raises(PermanentError, match="--loras"):
+            loaded["denoise"].verify(StageInput(known(params, loras), c.encode(loaded, params, {})))
+
+
+class TestFolder:
+    """What can be asked for is a safetensors file that lies in the folder, by its plain name."""
+
+    def test_lists_and_finds_those_alone(self, tmp_path: Path) -> None:
+        folder, outside = tmp_path / "loras", tmp_path / "secret.safetensors"
+        (folder / "inner").mkdir(parents=True)
+        for path in (outside, folder / "a.b-C_1.safetensors", folder / "x.bin", folder / "inner/y.safetensors"):
+            path.write_bytes(b"weights")
+        (folder / "has space.safetensors").write_bytes(b"weights")
+        os.symlink(outside, folder / "link.safetensors")
+        os.symlink(folder / "a.b-C_1.safetensors", folder / "alias.safetensors")
+        loras = Loras(str(folder))
+
+        assert loras.names() == ["a.b-C_1", "alias"]
+        assert loras.id_of("alias") == loras.id_of("a.b-C_1")
+        for name in ("link", "../secret", "inner/y", "y", "x", "has space", "", ".", "..", "a\0", "a" * 200):
+            with pytest.raises(NotFound, match=r"there are a\.b-C_1, alias"):
+                loras.id_of(name)
+
+    def test_a_changed_file_has_another_id_and_one_that_is_too_large_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (file := tmp_path / "a.safetensors").write_bytes(b"one")
+        loras = Loras(str(tmp_path))
+        first = loras.id_of("a")
+        assert loras.id_of("a") == first
+        file.write_bytes(b"two")
+        assert loras.id_of("a") != first
+        monkeypatch.setattr("unfuse.stages.adapters.MAX_BYTES", 2)
+        with pytest.raises(NotFound, match="3 bytes"):
+            loras.id_of("a")
+
+    def test_a_refusal_lists_some_of_many(self, tmp_path: Path) -> None:
+        for number in range(30):
+            (tmp_path / f"a{number:02}.safetensors").write_bytes(b"")
+        with pytest.raises(NotFound, match="a19 and 10 more$"):
+            Loras(str(tmp_path)).id_of("b")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_family_that_takes_adapters_has_a_pipeline_and_transformers_that_do(
+    kind: str, undivided: c.Undivided
+) -> None:
+    family = find(undivided.folder(kind))
+    assert isinstance(family, DiffusersFamily)
+    config = json.loads((undivided.folder(kind) / "transformer/config.json").read_text())
+    able = [
+        hasattr(getattr(import_module("diffusers"), family.source[1]), "lora_state_dict"),
+        hasattr(getattr(diffusers, config["_class_name"]), "load_lora_adapter"),
+    ]
+    assert able == [family.takes_lora] * 2

@@ -1,0 +1,111 @@
+"""Adapters (LoRA) as a client asks for them: by name from a folder, and known by their content from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import msgspec
+import pytest
+
+from tests.server.served import PICTURES, STILL, Served, serve
+from unfuse.core.plan import Params
+from unfuse.stages.adapters import Loras
+
+ADAPTED = msgspec.structs.replace(PICTURES, takes_lora=True)
+ASYNC = {"prefer": "respond-async"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("loras")
+    for name in ("ink", "oil"):
+        (folder / f"{name}.safetensors").write_bytes(name.encode())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve(tmp_path_factory.mktemp("results"), cards=(ADAPTED, STILL), idle=False, loras=str(folder)) as running:
+        yield running
+
+
+def ask(http: httpx2.Client, **given: Any) -> httpx2.Response:
+    body = {"model": ADAPTED.name, "prompt": "a red circle", **given}
+    return http.post("/v1/images/generations", json=body, headers=ASYNC)
+
+
+def params_of(served: Served, reply: httpx2.Response) -> Params:
+    assert reply.status_code == 202, reply.text
+    return served.run(served.queue.load(reply.json()["id"])).context.params
+
+
+def error_of(reply: httpx2.Response) -> dict[str, Any]:
+    assert reply.status_code == 400, reply.text
+    found: dict[str, Any] = reply.json()["error"]
+    return found
+
+
+def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http: httpx2.Client, folder: Path) -> None:
+    plain = params_of(served, ask(http, lora="ink"))
+    scaled = params_of(served, ask(http, lora="oil", lora_scale=-0.5))
+    none = params_of(served, ask(http, lora=None))
+
+    loras = Loras(str(folder))
+    assert [plain[name] for name in ("lora", "lora_id", "lora_scale")] == ["ink", loras.id_of("ink"), 1.0]
+    assert [scaled[name] for name in ("lora", "lora_id", "lora_scale")] == ["oil", loras.id_of("oil"), -0.5]
+    assert not {"lora", "lora_id", "lora_scale"} & none.keys()
+
+
+def test_another_content_under_the_name_is_another_adapter(served: Served, http: httpx2.Client, folder: Path) -> None:
+    (folder / "new.safetensors").write_bytes(b"one")
+    first = params_of(served, ask(http, lora="new"))
+    (folder / "new.safetensors").write_bytes(b"two")
+    second = params_of(served, ask(http, lora="new"))
+    (folder / "new.safetensors").unlink()
+
+    assert first["lora_id"] != second["lora_id"]
+    assert "no lora 'new'" in error_of(ask(http, lora="new"))["message"]
+
+
+def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
+    body = {"model": ADAPTED.name, "prompt": "a red circle", "lora": "ink", "lora_scale": "0.5"}
+    made = http.post("/v1/videos", json=body, headers=ASYNC)
+
+    assert params_of(served, made)["lora_scale"] == 0.5
+
+
+@pytest.mark.parametrize(("given", "param", "says"), [
+    ({"lora": "sand"}, "lora", "no lora 'sand' is there; there are ink, oil"),
+    ({"lora": "../ink"}, "lora", "no lora '../ink' is there"),
+    ({"lora": ""}, "lora", "1 to 128 characters"),
+    ({"lora": 7}, "lora", "must be text"),
+    ({"lora": "ink", "lora_scale": 11}, "lora_scale", "-10 to 10, not 11"),
+    ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
+    ({"lora_scale": 1}, "lora_scale", "send the name of one as lora too"),
+    ({"lora": "ink", "lora_id": "f00"}, "lora_id", "unknown parameter"),
+    ({"lora": "ink", "model": STILL.name}, "lora", "takes no lora"),
+])  # fmt: skip
+def test_what_cannot_be_had_is_refused_with_what_can(
+    given: dict[str, Any], param: str, says: str, http: httpx2.Client
+) -> None:
+    error = error_of(ask(http, **given))
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+def test_models_that_take_adapters_list_them(http: httpx2.Client) -> None:
+    listed = {model["id"]: model["loras"] for model in http.get("/v1/models").json()["data"]}
+    assert listed == {ADAPTED.name: ["ink", "oil"], STILL.name: []}
+    assert http.get(f"/v1/models/{ADAPTED.name}").json()["loras"] == ["ink", "oil"]
+
+
+def test_a_server_without_a_folder_says_which_flag_is_missing(tmp_path: Path) -> None:
+    with (
+        serve(tmp_path, cards=(ADAPTED,), idle=False) as bare,
+        httpx2.Client(base_url=bare.url, timeout=30, trust_env=False) as http,
+    ):
+        assert "--loras" in error_of(ask(http, lora="ink"))["message"]
+        assert http.get("/v1/models").json()["data"][0]["loras"] == []

@@ -1,0 +1,184 @@
+"""Adapters (LoRA) of denoisers: those that a folder holds, and the few of them that a transformer has loaded.
+
+Who only looks into the folder imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from warnings import catch_warnings
+
+import xxhash
+
+from unfuse.core.errors import ConfigError, NotFound, PermanentError
+from unfuse.core.plan import Params
+from unfuse.stages.base import need
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_BYTES = 4 << 30
+"""Of an adapter's file: they are far smaller than what they adapt."""
+
+SHOWN = 20
+"""Names that a refusal lists."""
+
+CHUNK = 1 << 20
+BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
+"""What the conversion of a file raises that is no adapter."""
+
+_SUFFIX = ".safetensors"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+class Loras:
+    """The adapters in a folder: NAME.safetensors is NAME. Its content is known by an id, the file's xxh3-128 hash."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+    def names(self) -> list[str]:
+        """Those that can be asked for, in order."""
+        return sorted(file.stem for file in self._folder.glob("*" + _SUFFIX) if self._file(file.stem))
+
+    def id_of(self, name: str) -> str:
+        """The id of an adapter. A file that changed is read again; that may take a while. Raises NotFound."""
+        file = self._file(name)
+        if file is None:
+            known = self.names()
+            more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
+            raise NotFound(f"no lora {name!r} is there; there are {', '.join(known[:SHOWN]) or 'none'}{more}")
+        stat = file.stat()
+        if stat.st_size > MAX_BYTES:
+            raise NotFound(
+                f"lora {name!r} is no adapter: its file has {stat.st_size} bytes, at most {MAX_BYTES} are read"
+            )
+        as_it_was, id = self._ids.get(file, ((), ""))
+        if as_it_was != (now := (stat.st_size, stat.st_mtime_ns, stat.st_ino)):
+            digest = xxhash.xxh3_128()
+            with file.open("rb") as stream:
+                while piece := stream.read(CHUNK):
+                    digest.update(piece)
+            self._ids[file] = now, (id := digest.hexdigest())
+        return id
+
+    def file(self, name: str, id: str) -> Path:
+        """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
+        if self.id_of(name) != id or (file := self._file(name)) is None:
+            raise PermanentError(f"lora {name!r} is not the one that was asked for: its file here has another content")
+        return file
+
+    def _file(self, name: str) -> Path | None:
+        """The file of that name, if it lies in the folder itself."""
+        if not _NAME.fullmatch(name):
+            return None
+        file = (self._folder / (name + _SUFFIX)).resolve()
+        return file if file.is_file() and file.is_relative_to(self._folder.resolve()) else None
+
+
+class Adapters:
+    """The adapters of one transformer: at most `most` are loaded, and one or none of them is active.
+
+    They are read and applied by diffusers, in the formats that its `pipeline` class knows, and stay on the device.
+    Raises ConfigError where the library peft is missing.
+    """
+
+    def __init__(self, loras: Loras, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int) -> None:
+        if find_spec("peft") is None:
+            raise ConfigError("--loras needs the library peft: pip install 'unfuse[lora]'")
+        self._loras, self._transformer, self._pipeline = loras, transformer, pipeline
+        self._device, self._most = device, most
+        self._loaded: list[str] = []  # the least recently used first
+        self._active: tuple[str, float] | None = None
+
+    def use(self, params: Params) -> None:
+        """Have the next forward run with the adapter of a request, or with none: then its bits are the model's own.
+
+        Raises PermanentError and NotFound when it cannot be had.
+        """
+        id = str(params.get("lora_id") or "")
+        wanted = (id, need(params, "lora_scale", float)) if id else None
+        if wanted == self._active:
+            return
+        self._active = "", 0.0  # should anything fail on the way, nothing is taken for granted
+        if wanted is None:
+            self._transformer.disable_lora()
+        else:
+            self._have(need(params, "lora", str), id)
+            self._transformer.enable_lora()
+            self._transformer.set_adapters(id, wanted[1])
+        self._active = wanted
+
+    def _have(self, name: str, id: str) -> None:
+        if id in self._loaded:
+            self._loaded.remove(id)
+        else:
+            found = self._read(name, id)
+            while len(self._loaded) >= self._most:
+                self._drop(self._loaded.pop(0))
+            self._load(name, id, *found)
+        self._loaded.append(id)
+
+    def _read(self, name: str, id: str) -> tuple[dict[str, Tensor], Mapping[str, Tensor] | None, Any]:
+        """The tensors of an adapter, named as the transformer's layers are, its alphas, and how it was trained."""
+        from safetensors import SafetensorError
+
+        file = self._loras.file(name, id)
+        how = {"use_safetensors": True, "local_files_only": True}
+        try:
+            tensors, *alphas, metadata = self._pipeline().lora_state_dict(
+                str(file), return_alphas=True, return_lora_metadata=True, **how
+            )
+        except (*BROKEN, SafetensorError) as error:
+            raise _unusable(name, error) from error
+        self._loras.file(name, id)  # nor was it changed while it was read
+        if misfit := _misfit(self._transformer, tensors):
+            raise PermanentError(f"lora {name!r} {misfit}")
+        return tensors, (alphas or [None])[0], metadata
+
+    def _load(self, name: str, id: str, tensors: dict[str, Tensor], alphas: Any, metadata: Any) -> None:
+        model = self._transformer
+        how = {"adapter_name": id, "network_alphas": alphas, "metadata": metadata, "low_cpu_mem_usage": True}
+        try:
+            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
+                model.load_lora_adapter(tensors, **how)
+        except BROKEN as error:
+            raise _unusable(name, error) from error
+        for key, tensor in model.named_parameters():
+            if id in key.split("."):
+                tensor.data = tensor.data.to(self._device)
+
+    def _drop(self, id: str) -> None:
+        """Forget one that is loaded; the next one, or none, is active then."""
+        self._transformer.set_adapters([], [])
+        self._transformer.delete_adapters(id)
+
+
+def _unusable(name: str, error: Exception) -> PermanentError:
+    return PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}")
+
+
+def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
+    """Why these tensors are no adapter of that transformer; nothing if they are."""
+    layers = dict(transformer.named_modules())
+    if not tensors:
+        return "is empty"
+    for key in tensors:
+        path, _, part = key.partition(".lora_")
+        if key.startswith("text_encoder"):
+            return f"holds {key}, and only the denoiser is adapted: save it without its text encoder's part"
+        weight = getattr(layers.get(path.removeprefix("transformer.")), "weight", None)
+        if not path.startswith("transformer.") or weight is None:
+            return f"holds {key}, and the model has no such layer: it was made for another one"
+        down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
+        if down is None or up is None or part not in ("A.weight", "B.weight", "B.bias"):
+            return f"holds {key}, which is no half of a low-rank pair: only such are applied"
+        if down.shape[1:] != weight.shape[1:] or up.shape[:2] != (weight.shape[0], down.shape[0]):
+            shapes = " and ".join(str(tuple(side.shape)) for side in (down, up))
+            return f"does not fit the model: {path} is {tuple(weight.shape)}, and the pair for it is {shapes}"
+    return ""
