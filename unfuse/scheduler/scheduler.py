@@ -333,6 +333,7 @@ class Scheduler:
 
     async def _review(self) -> None:
         """Learn from what the queue holds; then look through it for deadlines, for workers, and for news, for ever."""
+        await self._try(self._look_at_workers())
         await self._try(self._learn())
         while True:
             await self._try(self._arm_all())
