@@ -26,6 +26,7 @@ from unfuse.models import find, pipeline_class, served_classes
     ("Wan-AI/Wan2.2-TI2V-5B-Diffusers", "WanPipeline", "Wan"),
     ("black-forest-labs/FLUX.1-dev", "FluxPipeline", "Flux"),
     ("black-forest-labs/FLUX.1-schnell", "FluxPipeline", "Flux"),
+    ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Modular"),
     ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
     ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
 ])  # fmt: skip

@@ -134,6 +134,13 @@ def test_what_a_block_lacks_is_named(
         stages(undivided.folder("krea"))[stage].verify(task)
 
 
+def test_requests_that_differ_do_not_wait_for_each_other(undivided: c.Undivided, stages: c.Load) -> None:
+    denoise = stages(undivided.folder("krea"))["denoise"]
+
+    assert denoise.batch_key(c.block_params()) == denoise.batch_key(c.block_params(prompt="read by another stage"))
+    assert denoise.batch_key(c.block_params()) != denoise.batch_key(c.block_params(1))
+
+
 def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: c.Load) -> None:
     latents = torch.full((1, 4, 1, 8, 8), torch.nan)
 

@@ -39,6 +39,7 @@ PLANS = {
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "WanPipeline",
     "black-forest-labs/FLUX.1-dev": "FluxPipeline",
     "black-forest-labs/FLUX.1-schnell": "FluxPipeline",
+    "black-forest-labs/FLUX.2-klein-*": "Flux2KleinPipeline",
     "hunyuanvideo-community/HunyuanVideo": "HunyuanVideoPipeline",
     "Qwen/Qwen-Image": "QwenImagePipeline",
     "Wan-AI/Wan2.1-T2V-*": "WanPipeline",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
 from unfuse.models.folder import ModelFolder
+from unfuse.models.text import true_cfg_scale
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
@@ -37,16 +39,34 @@ def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FlowDenoiser:
-    """Transformer and the configuration of its noise scheduler; the rest of a Denoiser is for its family to say."""
+    """Transformer and the configuration of its noise scheduler, guided by a negative prompt; `sizes` are its latents'.
+
+    The rest of a Denoiser is for its family to say.
+    """
 
     embeds: Shapes
     masks: Shapes = {}
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]]) -> None:
+        self._sizes = sizes
         self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")
         self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
+
+    def verify(self, params: Params) -> None:
+        """See Denoiser."""
+        self._sizes(params)
+
+    def guidance(self, params: Params) -> float:
+        """See Denoiser."""
+        return true_cfg_scale(params)
+
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        """Float32 (1, channels, frames, height, width)."""
+        import torch
+
+        return torch.randn(self._sizes(params), generator=generator, device=generator.device)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
         """Nothing."""
@@ -67,3 +87,15 @@ class FlowDenoiser:
         fresh.set_begin_index(0)
         found: NoiseScheduler = fresh
         return found
+
+
+class GridVae:
+    """A VAE whose latents come as a grid; `decode` of a VaeDecoder is for its family to say."""
+
+    def __init__(self, loader: Loader, channels: str) -> None:
+        self.vae, self.device = loader.vae(), loader.device
+        self.latents = (1, int(self.vae.config[channels]), None, None, None)
+
+    def unpack(self, latents: Tensor, params: Params) -> Tensor:
+        """As they are."""
+        return latents.to(self.device, self.vae.dtype)

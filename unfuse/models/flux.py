@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from unfuse.core.card import Limits
@@ -52,8 +53,6 @@ class Shape(Packing):
 
 class T5Text(TruthfulText):
     """T5; a TextEncoder."""
-
-    end = "_2"
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); it attends to the padding too."""
@@ -136,7 +135,7 @@ class Flux(PackedFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
-    text_encoders = {"text_encode": ClipText, "text_encode_2": T5Text}
+    text_encoders = {"text_encode": ClipText, "text_encode_2": partial(T5Text, end="_2")}
     denoiser = FluxDenoiser
     vae = FluxVae
     packing = Shape.of

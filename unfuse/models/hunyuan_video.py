@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -19,13 +20,12 @@ from unfuse.core.card import Limits
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, Room
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
-from unfuse.models.flow import FlowDenoiser, need_channels
+from unfuse.models.flow import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage, true_cfg_scale
+from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
@@ -87,35 +87,19 @@ class LlamaText(TruthfulText):
         return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
 
 
-class SecondClip(ClipText):
-    """CLIP; a TextEncoder."""
-
-    end = "_2"
-
-
 class HunyuanVideoDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
     def __init__(self, loader: Loader) -> None:
-        self._shape = shape = Shape.of(loader.folder)
-        super().__init__(loader)
+        shape = Shape.of(loader.folder)
+        super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
         self.masks = {"prompt_attention_mask": (1, None)}
 
     def verify(self, params: Params) -> None:
         """See Denoiser."""
-        self._shape.latents(params)
+        super().verify(params)
         need(params, "guidance_scale", float)
-
-    def guidance(self, params: Params) -> float:
-        """See Denoiser."""
-        return true_cfg_scale(params)
-
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        """Float32 (1, channels, frames, height, width)."""
-        import torch
-
-        return torch.randn(self._shape.latents(params), generator=generator, device=generator.device)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
         """The guidance scale; a transformer that was not distilled for it does not read it."""
@@ -147,20 +131,12 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         return velocity
 
 
-class HunyuanVideoVae:
+class HunyuanVideoVae(GridVae):
     """The VAE; a VaeDecoder."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._vae, self._device = loader.vae(), loader.device
-        self.latents = (1, int(self._vae.config.latent_channels), None, None, None)
-
-    def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Latents are a grid already."""
-        return latents.to(self._device, self._vae.dtype)
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of scaled latents."""
-        pixels: Tensor = self._vae.decode(grid / self._vae.config.scaling_factor, return_dict=False)[0]
+        pixels: Tensor = self.vae.decode(grid / self.vae.config.scaling_factor, return_dict=False)[0]
         return pixels
 
 
@@ -178,9 +154,9 @@ class HunyuanVideo(DiffusersFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKLHunyuanVideo",)),
     }
-    text_encoders = {"text_encode": LlamaText, "text_encode_2": SecondClip}
+    text_encoders = {"text_encode": LlamaText, "text_encode_2": partial(ClipText, end="_2")}
     denoiser = HunyuanVideoDenoiser
-    vae = HunyuanVideoVae
+    vae = partial(HunyuanVideoVae, channels="latent_channels")
 
     def standard(self, folder: ModelFolder) -> Params:
         """See DiffusersFamily. There is no negative prompt unless one is given, not even an empty one."""

@@ -10,7 +10,7 @@ Guidance is a component there, which each request gets anew with its scale. A di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,8 @@ class Served(msgspec.Struct, frozen=True):
     """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
     unguided: float
     """The guidance scale up to which the pipeline has no second half, and so its guider."""
-    reads: tuple[str, ...] = ("prompt", "max_sequence_length")
-    """What text encoding reads, and with guidance a scale too."""
-    guided_reads: tuple[str, ...] = ()
-    """What it reads with guidance beside these."""
+    negative: bool = False
+    """Whether guidance goes away from a negative prompt, not only from an empty one."""
     fixed: dict[str, object] = {}
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 
@@ -82,6 +80,10 @@ class BlockStage(Stage):
         for name in self._spec.inputs:
             if task.tensors.get(name) is None and not name.startswith(NEGATIVE):
                 raise PermanentError(f"input {name} is missing")
+
+    def batch_key(self, params: Params) -> Hashable:
+        """All that it is given: tasks that differ gain nothing from waiting for each other."""
+        return tuple(params.get(name) for name in self._needs)
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """See Stage."""
@@ -160,9 +162,10 @@ class Modular(PackedFamily):
             numbers = sum(prod(int(transformer[key]) for key in keys) for keys in served.embeds.values())
         size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(served.embeds)
         made = (*served.embeds, *(() if distilled else (NEGATIVE + name for name in served.embeds)))
-        reads = served.reads if distilled else (*served.reads, *served.guided_reads, SCALE)
+        reads = ["prompt", "max_sequence_length", *(("negative_prompt",) if served.negative and not distilled else ())]
         text = StageSpec(
-            "text_encode", "text_encode", ("text_encoder", "tokenizer"), outputs=made, reads=reads,
+            "text_encode", "text_encode", ("text_encoder", "tokenizer"), outputs=made,
+            reads=tuple(reads if distilled else [*reads, SCALE]),
             room=Room(size * len(made) // len(served.embeds)),
         )  # fmt: skip
         return with_encoders((text,), Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
@@ -242,7 +245,7 @@ KREA = Modular(Served(
     },
     embeds={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
     unguided=0.0,
-    guided_reads=("negative_prompt",),
+    negative=True,
     fixed={"text_encoder_select_layers": [*range(2, 36, 3)], "patch_size": 2},
 ))  # fmt: skip
 """Krea 2, whose guidance is beyond the prompt's own prediction and thus applies from a scale of 0 on."""

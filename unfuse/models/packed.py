@@ -11,7 +11,6 @@ from unfuse.core.plan import Params
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow import FlowDenoiser
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import true_cfg_scale
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -56,19 +55,11 @@ class Packing:
 
 
 class PackedDenoiser(FlowDenoiser):
-    """A FlowDenoiser of packed latents, guided by a negative prompt; `predict` is for its family to say."""
+    """A FlowDenoiser of packed latents; `predict` is for its family to say."""
 
     def __init__(self, loader: Loader, packing: Packing) -> None:
-        super().__init__(loader)
+        super().__init__(loader, packing.patches)
         self._packing = packing
-
-    def verify(self, params: Params) -> None:
-        """See Denoiser."""
-        self._packing.patches(params)
-
-    def guidance(self, params: Params) -> float:
-        """See Denoiser."""
-        return true_cfg_scale(params)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """In the transformer's dtype, which in an undivided pipeline is the prompt embeddings' too."""

@@ -39,12 +39,10 @@ def true_cfg_scale(params: Params) -> float:
 
 
 class TruthfulText:
-    """A tokenizer and its text encoder, of a model that a negative prompt guides; what ends their names tells pairs."""
+    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names."""
 
-    end = ""
-
-    def __init__(self, loader: Loader) -> None:
-        self._tokenizer, self._encoder = loader.plain("tokenizer" + self.end), loader.model("text_encoder" + self.end)
+    def __init__(self, loader: Loader, end: str = "") -> None:
+        self._tokenizer, self._encoder = loader.plain(f"tokenizer{end}"), loader.model(f"text_encoder{end}")
         self._device = loader.device
 
     def guidance(self, params: Params) -> float:

@@ -19,14 +19,13 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, Room
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
-from unfuse.models.flow import FlowDenoiser, need_channels, norm
+from unfuse.models.flow import FlowDenoiser, GridVae, need_channels, norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, text_stage
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
@@ -177,7 +176,7 @@ class WanDenoiser(FlowDenoiser):
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
-        super().__init__(loader)
+        super().__init__(loader, shape.latents)
         self._low = None if shape.boundary is None else loader.model("transformer_2")
         self.transformers += (self._low,) if self._low else ()
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
@@ -189,19 +188,13 @@ class WanDenoiser(FlowDenoiser):
 
     def verify(self, params: Params) -> None:
         """See Denoiser."""
-        self._shape.latents(params)
+        super().verify(params)
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
 
     def guidance(self, params: Params) -> float:
         """See Denoiser."""
         return guidance_scale(params)
-
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        """Float32 (1, channels, frames, height, width)."""
-        import torch
-
-        return torch.randn(self._shape.latents(params), generator=generator, device=generator.device)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """See Denoiser."""
@@ -260,16 +253,11 @@ class WanDenoiser(FlowDenoiser):
         return noisy.flatten() * timestep[:, None]
 
 
-class WanVae:
+class WanVae(GridVae):
     """The VAE; a VaeDecoder."""
 
     def __init__(self, loader: Loader) -> None:
-        self.vae, self.device = loader.vae(), loader.device
-        self.latents = (1, int(self.vae.config.z_dim), None, None, None)
-
-    def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Latents are a grid already."""
-        return latents.to(self.device, self.vae.dtype)
+        super().__init__(loader, "z_dim")
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of latents that were normalised per channel."""
