@@ -38,12 +38,7 @@ class Gateway(Observer):
     """
 
     def __init__(
-        self,
-        scheduler: Scheduler,
-        results: ResultStore,
-        keys: Mapping[str, str],
-        names: Mapping[str, str],
-        loras: str = "",
+        self, scheduler: Scheduler, results: ResultStore, keys: Mapping[str, str], names: Mapping[str, str], loras: str
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
