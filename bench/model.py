@@ -28,11 +28,16 @@ class Model:
     """The stages of a model's folder by name, and requests for them."""
 
     def __init__(
-        self, folder: Path, options: ComputeOptions | None = None, device: str = "cpu", report: Report | None = None
+        self,
+        folder: Path,
+        options: ComputeOptions | None = None,
+        device: str = "cpu",
+        report: Report | None = None,
+        loras: str = "",
     ) -> None:
         options, family = options or ComputeOptions(), find(folder)
         self.card = family.card("bench", folder, options.dtype)
-        self.runtime = Runtime(device, self.card.dtypes, options)
+        self.runtime = Runtime(device, self.card.dtypes, options, loras)
         self.specs = {spec.name: spec for spec in self.card.pipeline.stages}
         self.stages: dict[str, Stage] = {
             name: family.load(spec, folder, self.runtime, report) for name, spec in self.specs.items()

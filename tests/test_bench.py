@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, idle, leases, load, steps, tasks
+from bench import arrivals, costs, gpu, hop, idle, leases, load, lora, steps, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
@@ -56,6 +56,14 @@ def test_steps_are_timed_and_bytes_compared(case: Case) -> None:
     assert set(cost) == {"1", "2"} and cost["1"]["apart"]["throughput_over_alone"] == 1.0
     assert [one["latents_furthest_from_alone"] < 1e-3 for one in found.values()] == [True] * 3
     assert all(0 < one["same_bytes_each_time"] <= one["seen_again"] for one in [found["padded, fused"]])
+
+
+def test_adapters_are_timed_as_they_come_and_go(folders: dict[str, Path], tmp_path: Path) -> None:
+    found = lora.measure(folders["wan"], tmp_path, 2, (1, 2))
+
+    for steps_of in found["steps"].values():
+        assert steps_of.keys() == {"none was ever loaded", "none, beside loaded ones", "rank-1", "rank-2"}
+    assert all(taken > 0 for taken in found["change_ms"].values())
 
 
 def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:

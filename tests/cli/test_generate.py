@@ -27,6 +27,12 @@ def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: R
     assert ".webp" in err
 
 
+def test_a_folder_of_adapters_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+    code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "out.png"), "--loras", str(tmp_path / "none"))
+    assert code == 1
+    assert f"--loras {tmp_path / 'none'}: there is no such folder" in err
+
+
 def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "none" / "out.png"))
     assert code == 2
@@ -90,6 +96,8 @@ def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp
         (["--steps", "0"], "num_inference_steps"),
         (["--size", "63x64"], "63x64"),
         (["-m", "nobody/knows"], "nobody/knows"),
+        (["--lora", "ink"], "start the server with --loras"),
+        (["--lora-scale", "0.5"], "send the name of one as lora too"),
     ],
 )
 def test_what_the_model_cannot_do_is_exit_2(asking: Run, tmp_path: Path, arguments: list[str], said: str) -> None:

@@ -53,6 +53,16 @@ def refusal(**given: object) -> InvalidParameter:
     return caught.value
 
 
+def test_an_adapter_has_its_full_strength_unless_another_is_asked_for() -> None:
+    assert check(CARD, {"prompt": "x", "lora": "ink"})[0]["lora_scale"] == 1.0
+    assert check(CARD, {"prompt": "x", "lora": "ink", "lora_scale": "-2.5"})[0]["lora_scale"] == -2.5
+    assert "lora_scale" not in check(CARD, {"prompt": "x"})[0]
+    for scale in (10.1, -11, math.nan, "loud", True):
+        assert refusal(lora="ink", lora_scale=scale).param == "lora_scale"
+    assert refusal(lora_scale=1.0).param == "lora_scale"
+    assert refusal(lora="x" * 129).param == "lora"
+
+
 def test_what_is_left_out_comes_from_the_card() -> None:
     params, n = check(CARD, {"prompt": "a red circle"})
     seed = params.pop("seed")

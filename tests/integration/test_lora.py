@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import random
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,18 @@ import openai
 import psutil
 import pytest
 
-from tests.integration.harness import SHAPES, START_S, Server, defaults, digest, serving, undivided, until
+from tests.integration.harness import (
+    SHAPES,
+    START_S,
+    Server,
+    defaults,
+    digest,
+    environment,
+    serving,
+    undivided,
+    unfuse,
+    until,
+)
 from tests.models.tiny import adapter
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,7 +73,7 @@ def server(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield server
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def denoiser(request: pytest.FixtureRequest, server: Server) -> Iterator[Popen[bytes]]:
     worker = server.worker("denoiser", "--max-loras", str(request.param))
     server.ready()
@@ -109,6 +121,19 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
         compute.send_signal(signal.SIGKILL)
         assert loading.result() == expected
     assert server.finished(id)["status"] == "completed"
+
+
+@pytest.mark.parametrize("denoiser", [1], indirect=True)
+def test_the_command_line_asks_for_one(
+    server: Server, denoiser: Popen[bytes], expected: list[str], tmp_path: Path
+) -> None:
+    case = CASES[-1]
+    asked = {"lora": case["lora"], "lora-scale": case["lora_scale"], "seed": case["seed"], "steps": STEPS}
+    flags = [text for name, value in asked.items() for text in (f"--{name}", str(value))]
+    command = unfuse("generate", case["prompt"], *flags, "--server", server.url, "-o", "out.png")
+    subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
+
+    assert digest((tmp_path / "out.png").read_bytes()) == expected[-1]
 
 
 def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:

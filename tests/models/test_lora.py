@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
@@ -18,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from tests.models import conftest as c
 from tests.models.tiny import KINDS
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import NotFound, PermanentError
+from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params
 from unfuse.models import find
-from unfuse.models.base import DiffusersFamily
+from unfuse.models.base import DiffusersFamily, Runtime
 from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput, SteppedStage
 
@@ -217,6 +218,24 @@ class TestRefusals:
         file.write_bytes((source / "wan-plain.safetensors").read_bytes())
         assert np.array_equal(latents(stage, task), undivided.result("lora-plain")["latents"])
 
+    @pytest.mark.parametrize(
+        ("option", "says"), [("", "needs the library peft"), ("sequential", "use --offload model")]
+    )
+    def test_a_worker_that_could_not_use_any(
+        self, option: str, says: str, undivided: c.Undivided, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It does not start: without peft, and where layers come to the device one by one."""
+        folder = undivided.folder("wan")
+        card = find(folder).card("m", folder)
+        if option:
+            monkeypatch.setattr("unfuse.models.base.Loader._settle", lambda _, model: model)  # as with a GPU
+        else:
+            monkeypatch.setitem(sys.modules, "peft", None)
+        runtime = Runtime("cpu", card.dtypes, ComputeOptions(offload="sequential" if option else "none"), str(tmp_path))
+        (spec,) = (spec for spec in card.pipeline.stages if spec.kind == "denoise")
+        with pytest.raises(ConfigError, match=says):
+            find(folder).load(spec, folder, runtime)
+
     def test_a_worker_without_a_folder(self, undivided: c.Undivided, stages: c.Load, loras: Loras) -> None:
         loaded, params = stages(undivided.folder("wan")), JOBS["lora-plain"].params
         with pytest.raises(PermanentError, match="--loras"):
@@ -236,7 +255,7 @@ class TestFolder:
         os.symlink(folder / "a.b-C_1.safetensors", folder / "alias.safetensors")
         loras = Loras(str(folder))
 
-        assert loras.names() == ["a.b-C_1", "alias"]
+        assert [*loras.files()] == ["a.b-C_1", "alias"]
         assert loras.id_of("alias") == loras.id_of("a.b-C_1")
         for name in ("link", "../secret", "inner/y", "y", "x", "has space", "", ".", "..", "a\0", "a" * 200):
             with pytest.raises(NotFound, match=r"there are a\.b-C_1, alias"):

@@ -146,3 +146,11 @@ def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: 
 
     with pytest.raises(PermanentError, match="pixels that are not finite"):
         c.run(stages(undivided.folder("krea"))["vae_decode"], c.block_params(), {"latents": latents})
+
+
+@pytest.mark.parametrize("kind", ["klein", "krea"])
+def test_no_adapter_can_be_asked_of_blocks(kind: str, undivided: c.Undivided) -> None:
+    """Its card says so, where a family of our own says the other."""
+    for model, takes in ((kind, False), ("wan", True)):
+        folder = undivided.folder(model)
+        assert find(folder).card("m", folder).takes_lora == takes

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
+from tests.models.tiny import adapter
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Params
 from unfuse.models import resolve_source
 from unfuse.models.base import Loader, Runtime
 from unfuse.models.folder import ModelFolder
 from unfuse.models.offload import rest
+from unfuse.stages.adapters import Adapters, Loras
 
 SHAPES = resolve_source("unfuse/shapes")
 HOST = torch.device("cpu")
@@ -95,6 +98,21 @@ def test_what_comes_to_the_device_goes_again_when_there_is_no_room(monkeypatch: 
         denoise(model)
     assert places(model) == resting
     assert torch.equal(denoise(model), denoise(transformer()))
+
+
+def test_an_adapter_of_a_model_that_rests_does_what_it_did(tmp_path: Path) -> None:
+    """Given adapters that come, change and go on a transformer that another model drives from its place."""
+    for name, rank in (("one", 2), ("two", 3)):
+        adapter(SHAPES, tmp_path, name, rank, rank)
+    loras, one, other = Loras(str(tmp_path)), transformer(), vae()
+    resting, busy = rest(transformer(), HOST, "model"), rest(vae(), HOST, "model")
+    sides = [Adapters(loras, model, lambda: WanPipeline, HOST, 1) for model in (one, resting)]
+    for name in ("", "one", "two", "", "one"):
+        own: Params = {"lora": name, "lora_id": loras.id_of(name), "lora_scale": 0.5} if name else {}
+        for side in sides:
+            side.use(own)
+        assert torch.equal(denoise(one), denoise(resting)), name
+        assert torch.equal(decode(other), decode(busy))
 
 
 @pytest.mark.parametrize("how", ["model", "sequential"])

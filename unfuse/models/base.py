@@ -174,10 +174,8 @@ class DiffusersFamily(Family):
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
         transformer, most = loader.loaded["transformer"], runtime.options.max_loras
-        return Adapters(Loras(runtime.loras), transformer, self._diffusers_class, loader.device, most)
-
-    def _diffusers_class(self) -> Any:
-        return getattr(import_module("diffusers"), self.source[1])
+        loras, name = Loras(runtime.loras), self.source[1]
+        return Adapters(loras, transformer, lambda: getattr(import_module("diffusers"), name), loader.device, most)
 
 
 def with_encoders(
@@ -245,16 +243,13 @@ def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
 
 
 class Loader:
-    """Loads components of one model onto one device, ready to compute, by class and from their own subfolders.
-
-    Those with weights are in `loaded`, by name.
-    """
+    """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
     def __init__(
         self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None
     ) -> None:
         self.folder, self.runtime, self._classes, self._report = folder, runtime, classes, report
-        self.loaded: dict[str, Any] = {}
+        self.loaded: dict[str, Any] = {}  # those with weights, by name
 
     @property
     def device(self) -> torch.device:

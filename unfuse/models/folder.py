@@ -38,7 +38,7 @@ WEIGHTS = (
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
 
 ADAPTER = "adapter_config.json"
-_ADAPTER = "an adapter (LoRA), which is not served: merge it into its base model and give that"
+_ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
 _PICKLE = "weights that are not safetensors: save the model anew with its library"
 UNSERVED = {
     ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,

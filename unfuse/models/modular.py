@@ -72,8 +72,6 @@ class BlockStage(Stage):
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless the parameters and tensors are there that the block is given."""
-        if task.params.get("lora_id"):
-            raise PermanentError("this model is run by diffusers' own blocks and takes no lora: leave it out")
         for name in self._needs:
             if name != "negative_prompt" or task.params.get(name) is not None:
                 need(task.params, name, TYPES[name])
@@ -132,6 +130,7 @@ class Modular(PackedFamily):
     """The stages of a folder of that class."""
 
     packing = Packing.of
+    takes_lora = False
 
     def __init__(self, served: Served) -> None:
         self._served, self.source, self.classes = served, served.source, served.classes

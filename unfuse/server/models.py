@@ -34,7 +34,7 @@ async def show(name: str, gateway: Served) -> dict[str, object]:
 
 
 async def _loras(gateway: Gateway) -> list[str]:
-    return await to_thread.run_sync(gateway.loras.names) if gateway.loras else []
+    return [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
 
 
 def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:

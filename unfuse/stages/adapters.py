@@ -28,11 +28,9 @@ SHOWN = 20
 """Names that a refusal lists."""
 
 CHUNK = 1 << 20
+NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
-"""What the conversion of a file raises that is no adapter."""
-
-_SUFFIX = ".safetensors"
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+"""What diffusers raises of a file that is no adapter."""
 
 
 class Loras:
@@ -42,43 +40,40 @@ class Loras:
         self._folder = Path(folder)
         self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
 
-    def names(self) -> list[str]:
-        """Those that can be asked for, in order."""
-        return sorted(file.stem for file in self._folder.glob("*" + _SUFFIX) if self._file(file.stem))
+    def files(self) -> dict[str, Path]:
+        """Those that can be asked for, by name, in order: files that lie in the folder itself."""
+        inside = self._folder.resolve()
+        found = {file.stem: file.resolve() for file in sorted(inside.glob("*.safetensors"))}
+        return {
+            name: file
+            for name, file in found.items()
+            if NAME.fullmatch(name) and file.is_relative_to(inside) and file.is_file()
+        }
 
     def id_of(self, name: str) -> str:
-        """The id of an adapter. A file that changed is read again; that may take a while. Raises NotFound."""
-        file = self._file(name)
-        if file is None:
-            known = self.names()
+        """The id of an adapter. A file that changed is read again, which may take a while. Raises NotFound."""
+        known = self.files()
+        if name not in known:
+            shown = ", ".join([*known][:SHOWN]) or "none"
             more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
-            raise NotFound(f"no lora {name!r} is there; there are {', '.join(known[:SHOWN]) or 'none'}{more}")
-        stat = file.stat()
+            raise NotFound(f"no lora {name!r} is there; there are {shown}{more}")
+        file, stat = known[name], known[name].stat()
         if stat.st_size > MAX_BYTES:
-            raise NotFound(
-                f"lora {name!r} is no adapter: its file has {stat.st_size} bytes, at most {MAX_BYTES} are read"
-            )
-        as_it_was, id = self._ids.get(file, ((), ""))
-        if as_it_was != (now := (stat.st_size, stat.st_mtime_ns, stat.st_ino)):
+            raise NotFound(f"lora {name!r} has {stat.st_size} bytes, and no more than {MAX_BYTES} are read")
+        as_it_is = stat.st_size, stat.st_mtime_ns, stat.st_ino
+        if file not in self._ids or self._ids[file][0] != as_it_is:
             digest = xxhash.xxh3_128()
             with file.open("rb") as stream:
                 while piece := stream.read(CHUNK):
                     digest.update(piece)
-            self._ids[file] = now, (id := digest.hexdigest())
-        return id
+            self._ids[file] = as_it_is, digest.hexdigest()
+        return self._ids[file][1]
 
     def file(self, name: str, id: str) -> Path:
         """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
-        if self.id_of(name) != id or (file := self._file(name)) is None:
+        if self.id_of(name) != id:
             raise PermanentError(f"lora {name!r} is not the one that was asked for: its file here has another content")
-        return file
-
-    def _file(self, name: str) -> Path | None:
-        """The file of that name, if it lies in the folder itself."""
-        if not _NAME.fullmatch(name):
-            return None
-        file = (self._folder / (name + _SUFFIX)).resolve()
-        return file if file.is_file() and file.is_relative_to(self._folder.resolve()) else None
+        return self.files()[name]
 
 
 class Adapters:
@@ -109,65 +104,42 @@ class Adapters:
         if wanted is None:
             self._transformer.disable_lora()
         else:
-            self._have(need(params, "lora", str), id)
+            if id in self._loaded:
+                self._loaded.remove(id)
+            else:
+                self._load(need(params, "lora", str), id)
+            self._loaded.append(id)
             self._transformer.enable_lora()
             self._transformer.set_adapters(id, wanted[1])
         self._active = wanted
 
-    def _have(self, name: str, id: str) -> None:
-        if id in self._loaded:
-            self._loaded.remove(id)
-        else:
-            found = self._read(name, id)
-            while len(self._loaded) >= self._most:
-                self._drop(self._loaded.pop(0))
-            self._load(name, id, *found)
-        self._loaded.append(id)
-
-    def _read(self, name: str, id: str) -> tuple[dict[str, Tensor], Mapping[str, Tensor] | None, Any]:
-        """The tensors of an adapter, named as the transformer's layers are, its alphas, and how it was trained."""
+    def _load(self, name: str, id: str) -> None:
+        """Load an adapter, in the place of the least recently used one."""
         from safetensors import SafetensorError
 
-        file = self._loras.file(name, id)
-        how = {"use_safetensors": True, "local_files_only": True}
+        file, model = str(self._loras.file(name, id)), self._transformer
+        while len(self._loaded) >= self._most:
+            model.set_adapters([], [])
+            model.delete_adapters(self._loaded.pop(0))
+        how = {"use_safetensors": True, "local_files_only": True, "return_alphas": True, "return_lora_metadata": True}
         try:
-            tensors, *alphas, metadata = self._pipeline().lora_state_dict(
-                str(file), return_alphas=True, return_lora_metadata=True, **how
-            )
-        except (*BROKEN, SafetensorError) as error:
-            raise _unusable(name, error) from error
-        self._loras.file(name, id)  # nor was it changed while it was read
-        if misfit := _misfit(self._transformer, tensors):
-            raise PermanentError(f"lora {name!r} {misfit}")
-        return tensors, (alphas or [None])[0], metadata
-
-    def _load(self, name: str, id: str, tensors: dict[str, Tensor], alphas: Any, metadata: Any) -> None:
-        model = self._transformer
-        how = {"adapter_name": id, "network_alphas": alphas, "metadata": metadata, "low_cpu_mem_usage": True}
-        try:
+            tensors, *alphas, metadata = self._pipeline().lora_state_dict(file, **how)
+            self._loras.file(name, id)  # it was not changed while it was read
+            if misfit := _misfit(model, tensors):
+                raise PermanentError(f"lora {name!r} {misfit}")
+            how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
-                model.load_lora_adapter(tensors, **how)
-        except BROKEN as error:
-            raise _unusable(name, error) from error
+                model.load_lora_adapter(tensors, adapter_name=id, **how)
+        except (*BROKEN, SafetensorError) as error:
+            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
         for key, tensor in model.named_parameters():
             if id in key.split("."):
                 tensor.data = tensor.data.to(self._device)
-
-    def _drop(self, id: str) -> None:
-        """Forget one that is loaded; the next one, or none, is active then."""
-        self._transformer.set_adapters([], [])
-        self._transformer.delete_adapters(id)
-
-
-def _unusable(name: str, error: Exception) -> PermanentError:
-    return PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}")
 
 
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
     """Why these tensors are no adapter of that transformer; nothing if they are."""
     layers = dict(transformer.named_modules())
-    if not tensors:
-        return "is empty"
     for key in tensors:
         path, _, part = key.partition(".lora_")
         if key.startswith("text_encoder"):
@@ -181,4 +153,4 @@ def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
         if down.shape[1:] != weight.shape[1:] or up.shape[:2] != (weight.shape[0], down.shape[0]):
             shapes = " and ".join(str(tuple(side.shape)) for side in (down, up))
             return f"does not fit the model: {path} is {tuple(weight.shape)}, and the pair for it is {shapes}"
-    return ""
+    return "" if tensors else "is empty"

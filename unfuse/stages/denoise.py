@@ -134,15 +134,10 @@ class Denoise(SteppedStage[DenoiseState]):
     kind = "denoise"
 
     def __init__(
-        self,
-        denoiser: Denoiser,
-        options: ComputeOptions,
-        preview: Preview | None = None,
-        adapters: Adapters | None = None,
+        self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None, loras: Adapters | None = None
     ) -> None:
-        self._denoiser, self._preview, self._fused = denoiser, preview, options.fused
+        self._denoiser, self._preview, self._adapters, self._fused = denoiser, preview, loras, options.fused
         self._exact, self._features = options.batching == "exact", FeatureCache(denoiser.transformers)
-        self._adapters = adapters
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
