@@ -27,6 +27,7 @@ bench: $(VENV)/installed-test
 
 nightly: $(VENV)/installed-nightly
 	SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly"
+	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again
 soak: $(VENV)/installed-test

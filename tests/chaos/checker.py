@@ -48,6 +48,8 @@ class Verdict(msgspec.Struct):
     refused: int = 0
     reconnects: int = 0
     recovered: int = 0
+    resumed: int = 0
+    """Denoisings that went on from a checkpoint."""
     poison_dead: int = 0
     recovery_s: dict[str, list[float]] = {}
     """Seconds from a fault to the next start of each task its victim held, by kind of fault."""
@@ -114,6 +116,7 @@ def _operation(verdict: Verdict, operation: Operation, made: list[str], final: F
     if hashes - {asked.right}:
         verdict.wrong_bytes.append(f"{key} {ids}: {asked.prompt} {asked.seed}")
     verdict.recovered += any(one.view["attempts"] > 1 for _, one in told)
+    verdict.resumed += sum(stage.get("resumed", 0) > 0 for _, one in told for stage in one.view.get("stages", ()))
     verdict.completed += any(one.view["status"] == "completed" for _, one in told)
     verdict.lost += [f"{id} of {key} is not known any more" for id in operation.ids if id not in final.requests]
     verdict.lost += [f"{id} of {key} is {t.view['status']}" for id, t in told if t.view["status"] not in TERMINAL]

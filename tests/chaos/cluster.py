@@ -210,7 +210,7 @@ class Cluster:
             address = self.redis.url if self.redis else f"sqlite:{folder}/queue.db"
             arguments = [
                 str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", address,
-                "--results", f"disk:{folder}/results", "--device", "cpu", *serve,
+                "--results", f"disk:{folder}/results", "--device", "cpu", "--checkpoint", "1", *serve,
             ]  # fmt: skip
             for number in range(schedulers):
                 name = f"serve-{number}"

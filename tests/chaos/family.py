@@ -32,7 +32,7 @@ from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.plan import Params, Pipeline, Room, StageSpec
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
 from unfuse.models.folder import ModelFolder
-from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
 
 COMPONENTS = ("text_encoder", "transformer", "vae")
 PIXELS_PER_NUMBER = 8
@@ -207,6 +207,13 @@ class Denoise(SteppedStage[State]):
     def start(self, task: StageInput) -> State:
         seed = int(task.params["seed"])  # type: ignore[arg-type]
         return State(task.params, _numbers(task.tensors, "embeds"), _line(seed * K, E, _count(task.params)))
+
+    def save(self, state: State) -> Checkpoint:
+        return Checkpoint({"latents": state.latents.view(np.int64)}, {"step": state.step})
+
+    def resume(self, task: StageInput, checkpoint: Checkpoint) -> State:
+        latents = np.array(_numbers(checkpoint.tensors, "latents"))
+        return replace(self.start(task), latents=latents, step=int(checkpoint.values["step"]))
 
     def step(self, batch: Sequence[State]) -> list[State | Exception]:
         return [self._advanced(state) for state in batch]

@@ -1,10 +1,12 @@
 """Drills: real processes are killed, stopped and started again under load, and nothing that was accepted is lost.
 
-CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed.
+CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed. CHAOS_SCALE is the share of the faults and
+requests of the longest one: all of them by night.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections import Counter
@@ -21,6 +23,13 @@ from tests.chaos.monkey import QUIETLY
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+SCALE = float(os.environ.get("CHAOS_SCALE", "0.5"))
+
+
+def scaled(faults: dict[str, int]) -> dict[str, int]:
+    return {name: math.ceil(SCALE * count) for name, count in faults.items()}
+
+
 @pytest.fixture(scope="module")
 def seed() -> int:
     return int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
@@ -29,12 +38,15 @@ def seed() -> int:
 def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given two gateways over Redis and two workers of each role, when any of them, and Redis, are killed or stopped
     again and again, then every accepted request is completed once, with the right bytes."""
-    quiet = {QUIETLY: 8}
-    workers = {"kill compute": 45, "kill worker": 20, "freeze worker": 3}
-    everything = {"kill compute": 30, "kill worker": 20, "freeze worker": 3, "kill scheduler": 16, "kill redis": 8}
+    quiet = scaled({QUIETLY: 8})
+    workers = scaled({"kill compute": 45, "kill worker": 20, "freeze worker": 3})
+    everything = scaled(
+        {"kill compute": 30, "kill worker": 20, "freeze worker": 3, "kill scheduler": 16, "kill redis": 8}
+    )
     with running_cluster(tmp_path) as cluster:
-        verdict = drill("redis", cluster, 1200, seed, quiet, workers, everything)
+        verdict = drill("redis", cluster, int(SCALE * 1200), seed, quiet, workers, everything)
         say(verdict, record_property)
+    assert verdict.resumed > 0
     assert verdict.faults == Counter(quiet) + Counter(workers) + Counter(everything)
 
 
@@ -51,6 +63,7 @@ def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, recor
         until(
             lambda: not [path for path in copies.rglob("*") if path.is_file()], "copies of dead workers to be dropped"
         )
+    assert verdict.resumed > 0
     assert verdict.faults == faults
 
 
