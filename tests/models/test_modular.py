@@ -141,6 +141,18 @@ def test_requests_that_differ_do_not_wait_for_each_other(undivided: c.Undivided,
     assert denoise.batch_key(c.block_params()) != denoise.batch_key(c.block_params(1))
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_quiet(kind: str, undivided: c.Undivided, stages: c.Load, capfd: pytest.CaptureFixture[str]) -> None:
+    """Else a worker's log is full of progress bars."""
+    loaded, params = stages(undivided.folder(kind)), c.block_params()
+    encoded = c.encode(loaded, params, {})
+    capfd.readouterr()
+
+    c.run(loaded["denoise"], params, encoded)
+
+    assert capfd.readouterr().err == ""
+
+
 def test_pixels_that_are_not_finite_are_refused(undivided: c.Undivided, stages: c.Load) -> None:
     latents = torch.full((1, 4, 1, 8, 8), torch.nan)
 

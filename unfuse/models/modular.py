@@ -186,12 +186,12 @@ def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
 
     diffusers.utils.logging.get_logger("diffusers.guiders.guider_utils").setLevel("ERROR")  # that guiders may change
     block = getattr(diffusers, blocks)().sub_blocks[BLOCKS[spec.kind]]
+    _quiet(block)
     part = block.init_pipeline()
     part.update_components(**{name: _component(name, loader) for name in spec.components})
     if spec.kind == "denoise":
         with torch.device("meta"):
             part.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
-    _quiet(part.blocks)
     return part
 
 

@@ -94,9 +94,9 @@ class WanImage(Wan):
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """See Wan. What was called Fast when it was saved has lost that word since."""
-        return {
-            part: (library, name.removesuffix("Fast")) for part, (library, name) in super().components(folder).items()
-        }
+        found = super().components(folder)
+        renamed = {part: (found[part][0], found[part][1].removesuffix("Fast")) for part in found if "image" in part}
+        return found | renamed
 
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
         """See Wan; CLIP's two parts go together."""
