@@ -184,8 +184,8 @@ PICKLES = "weights that are not safetensors: save the model anew with its librar
     ("wan_fp8_scaled.safetensors", "a checkpoint outside diffusers' layout: convert it by from_single_file"),
     ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
     ("model-Q8_0.gguf", r"quantised weights \(GGUF\), which are not served: give the model in its original precision"),
-    ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not served: merge it into its base model"),
-    ("adapter_model.safetensors", r"an adapter \(LoRA\), which is not served"),
+    ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not a model: serve its base model"),
+    ("adapter_model.safetensors", r"an adapter \(LoRA\), .* and this with --loras FOLDER"),
 ])  # fmt: skip
 def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).rename(model.path / "vae" / name)

@@ -294,4 +294,5 @@ def test_a_family_that_takes_adapters_has_a_pipeline_and_transformers_that_do(
         hasattr(getattr(import_module("diffusers"), family.source[1]), "lora_state_dict"),
         hasattr(getattr(diffusers, config["_class_name"]), "load_lora_adapter"),
     ]
-    assert able == [family.takes_lora] * 2
+    assert able == [True, True] or not family.takes_lora
+    assert family.takes_lora or isinstance(family, Modular), "blocks are run as they are"
