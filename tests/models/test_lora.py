@@ -23,6 +23,7 @@ from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params
 from unfuse.models import find
 from unfuse.models.base import DiffusersFamily, Runtime
+from unfuse.models.modular import Modular
 from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput, SteppedStage
 
