@@ -214,10 +214,8 @@ class Worker:
         return cards, tuple(folders)
 
     def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
-        options, store = self._options, objects.store
-        return Load(
-            models, self._kinds, options.compute, self._id, options.node, store.address, store.write_token, places
-        )
+        options, store, id = self._options, objects.store, self._id
+        return Load(models, self._kinds, options.compute, id, options.node, store.address, store.write_token, places)
 
     async def _pull(self, executor: Executor, objects: Objects) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
