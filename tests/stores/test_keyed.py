@@ -351,6 +351,24 @@ def test_a_copy_is_there_until_it_is_forgotten_with_its_request(durable: Durable
     copies.release(refs[1].request)
 
 
+def test_what_is_discarded_is_gone_with_its_copy(durable: Durable, place: str) -> None:
+    """And what is discarded twice, or of another owner, is no trouble: its copy goes too."""
+    store, other = durable(), durable()
+    ref = put(store, 1)
+    store.save(ref)
+    store.discard(ref)
+    store.discard(ref)
+    with pytest.raises(ObjectLost):
+        store.get(ref)
+    again = put(store, 2)
+    store.save(again)
+    other.discard(again)
+    check(store, again, 2)
+    store.delete(again)
+    with pytest.raises(ObjectLost):
+        store.get(again)
+
+
 @pytest.mark.parametrize("kind", ["disk", "s3"])
 def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path

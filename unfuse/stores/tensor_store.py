@@ -214,11 +214,15 @@ class TensorStore:
             self._copies.keep(ref, self._backend.hold(ref).bytes(), durable=True)
 
     def delete(self, ref: ObjectRef) -> None:
+        """Give an object of this owner up; its memory is free when the last reader closes. Idempotent."""
+        self._backend.delete(ref)
+
+    def discard(self, ref: ObjectRef) -> None:
         """Give an object of this owner up, and the durable copy of anybody's. Idempotent.
 
-        Its memory is free when the last reader closes. Raises TransientError for a copy that stays.
+        Raises TransientError for a copy that stays.
         """
-        self._backend.delete(ref)
+        self.delete(ref)
         if self._copies:
             self._copies.delete(ref)
 

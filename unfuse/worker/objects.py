@@ -176,7 +176,7 @@ class Objects:
     async def delete(self, ref: ObjectRef) -> None:
         """Give up an object that nobody needs any more, and its durable copy."""
         try:
-            await asyncio.to_thread(self.store.delete, ref)
+            await asyncio.to_thread(self.store.discard, ref)
         except TransientError as error:
             log.warning("something is left of an object", object=ref.id, reason=str(error))
 
