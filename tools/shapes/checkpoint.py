@@ -4,8 +4,8 @@ Optimizer state is flattened into tensors named `optimizer.INDEX.FIELD`, after t
 """
 
 import json
-import math
 import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,25 +16,35 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 SAVE_EVERY_S = 90.0
+BEFORE_DECAY = ".before-decay"
 
 
 @dataclass
 class Progress:
-    """How far a run has come. A budget is seconds of training; the learning rate follows the time spent."""
+    """How far a run has come. A budget is seconds of training; the learning rate follows the time spent.
+
+    `decay` is the share of the budget, at its end, in which the rate falls.
+    """
 
     budget_s: float
     step: int = 0
     spent_s: float = 0.0
+    decay: float = 0.2
 
     @property
     def share(self) -> float:
         """The spent share of the budget, 0 to 1."""
         return min(1.0, self.spent_s / self.budget_s)
 
+    @property
+    def decaying(self) -> bool:
+        """Whether the last part of the budget, in which the learning rate falls, has begun."""
+        return self.share >= 1 - self.decay
+
     def rate(self, peak: float, warmup_steps: int = 100) -> float:
-        """Learning rate: a linear warm-up by steps, then a cosine by time down to 1 % of `peak`."""
-        cosine = 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * self.share))
-        return peak * cosine * min(1.0, (self.step + 1) / warmup_steps)
+        """Learning rate: warm-up by steps, constant, then linear by time down to 1 % of `peak`."""
+        fall = min(1.0, (1 - self.share) / self.decay)
+        return peak * (0.01 + 0.99 * fall) * min(1.0, (self.step + 1) / warmup_steps)
 
 
 @dataclass(frozen=True)
@@ -46,25 +56,41 @@ class Run:
     optimizer: torch.optim.Optimizer
 
 
-def train(run: Run, progress: Progress, step: Callable[[int], None], watch: Callable[[Progress], None]) -> None:
+def train(
+    run: Run, progress: Progress, step: Callable[[int], None], watch: Callable[[Progress], None] | None = None
+) -> None:
     """Call `step` until the budget is spent, going on from a checkpoint; save on the way and at the end.
 
+    What was there before the learning rate began to fall is kept beside, and is where a run with more budget goes on.
     `step(i)` must draw its batch from `i` alone, so that a resumed run sees the batches it would have seen.
     `watch` is called at every checkpoint, with its time not counted.
     """
     restore(run, progress)
-    saved_at = progress.spent_s
+    saved_at, kept = progress.spent_s, progress.decaying
     while progress.spent_s < progress.budget_s:
         started = time.perf_counter()
         step(progress.step)
         progress.step += 1
         progress.spent_s += time.perf_counter() - started
+        if progress.decaying and not kept:
+            kept = True
+            save(run, progress)
+            unfinished = run.path.with_suffix(".unfinished")
+            shutil.copyfile(run.path, unfinished)
+            os.replace(unfinished, before_decay(run.path))
         if progress.spent_s - saved_at >= SAVE_EVERY_S:
             saved_at = progress.spent_s
             save(run, progress)
-            watch(progress)
+            if watch:
+                watch(progress)
     save(run, progress)
-    watch(progress)
+    if watch:
+        watch(progress)
+
+
+def before_decay(path: Path) -> Path:
+    """Where the checkpoint lies that a run saved as its learning rate began to fall."""
+    return path.with_suffix(BEFORE_DECAY + path.suffix)
 
 
 def save(run: Run, progress: Progress) -> None:
@@ -84,11 +110,15 @@ def save(run: Run, progress: Progress) -> None:
 def restore(run: Run, progress: Progress) -> None:
     """Load what `save` wrote into `run` and `progress`; without a file leave both as they are.
 
-    The budget stays the caller's, so a finished run continues when it is given more time.
+    The budget stays the caller's. With a larger one than was saved, a run goes on from before its learning rate fell.
     """
     if not run.path.exists():
         return
-    tensors = load_file(run.path)
+    path, saved = run.path, progress_of(run.path)
+    if progress.budget_s > saved["budget_s"] and before_decay(path).exists():
+        path = before_decay(path)
+        saved = progress_of(path)
+    tensors = load_file(path)
     for name, module in run.modules.items():
         module.load_state_dict(_below(tensors, f"{name}."))
     state: dict[int, dict[str, torch.Tensor]] = {}
@@ -97,11 +127,21 @@ def restore(run: Run, progress: Progress) -> None:
         state.setdefault(int(index), {})[field] = value
     groups = run.optimizer.state_dict()["param_groups"]
     run.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    saved = _read_progress(run.path)
     progress.step, progress.spent_s = int(saved["step"]), float(saved["spent_s"])
 
 
-def _read_progress(path: Path) -> dict[str, float]:
+def finished(path: Path, budget_s: float) -> bool:
+    """Whether a checkpoint's run has spent a budget."""
+    return path.exists() and progress_of(path)["spent_s"] >= budget_s
+
+
+def load(path: Path, name: str, module: torch.nn.Module) -> None:
+    """Load one module's weights from a checkpoint."""
+    module.load_state_dict(_below(load_file(path), f"{name}."))
+
+
+def progress_of(path: Path) -> dict[str, float]:
+    """How far a checkpoint's run had come: `step`, `spent_s`, `budget_s`."""
     with safe_open(path, framework="pt") as file:
         return json.loads(file.metadata()["progress"])
 
