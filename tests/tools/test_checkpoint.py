@@ -11,14 +11,17 @@ from tools.shapes.checkpoint import Progress, Run, restore, save, train
 def _run(path: Path) -> tuple[Run, torch.nn.Linear]:
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2)
-    return Run(path, {"layer": layer}, torch.optim.AdamW(layer.parameters(), lr=0.1)), layer
+    return Run(
+        path, {"layer": layer}, (torch.optim.Muon([layer.weight], lr=0.1), torch.optim.AdamW([layer.bias], lr=0.1))
+    ), layer
 
 
 def _step(run: Run, layer: torch.nn.Linear, index: int) -> None:
     batch = torch.full((4, 3), float(index))
-    run.optimizer.zero_grad()
+    layer.zero_grad()
     layer(batch).square().sum().backward()
-    run.optimizer.step()
+    for optimizer in run.optimizers:
+        optimizer.step()
 
 
 def test_a_resumed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Checkpoints of a training run as safetensors plus JSON: no pickle, and never half written.
 
-Optimizer state is flattened into tensors named `optimizer.INDEX.FIELD`, after the position of the parameter.
+Optimizer state is flattened into tensors named `optimizer.WHICH.INDEX.FIELD`, after the positions of the optimizer and
+of the parameter.
 """
 
 import json
@@ -49,11 +50,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained: the modules by name, their optimizer, and where the checkpoint lies."""
+    """What is trained: the modules by name, their optimizers, and where the checkpoint lies."""
 
     path: Path
     modules: dict[str, torch.nn.Module]
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
 
 
 def train(
@@ -94,14 +95,15 @@ def before_decay(path: Path) -> Path:
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write modules, optimizer and progress in one file; an interrupted save leaves the one before."""
+    """Write modules, optimizers and progress in one file; an interrupted save leaves the one before."""
     tensors = {
         f"{name}.{key}": value.detach().contiguous().clone()
         for name, module in run.modules.items()
         for key, value in module.state_dict().items()
     }
-    for index, state in run.optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{field}": value.clone() for field, value in state.items()}
+    for which, optimizer in enumerate(run.optimizers):
+        for index, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{which}.{index}.{field}": value.clone() for field, value in state.items()}
     unfinished = run.path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"progress": json.dumps(asdict(progress))})
     os.replace(unfinished, run.path)
@@ -121,12 +123,12 @@ def restore(run: Run, progress: Progress) -> None:
     tensors = load_file(path)
     for name, module in run.modules.items():
         module.load_state_dict(_below(tensors, f"{name}."))
-    state: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in _below(tensors, "optimizer.").items():
-        index, field = key.split(".")
-        state.setdefault(int(index), {})[field] = value
-    groups = run.optimizer.state_dict()["param_groups"]
-    run.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    for which, optimizer in enumerate(run.optimizers):
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for key, value in _below(tensors, f"optimizer.{which}.").items():
+            index, field = key.split(".")
+            state.setdefault(int(index), {})[field] = value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     progress.step, progress.spent_s = int(saved["step"]), float(saved["spent_s"])
 
 

@@ -23,7 +23,7 @@ from tools.shapes.words import Wordings, make_tokenizer
 
 log = logging.getLogger(__name__)
 
-PEAK_RATE = 1.2e-3
+PEAK_RATE, MATRIX_RATE = 1.2e-3, 2e-3
 EMA_DECAY = 0.999
 BATCH, CLIPS_IN_BATCH = 64, 24
 RELATIONS_IN_BATCH = 37  # of the pictures, so that of ten samples three are one shape, four are two, three move
@@ -147,24 +147,37 @@ def train_denoiser(path: Path, samples: dict[str, Samples], budget_s: float, see
     model = Denoiser()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     model.transformer.compile(dynamic=False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizers = make_optimizers(model)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     progress = Progress(budget_s)
 
     def step(index: int) -> None:
         rng = np.random.default_rng((seed, 30, index))
-        optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
+        for optimizer, peak in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = progress.rate(peak)
         loss = _loss(model, rng, *_batch(rng, samples, clips=index % 10 in (3, 6, 9)))
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         _follow(average, model, min(EMA_DECAY, (1 + index) / (10 + index)))
         if index % 100 == 0:
             log.info("denoiser step %d, %.0f s, loss %.4f", index, progress.spent_s, loss.item())
 
     modules = {"model": model, "average": average}
-    train(Run(path, modules, optimizer), progress, step)
+    train(Run(path, modules, optimizers), progress, step)
     return average
+
+
+def make_optimizers(model: Denoiser) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices of the blocks, with which the loss falls about twice as fast, and AdamW for the rest."""
+    blocks = [*model.transformer.blocks.parameters(), *model.text_encoder.encoder.block.parameters()]
+    matrices = [parameter for parameter in blocks if parameter.ndim == 2 and min(parameter.shape) > 4]
+    theirs = set(map(id, matrices))
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in theirs]
+    muon = torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
 
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # latents, tokens and mask of the same scenes

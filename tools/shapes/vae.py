@@ -99,7 +99,7 @@ def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noi
         decibels = fidelity(vae, held_out[:, None]), fidelity(vae, held_clips)
         log.info("vae step %d, share %.2f: pictures %.1f dB, clips %.1f dB", now.step, now.share, *decibels)
 
-    train(Run(path, {"vae": vae}, optimizer), progress, step, watch)
+    train(Run(path, {"vae": vae}, (optimizer,)), progress, step, watch)
 
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
