@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 SAVE_EVERY_S = 90.0
+LONGEST_STEP_S = 60.0  # what a step counts at most: a process may be stopped for a while in the midst of one
 BEFORE_DECAY = ".before-decay"
 
 
@@ -72,7 +73,7 @@ def train(
         started = time.perf_counter()
         step(progress.step)
         progress.step += 1
-        progress.spent_s += time.perf_counter() - started
+        progress.spent_s += min(time.perf_counter() - started, LONGEST_STEP_S)
         if progress.decaying and not kept:
             kept = True
             save(run, progress)
