@@ -11,14 +11,17 @@ from tools.shapes.checkpoint import Progress, Run, restore, save, train
 def _run(path: Path) -> tuple[Run, torch.nn.Linear]:
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2)
-    return Run(path, {"layer": layer}, torch.optim.AdamW(layer.parameters(), lr=0.1)), layer
+    return Run(
+        path, {"layer": layer}, (torch.optim.Muon([layer.weight], lr=0.1), torch.optim.AdamW([layer.bias], lr=0.1))
+    ), layer
 
 
 def _step(run: Run, layer: torch.nn.Linear, index: int) -> None:
     batch = torch.full((4, 3), float(index))
-    run.optimizer.zero_grad()
+    layer.zero_grad()
     layer(batch).square().sum().backward()
-    run.optimizer.step()
+    for optimizer in run.optimizers:
+        optimizer.step()
 
 
 def test_a_resumed_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
@@ -78,8 +81,26 @@ def test_saving_leaves_no_unfinished_file(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["c.safetensors"]
 
 
-def test_the_rate_warms_up_and_falls_with_the_time_spent() -> None:
+def test_the_rate_warms_up_stays_and_falls_at_the_end_of_the_budget() -> None:
     assert Progress(60, step=0).rate(1.0) == pytest.approx(0.01)
     assert Progress(60, step=500).rate(1.0) == pytest.approx(1.0)
-    assert Progress(60, step=500, spent_s=30).rate(1.0) == pytest.approx(0.505)
+    assert Progress(60, step=500, spent_s=47).rate(1.0) == pytest.approx(1.0)
+    assert Progress(60, step=500, spent_s=54).rate(1.0) == pytest.approx(0.505)
+    assert Progress(60, step=500, spent_s=54, decay=0.1).rate(1.0) == pytest.approx(1.0)
     assert Progress(60, step=500, spent_s=90).rate(1.0) == pytest.approx(0.01)
+
+
+def test_with_more_budget_a_run_goes_on_from_before_its_rate_fell(tmp_path: Path) -> None:
+    path = tmp_path / "e.safetensors"
+    run, layer = _run(path)
+    progress = Progress(budget_s=0.2)
+    train(run, progress, lambda index: _step(run, layer, index))
+    same, more = Progress(budget_s=0.2), Progress(budget_s=0.4)
+
+    restore(_run(path)[0], same)
+    restore(_run(path)[0], more)
+
+    assert (same.step, same.spent_s) == (progress.step, progress.spent_s)
+    assert 0.16 <= more.spent_s < 0.2
+    assert more.step < progress.step
+    assert not more.decaying

@@ -1,17 +1,22 @@
-"""Names what a picture shows: the colour, the shape and the ground, or says that it cannot.
+"""Names what a picture or a clip shows: its shapes, how two of them stand, where one moves; or says that it cannot.
 
-It judges the built-in model, so it shares nothing with the drawing in `scenes.py`: it has its own colours,
-and its shapes are inequalities over coordinates instead of polygons.
+It judges the built-in model, so it shares nothing with the drawing in `scenes.py`: it has its own colours and its own
+reading of captions, and its shapes are inequalities over coordinates instead of polygons.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 UNKNOWN = "unknown"
-MIN_CONTRAST = 50.0  # RGB distance between shape and ground below which a picture shows nothing
+MIN_CONTRAST = 45.0  # RGB distance between shape and ground below which a picture shows nothing
 MIN_OVERLAP = 0.6  # intersection over union with the best template below which a shape has no name
+MIN_AREA = 0.006  # fraction of the picture below which an area is a speck
+SECOND_COLOUR = 0.15  # share of an area's inner pixels from which on it is two shapes that touch
+MIN_TRAVEL = 0.1  # fraction of the side below which nothing has moved
+DETAIL = 48  # pixels: larger shapes are averaged down before they are compared with templates
 
 COLOURS = {
     "red": (215, 25, 35),
@@ -26,35 +31,119 @@ GROUNDS = {"white": (255, 255, 255), "black": (0, 0, 0), "gray": (128, 128, 128)
 Extent = tuple[float, float, float, float]  # left, right, top, bottom of a shape of radius 1
 Inside = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
+CAPTION = re.compile(
+    r"an? (?P<colour>\w+) (?P<shape>\w+)"
+    r"(?: (?P<relation>left of|right of|above|below) an? (?P<colour2>\w+) (?P<shape2>\w+)"
+    r"| moving (?P<direction>left|right|up|down))? on (?P<ground>\w+)"
+)
+
 
 @dataclass(frozen=True)
-class Verdict:
-    """What a picture shows; a part that cannot be told is `unknown`. `overlap` is the shape's, 0 to 1."""
+class Thing:
+    """One shape that was seen, its centre in fractions of the picture. `overlap` is with its template, 0 to 1."""
 
     colour: str
     shape: str
-    ground: str
+    x: float
+    y: float
     overlap: float
 
-    def names(self, caption: str) -> tuple[bool, bool, bool]:
-        """Whether colour, shape and ground are those of `a|an COLOUR SHAPE on GROUND`."""
-        _, colour, shape, _, ground = caption.split()
-        return self.colour == colour, self.shape == shape, self.ground == ground
+    def __str__(self) -> str:
+        return f"{self.colour} {self.shape}"
 
 
-def judge(picture: np.ndarray) -> Verdict:
-    """Name what an (H, W, 3) uint8 picture shows."""
+@dataclass(frozen=True)
+class Seen:
+    """What a picture shows; a part that cannot be told is `unknown`."""
+
+    ground: str
+    things: tuple[Thing, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.things)) or 'nothing'} on {self.ground}"
+
+
+def check(frames: np.ndarray, caption: str) -> dict[str, bool]:
+    """Which parts of a caption (T, H, W, 3) uint8 frames show: by name, whether each is right.
+
+    One shape: `colour`, `shape`, `ground`; all of them are wrong where there are more or fewer shapes.
+    Two: `first`, `second`, `relation`, `ground`. Moving: those of one shape, in every frame, and `direction`.
+    A caption of a shape that moves, with one frame, is a caption of that shape.
+    """
+    asked = CAPTION.fullmatch(caption)
+    if asked is None:
+        raise ValueError(f"{caption!r} is not a caption that can be checked")
+    seen = [observe(frame) for frame in frames]
+    if asked["relation"]:
+        return _check_pair(seen[0], asked)
+    single = [_check_single(one, asked) for one in seen]
+    parts = {name: all(frame[name] for frame in single) for name in single[0]}
+    if asked["direction"] and len(seen) > 1:
+        parts["direction"] = _direction(seen) == asked["direction"]
+    return parts
+
+
+def describe(frames: np.ndarray) -> str:
+    """What (T, H, W, 3) uint8 frames show, in words: the first and, where it differs, the last, and the direction."""
+    first, last = observe(frames[0]), observe(frames[-1])
+    moved = f", moving {_direction([first, last])}" if len(frames) > 1 else ""
+    return f"{first}{moved}{'' if str(first) == str(last) else f', in the end {last}'}"
+
+
+def observe(picture: np.ndarray) -> Seen:
+    """Name what an (H, W, 3) uint8 picture shows, the largest thing first."""
     pixels = _smooth(picture.astype(np.float64))
     border = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
     paper = np.median(border, axis=0)
-    ground = _nearest(paper, GROUNDS)
     distance = np.linalg.norm(pixels - paper, axis=-1)
-    strong = np.quantile(distance, 0.98)
-    if strong < MIN_CONTRAST:
-        return Verdict(UNKNOWN, UNKNOWN, ground, 0.0)
-    fill = np.median(pixels[distance >= 0.8 * strong], axis=0)
-    shape, overlap = _name_shape(_covered(pixels, paper, fill))
-    return Verdict(_nearest(fill, COLOURS), shape, ground, overlap)
+    strong = distance > max(MIN_CONTRAST, 0.35 * np.quantile(distance, 0.99))
+    parts = [part for area in _areas(strong) for part in _by_colour(pixels, area)]
+    things = [_name(pixels, paper, part) for part in sorted(parts, key=np.count_nonzero, reverse=True)]
+    return Seen(_nearest(paper, GROUNDS), tuple(things))
+
+
+def _check_single(seen: Seen, asked: re.Match[str]) -> dict[str, bool]:
+    alone = len(seen.things) == 1
+    return {
+        "colour": alone and seen.things[0].colour == asked["colour"],
+        "shape": alone and seen.things[0].shape == asked["shape"],
+        "ground": seen.ground == asked["ground"],
+    }
+
+
+def _check_pair(seen: Seen, asked: re.Match[str]) -> dict[str, bool]:
+    """The two shapes in the order that fits best; the relation holds only between the two that were asked for."""
+    wanted = f"{asked['colour']} {asked['shape']}", f"{asked['colour2']} {asked['shape2']}"
+    ground = seen.ground == asked["ground"]
+    if len(seen.things) != 2:
+        there = [wanted[i] in map(str, seen.things) and len(seen.things) < 2 for i in (0, 1)]
+        return {"first": there[0], "second": there[1], "relation": False, "ground": ground}
+    orders = [seen.things, seen.things[::-1]]
+    first, second = max(orders, key=lambda pair: sum(str(a) == b for a, b in zip(pair, wanted, strict=True)))
+    right = str(first) == wanted[0], str(second) == wanted[1]
+    stands = all(right) and _relation(first, second) == asked["relation"]
+    return {"first": right[0], "second": right[1], "relation": stands, "ground": ground}
+
+
+def _relation(first: Thing, second: Thing) -> str:
+    """How the first stands to the second, along the axis on which they are further apart."""
+    x, y = first.x - second.x, first.y - second.y
+    if abs(x) > abs(y):
+        return "left of" if x < 0 else "right of"
+    return "above" if y < 0 else "below"
+
+
+def _direction(seen: list[Seen]) -> str:
+    """Where the largest thing of the first picture is in the last; `unknown` where it hardly moved or is gone."""
+    if not seen[0].things or not seen[-1].things:
+        return UNKNOWN
+    x = seen[-1].things[0].x - seen[0].things[0].x
+    y = seen[-1].things[0].y - seen[0].things[0].y
+    if max(abs(x), abs(y)) < MIN_TRAVEL or min(abs(x), abs(y)) > max(abs(x), abs(y)) / 2:
+        return UNKNOWN
+    if abs(x) > abs(y):
+        return "left" if x < 0 else "right"
+    return "up" if y < 0 else "down"
 
 
 def _smooth(pixels: np.ndarray) -> np.ndarray:
@@ -68,24 +157,78 @@ def _nearest(colour: np.ndarray, names: dict[str, tuple[int, int, int]]) -> str:
     return min(names, key=lambda name: float(np.linalg.norm(colour - np.array(names[name]))))
 
 
-def _covered(pixels: np.ndarray, paper: np.ndarray, fill: np.ndarray) -> np.ndarray:
-    """(H, W) bool: where a pixel lies nearer to the shape's colour than to the ground's."""
-    return np.linalg.norm(pixels - fill, axis=-1) < np.linalg.norm(pixels - paper, axis=-1)
+def _areas(mask: np.ndarray) -> list[np.ndarray]:
+    """The connected areas of an (H, W) bool mask as masks, without specks.
+
+    Every pixel takes the largest number among its neighbours and the number of the pixel so numbered, until none has
+    a larger one; then an area's pixels all have the number of its last.
+    """
+    numbers = np.where(mask, np.arange(1, mask.size + 1).reshape(mask.shape), 0)
+    while True:
+        padded = np.pad(numbers, 1)
+        near = np.max([padded[:-2, 1:-1], padded[2:, 1:-1], padded[1:-1, :-2], padded[1:-1, 2:], numbers], axis=0)
+        near = np.where(mask, near, 0)
+        spread = np.where(mask, numbers.ravel()[near - 1], 0)
+        spread = np.maximum(near, spread)
+        if np.array_equal(spread, numbers):
+            break
+        numbers = spread
+    found, sizes = np.unique(numbers[mask], return_counts=True)
+    return [numbers == number for number, size in zip(found, sizes, strict=True) if size >= MIN_AREA * mask.size]
 
 
-def _name_shape(mask: np.ndarray) -> tuple[str, float]:
-    """The shape whose template, fitted to the mask's extent, overlaps it most, and the overlap."""
-    near = _trimmed(mask)
+def _by_colour(pixels: np.ndarray, area: np.ndarray) -> list[np.ndarray]:
+    """An area as one mask or, where two shapes of different colours touch, as two.
+
+    A colour counts by its pixels away from every edge: along an edge any two colours mix into others.
+    """
+    palette = np.array(list(COLOURS.values()))
+    names = np.linalg.norm(pixels[:, :, None] - palette, axis=-1).argmin(axis=-1)
+    cores = [_eroded(_eroded(area & (names == index))) for index in range(len(palette))]
+    counts = [np.count_nonzero(core) for core in cores]
+    second, first = np.argsort(counts)[-2:]
+    if counts[second] < max(SECOND_COLOUR * sum(counts), MIN_AREA / 4 * area.size):
+        return [area]
+    fills = [np.median(pixels[cores[index]], axis=0) for index in (first, second)]
+    nearer = np.linalg.norm(pixels - fills[0], axis=-1) < np.linalg.norm(pixels - fills[1], axis=-1)
+    return [area & nearer, area & ~nearer]
+
+
+def _eroded(mask: np.ndarray) -> np.ndarray:
+    """The mask without the pixels that have a neighbour outside."""
+    padded = np.pad(mask, 1)
+    return mask & padded[:-2, 1:-1] & padded[2:, 1:-1] & padded[1:-1, :-2] & padded[1:-1, 2:]
+
+
+def _name(pixels: np.ndarray, paper: np.ndarray, area: np.ndarray) -> Thing:
+    """The colour and shape of one area, whose edge is where its colour and the ground's are equally far."""
+    distance = np.linalg.norm(pixels - paper, axis=-1)
+    fill = np.median(pixels[area & (distance >= 0.8 * np.quantile(distance[area], 0.9))], axis=0)
+    mask = area & (np.linalg.norm(pixels - fill, axis=-1) < distance)
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    inner = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+    shape, overlap = _name_shape(inner)
+    x, y = (columns[0] + columns[-1]) / 2 / mask.shape[1], (rows[0] + rows[-1]) / 2 / mask.shape[0]
+    return Thing(_nearest(fill, COLOURS), shape, float(x), float(y), overlap)
+
+
+def _name_shape(inner: np.ndarray) -> tuple[str, float]:
+    """The shape whose template, fitted to a mask's extent, overlaps it most, and the overlap."""
+    coarse = _coarse(inner)
+    near = np.pad(coarse, max(coarse.shape) // 5)  # room for a template to stick out
     overlaps = {name: _best_overlap(near, inside, extent) for name, (inside, extent) in TEMPLATES.items()}
     best = max(overlaps, key=lambda name: overlaps[name])
     return (best if overlaps[best] >= MIN_OVERLAP else UNKNOWN), overlaps[best]
 
 
-def _trimmed(mask: np.ndarray) -> np.ndarray:
-    """The mask without the empty picture round it, but with room for a template to stick out."""
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    inner = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-    return np.pad(inner, max(inner.shape) // 5)
+def _coarse(mask: np.ndarray) -> np.ndarray:
+    """The mask averaged down by a whole factor, so that it has at most DETAIL pixels a side."""
+    factor = -(-max(mask.shape) // DETAIL)
+    if factor == 1:
+        return mask
+    height, width = (-(-side // factor) * factor for side in mask.shape)
+    padded = np.pad(mask, ((0, height - mask.shape[0]), (0, width - mask.shape[1])))
+    return padded.reshape(height // factor, factor, width // factor, factor).mean(axis=(1, 3)) >= 0.5
 
 
 def _best_overlap(mask: np.ndarray, inside: Inside, extent: Extent) -> float:

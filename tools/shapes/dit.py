@@ -6,8 +6,8 @@ transformer, told `1000 * sigma`, predicts `noise - picture`.
 
 import copy
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +18,19 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from tools.shapes import scenes
 from tools.shapes.checkpoint import Progress, Run, train
-from tools.shapes.vae import encode
-from tools.shapes.words import CaptionTable, make_tokenizer
+from tools.shapes.vae import Z, encode
+from tools.shapes.words import Wordings, make_tokenizer
 
 log = logging.getLogger(__name__)
 
-PEAK_RATE = 1.5e-3
-EMA_DECAY = 0.998
-BATCH, CLIPS_IN_BATCH = 64, 32
-CLIPS_EVERY = 12  # one step in so many is on clips of 5 frames, the others on pictures
-IMAGES, CLIPS = 16000, 1500
-DROPPED, REWORDED = 0.1, 0.2  # shares of captions: dropped for guidance, worded another way
+PEAK_RATE, MATRIX_RATE = 1.2e-3, 2e-3
+EMA_DECAY = 0.999
+BATCH, CLIPS_IN_BATCH = 64, 24
+RELATIONS_IN_BATCH = 37  # of the pictures, so that of ten samples three are one shape, four are two, three move
+COUNTS = {"single": 12000, "relation": 32000, "motion": 4000}  # scenes drawn once and encoded
+STILL = 0.15  # scenes that do not move among the clips, as a share of those that do
+UNMOVED = 0.08  # share of single pictures whose caption says that they move
+DROPPED, REWORDED = 0.1, 0.25  # shares of captions: dropped for guidance, worded another way
 
 
 class Denoiser(torch.nn.Module):
@@ -42,7 +44,7 @@ class Denoiser(torch.nn.Module):
                 d_model=96,
                 d_kv=24,
                 d_ff=192,
-                num_layers=2,
+                num_layers=3,
                 num_heads=4,
                 dropout_rate=0.0,
                 pad_token_id=0,
@@ -52,12 +54,12 @@ class Denoiser(torch.nn.Module):
         self.transformer = WanTransformer3DModel(
             patch_size=(1, 2, 2),
             num_attention_heads=4,
-            attention_head_dim=32,
-            in_channels=8,
-            out_channels=8,
+            attention_head_dim=36,
+            in_channels=Z,
+            out_channels=Z,
             text_dim=96,
             freq_dim=128,
-            ffn_dim=384,
+            ffn_dim=432,
             num_layers=6,
             rope_max_seq_len=64,
         )
@@ -65,7 +67,7 @@ class Denoiser(torch.nn.Module):
     def forward(
         self, tokens: torch.Tensor, mask: torch.Tensor, noisy: torch.Tensor, sigma: torch.Tensor
     ) -> torch.Tensor:
-        """Velocity of (B, 8, T, h, w) latents at (B,) sigmas, for (B, 16) tokens.
+        """Velocity of (B, 16, T, h, w) latents at (B,) sigmas, for (B, 16) tokens.
 
         Embeddings beyond a prompt's end are set to zero and attended to, since the pipeline does so.
         """
@@ -76,38 +78,67 @@ class Denoiser(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Latents:
-    """What the denoiser learns from, normalised per channel, with each picture's row in the caption table."""
+class Samples:
+    """Latents of scenes, normalised per channel, (N, 16, T, 8, 8), and the tokens of what can be said of each."""
 
-    pictures: torch.Tensor  # (N, 8, 1, 8, 8)
-    picture_rows: np.ndarray
-    clips: torch.Tensor  # (M, 8, 2, 8, 8)
-    clip_rows: np.ndarray
+    latents: torch.Tensor
+    words: Wordings
 
 
-def make_latents(path: Path, vae: AutoencoderKLWan, seed: int) -> Latents:
-    """Encode the training pictures, or read them from `path`; their statistics go into `vae.config`."""
-    table = CaptionTable(make_tokenizer())
-    images, captions = scenes.pictures(IMAGES, seed + 20)
-    clips, clip_captions = scenes.clips(CLIPS, seed + 21)
+def training_scenes(kind: str, seed: int) -> list[scenes.Scene]:
+    """What the denoiser learns of one kind. Among the moving are some that stand still, as their captions say."""
+    count = COUNTS[kind]
+    drawn = scenes.scenes(kind, count, seed + 20)
+    if kind == "motion":
+        drawn += scenes.scenes("single", round(count * STILL * 2 / 3), seed + 21)
+        drawn += scenes.scenes("relation", round(count * STILL / 3), seed + 22)
+    return drawn
+
+
+def encode_scenes(path: Path, vae: AutoencoderKLWan, kind: str, seed: int) -> torch.Tensor:
+    """The latents of all training scenes of a kind, not yet normalised; read from `path` when it exists."""
     if not path.exists():
-        encoded = {"pictures": encode(vae, images[:, None]), "clips": encode(vae, clips)}
-        save_file(encoded, path)
-    tensors = load_file(path)
-    mean = tensors["pictures"].mean(dim=(0, 2, 3, 4), keepdim=True)
-    std = tensors["pictures"].std(dim=(0, 2, 3, 4), keepdim=True)
+        drawn, frames = training_scenes(kind, seed), scenes.FRAMES if kind == "motion" else 1
+        parts = [
+            encode(vae, np.stack([scenes.draw_clip(scene, frames) for scene in drawn[i : i + 256]]))
+            for i in range(0, len(drawn), 256)
+        ]
+        unfinished = path.with_suffix(".unfinished")
+        save_file({"latents": torch.cat(parts)}, unfinished)
+        os.replace(unfinished, path)
+    return load_file(path)["latents"]
+
+
+def make_samples(folder: Path, vae: AutoencoderKLWan, seed: int) -> dict[str, Samples]:
+    """Samples of every kind, their latents kept in `folder`; the latents' statistics go into `vae.config`."""
+    encoded = {kind: encode_scenes(_kept(folder, kind), vae, kind, seed) for kind in COUNTS}
+    mean, std = normalise(vae, folder)
+    told = {kind: training_scenes(kind, seed) for kind in COUNTS}
+    tokenizer = make_tokenizer()
+    samples = {kind: Samples((encoded[kind] - mean) / std, Wordings(tokenizer, told[kind])) for kind in COUNTS}
+    return samples | {"unmoved": Samples(samples["single"].latents, Wordings(tokenizer, _unmoved(told["single"])))}
+
+
+def normalise(vae: AutoencoderKLWan, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and spread per channel of the pictures' latents that `folder` holds, which `vae.config` is told too."""
+    pictures = torch.cat([load_file(_kept(folder, kind))["latents"] for kind in ("single", "relation")])
+    mean = pictures.mean(dim=(0, 2, 3, 4), keepdim=True)
+    std = pictures.std(dim=(0, 2, 3, 4), keepdim=True)
     vae.register_to_config(latents_mean=mean.flatten().tolist(), latents_std=std.flatten().tolist())
-    return Latents(
-        pictures=(tensors["pictures"] - mean) / std,
-        picture_rows=table.rows(captions),
-        clips=(tensors["clips"] - mean) / std,
-        clip_rows=table.rows(clip_captions),
-    )
+    return mean, std
 
 
-def train_denoiser(
-    path: Path, latents: Latents, budget_s: float, seed: int, watch: Callable[[Progress, Denoiser], None]
-) -> Denoiser:
+def _kept(folder: Path, kind: str) -> Path:
+    return folder / f"latents-{kind}.safetensors"
+
+
+def _unmoved(told: list[scenes.Scene]) -> list[scenes.Scene]:
+    """Single scenes captioned as if they moved: a picture of a moving shape is a picture of that shape."""
+    ways = list(scenes.DIRECTIONS)
+    return [replace(scene, direction=ways[i % len(ways)]) for i, scene in enumerate(told)]
+
+
+def train_denoiser(path: Path, samples: dict[str, Samples], budget_s: float, seed: int) -> Denoiser:
     """Train for `budget_s` seconds of stepping and return the averaged weights; resumes from `path`.
 
     The transformer's step is compiled (a fifth faster on one core), which needs a C++ compiler.
@@ -116,41 +147,71 @@ def train_denoiser(
     model = Denoiser()
     average = copy.deepcopy(model).eval().requires_grad_(False)
     model.transformer.compile(dynamic=False)
-    table = CaptionTable(make_tokenizer())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizers = make_optimizers(model)
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     progress = Progress(budget_s)
 
     def step(index: int) -> None:
         rng = np.random.default_rng((seed, 30, index))
-        optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
-        loss = _loss(model, latents, table, rng, clips=index % CLIPS_EVERY == CLIPS_EVERY - 1)
-        optimizer.zero_grad()
+        for optimizer, peak in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = progress.rate(peak)
+        loss = _loss(model, rng, *_batch(rng, samples, clips=index % 10 in (3, 6, 9)))
+        model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         _follow(average, model, min(EMA_DECAY, (1 + index) / (10 + index)))
         if index % 100 == 0:
             log.info("denoiser step %d, %.0f s, loss %.4f", index, progress.spent_s, loss.item())
 
     modules = {"model": model, "average": average}
-    train(Run(path, modules, optimizer), progress, step, lambda now: watch(now, average))
+    train(Run(path, modules, optimizers), progress, step)
     return average
 
 
-def _loss(
-    model: Denoiser, latents: Latents, table: CaptionTable, rng: np.random.Generator, clips: bool
-) -> torch.Tensor:
-    """Mean squared error of the velocity on one random batch."""
-    source, source_rows = latents.pictures, latents.picture_rows
+def make_optimizers(model: Denoiser) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices of the blocks, with which the loss falls about twice as fast, and AdamW for the rest."""
+    blocks = [*model.transformer.blocks.parameters(), *model.text_encoder.encoder.block.parameters()]
+    matrices = [parameter for parameter in blocks if parameter.ndim == 2 and min(parameter.shape) > 4]
+    theirs = set(map(id, matrices))
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in theirs]
+    muon = torch.optim.Muon(matrices, lr=MATRIX_RATE, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    return muon, torch.optim.AdamW(rest, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
+
+
+Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # latents, tokens and mask of the same scenes
+
+
+def _batch(rng: np.random.Generator, samples: dict[str, Samples], clips: bool) -> Batch:
+    """Random clips, or pictures of every kind."""
     if clips:
-        source, source_rows = latents.clips, latents.clip_rows
-    which = rng.integers(len(source), size=CLIPS_IN_BATCH if clips else BATCH)
-    clean = source[which]
-    rows = table.vary(source_rows[which], rng, REWORDED, DROPPED)
+        return _drawn(rng, samples["motion"], CLIPS_IN_BATCH)
+    unmoved = int(rng.binomial(BATCH - RELATIONS_IN_BATCH, UNMOVED))
+    counts = {
+        "single": BATCH - RELATIONS_IN_BATCH - unmoved,
+        "relation": RELATIONS_IN_BATCH,
+        "unmoved": unmoved,
+    }
+    parts = [_drawn(rng, samples[kind], count) for kind, count in counts.items()]
+    latents, tokens, mask = (torch.cat(part) for part in zip(*parts, strict=True))
+    return latents, tokens, mask
+
+
+def _drawn(rng: np.random.Generator, samples: Samples, count: int) -> Batch:
+    which = rng.integers(len(samples.latents), size=count)
+    rows = samples.words.vary(which, rng, REWORDED, DROPPED)
+    return samples.latents[which], samples.words.tokens[rows], samples.words.mask[rows]
+
+
+def _loss(
+    model: Denoiser, rng: np.random.Generator, clean: torch.Tensor, tokens: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """Mean squared error of the velocity on one batch."""
     noise = torch.from_numpy(rng.standard_normal(clean.shape, dtype=np.float32))
-    sigma = _sigmas(rng, len(which))
+    sigma = _sigmas(rng, len(clean))
     share = sigma.view(-1, 1, 1, 1, 1)
-    velocity = model(table.tokens[rows], table.mask[rows], (1 - share) * clean + share * noise, sigma)
+    velocity = model(tokens, mask, (1 - share) * clean + share * noise, sigma)
     return (velocity - (noise - clean)).square().mean()
 
 

@@ -15,7 +15,7 @@ SERVING = {
     "defaults": {
         "height": scenes.SIZE,
         "width": scenes.SIZE,
-        "num_frames": 1,
+        "num_frames": scenes.FRAMES,  # of a video; a picture is one frame whatever stands here
         "num_inference_steps": 20,
         "guidance_scale": 4.0,
         "max_sequence_length": MAX_TOKENS,
@@ -24,8 +24,8 @@ SERVING = {
     },
     "limits": {
         "min_size": 32,
-        "max_size": 128,
-        "size_multiple": 16,
+        "max_size": 256,
+        "size_multiple": 32,
         "max_frames": 17,
         "max_steps": 100,
         "max_prompt_chars": 2000,

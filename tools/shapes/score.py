@@ -1,9 +1,10 @@
-"""Scores the built-in model: how many random captions give the colour, the shape and the ground they ask for.
+"""Scores the built-in model: how many random captions of each kind give what they ask for.
 
     python -m tools.shapes.score --model unfuse/models/shapes --captions 200 --seeds 3
-    python -m tools.shapes.score --pictures DIR     # PNGs made elsewhere, listed in DIR/captions.json
+    python -m tools.shapes.score --pictures DIR     # made elsewhere, listed in DIR/captions.json
 
-`captions.json` maps each file's name to its caption.
+`captions.json` maps each file's name to its caption; a clip is named `NAME-%04d.png` and lies there frame by frame.
+The kinds: `single`, `relation`, `motion`, and `held-out`, single shapes in combinations that training never shows.
 """
 
 import argparse
@@ -22,34 +23,34 @@ from tools.shapes import checker, scenes
 
 log = logging.getLogger(__name__)
 
+KINDS = ("single", "relation", "motion", "held-out")
 BATCH = 50
+SHEET = 36  # pictures, or a third as many clips, on a sheet
 
 
 @dataclass(frozen=True)
 class Score:
-    """Shares, 0 to 1, of pictures right in one respect and in all three, and the misses in words."""
+    """Shares, 0 to 1, of pictures or clips right in each part and in all of them, and the misses in words."""
 
-    colour: float
-    shape: float
-    ground: float
-    all_three: float
+    right: float
+    parts: dict[str, float]
     misses: tuple[str, ...]
 
     def __str__(self) -> str:
-        parts = f"colour {self.colour:.3f}, shape {self.shape:.3f}, ground {self.ground:.3f}"
-        return f"all three {self.all_three:.3f} ({parts})"
+        return f"all right {self.right:.3f} ({', '.join(f'{name} {share:.3f}' for name, share in self.parts.items())})"
 
 
-def random_captions(count: int, seed: int) -> list[str]:
-    """`count` captions drawn uniformly with repetition."""
-    rng = np.random.default_rng(seed)
-    return [str(text) for text in rng.choice(scenes.every_caption(), size=count)]
+def random_captions(kind: str, count: int, seed: int) -> list[str]:
+    """`count` captions of a kind, drawn uniformly with repetition."""
+    pairs = scenes.HELD_OUT if kind == "held-out" else scenes.TRAINED
+    drawn = scenes.scenes("single" if kind == "held-out" else kind, count, seed, pairs)
+    return [scene.caption for scene in drawn]
 
 
 def generate(
     pipeline: WanPipeline, captions: Sequence[str], first_seed: int, defaults: dict[str, object]
 ) -> np.ndarray:
-    """One picture a caption, (N, H, W, 3) uint8; picture i has seed `first_seed + i`."""
+    """A picture or clip for each caption, (N, T, H, W, 3) uint8; number i has seed `first_seed + i`."""
     pipeline.set_progress_bar_config(disable=True)
     batches = []
     for start in range(0, len(captions), BATCH):
@@ -57,85 +58,119 @@ def generate(
         seeds = range(first_seed + start, first_seed + start + len(texts))
         noise = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         frames = pipeline(prompt=texts, generator=noise, output_type="np", **defaults).frames
-        batches.append((frames[:, 0] * 255).round().astype(np.uint8))
+        batches.append((frames * 255).round().astype(np.uint8))
     return np.concatenate(batches)
 
 
-def score(pictures: Sequence[np.ndarray], captions: Sequence[str]) -> Score:
-    """What the checker says of `pictures`, which were asked for by `captions`."""
-    verdicts = [checker.judge(picture) for picture in pictures]
-    right = np.array([verdict.names(text) for verdict, text in zip(verdicts, captions, strict=True)])
-    misses = tuple(
-        f"{text}: {verdict.colour} {verdict.shape} on {verdict.ground}"
-        for verdict, text, row in zip(verdicts, captions, right, strict=True)
-        if not row.all()
-    )
-    colour, shape, ground = right.mean(axis=0)
-    return Score(float(colour), float(shape), float(ground), float(right.all(axis=1).mean()), misses)
-
-
-def grid(pictures: Sequence[np.ndarray], captions: Sequence[str], side: int = 128) -> Image.Image:
-    """The pictures enlarged to `side` pixels, six in a row, each with its caption below."""
-    columns = 6
-    height = side + 18
-    rows = -(-len(pictures) // columns)
-    sheet = Image.new("RGB", (columns * (side + 8), rows * height), (236, 236, 240))
-    pen = ImageDraw.Draw(sheet)
-    for index, (picture, text) in enumerate(zip(pictures, captions, strict=True)):
-        x, y = index % columns * (side + 8) + 4, index // columns * height + 2
-        sheet.paste(Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST), (x, y))
-        pen.text((x, y + side + 1), text, fill=(30, 30, 30))
-    return sheet
-
-
-def score_model(folder: Path, count: int, seeds: int, changes: dict[str, object], sheet: Path | None) -> Score:
-    """Score a model folder at its serving defaults with `changes`; `sheet` receives a grid of 36 pictures."""
-    pipeline = WanPipeline.from_pretrained(folder)
-    defaults = json.loads((folder / "serving.json").read_text())["defaults"]
+def serving_defaults(folder: Path, kind: str) -> dict[str, object]:
+    """What the pipeline is called with when a request says nothing; a picture is one frame."""
+    defaults: dict[str, object] = json.loads((folder / "serving.json").read_text())["defaults"]
     del defaults["fps"]
-    pictures: list[np.ndarray] = []
+    return defaults if kind == "motion" else defaults | {"num_frames": 1}
+
+
+def score(made: Sequence[np.ndarray], captions: Sequence[str]) -> Score:
+    """What the checker says of pictures and clips, (T, H, W, 3) uint8 each, asked for by `captions` of one kind."""
+    found = [checker.check(frames, text) for frames, text in zip(made, captions, strict=True)]
+    misses = tuple(
+        f"{text}: {checker.describe(frames)}"
+        for frames, text, parts in zip(made, captions, found, strict=True)
+        if not all(parts.values())
+    )
+    parts = {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+    return Score(float(np.mean([all(one.values()) for one in found])), parts, misses)
+
+
+def sheet(made: Sequence[np.ndarray], captions: Sequence[str]) -> Image.Image:
+    """Pictures, six in a row, or clips, two in a row with three of their frames, each with its caption below."""
+    frames = [0, len(made[0]) // 2, len(made[0]) - 1] if len(made[0]) > 1 else [0]
+    side, columns = made[0].shape[1], 6 // len(frames)
+    width, height = len(frames) * (side + 2) + 6, side + 18
+    page = Image.new("RGB", (columns * width, -(-len(made) // columns) * height), (236, 236, 240))
+    pen = ImageDraw.Draw(page)
+    for index, (clip, text) in enumerate(zip(made, captions, strict=True)):
+        x, y = index % columns * width + 4, index // columns * height + 2
+        for place, frame in enumerate(frames):
+            page.paste(Image.fromarray(clip[frame]), (x + place * (side + 2), y))
+        pen.text((x, y + side + 1), text, fill=(30, 30, 30), font_size=10 if len(text) < 28 else 7)
+    return page
+
+
+def score_model(
+    folder: Path, kind: str, count: int, seeds: int, changes: dict[str, object], sheets: Path | None = None
+) -> Score:
+    """Score a model folder at its serving defaults with `changes`; the folder `sheets` receives a PNG to look at."""
+    pipeline = WanPipeline.from_pretrained(folder)
+    defaults = serving_defaults(folder, kind) | changes
+    made: list[np.ndarray] = []
     captions: list[str] = []
     for seed in range(seeds):
-        asked = random_captions(count, 1000 + seed)
-        made = generate(pipeline, asked, 1_000_000 * (seed + 1), defaults | changes)
-        log.info("seed %d: %s", seed, score(made, asked))
-        pictures.extend(made)
+        asked = random_captions(kind, count, 1000 + seed)
+        made.extend(generate(pipeline, asked, 1_000_000 * (seed + 1), defaults))
         captions.extend(asked)
-    if sheet:
-        grid(pictures[:36], captions[:36]).save(sheet)
-    return score(pictures, captions)
+        log.info("%s, seed %d: %s", kind, seed, score(made[-count:], asked))
+    if sheets:
+        shown = SHEET // 3 if kind == "motion" else SHEET
+        sheet(made[:shown], captions[:shown]).save(sheets / f"shapes-{kind}.png", optimize=True)
+    return score(made, captions)
 
 
-def score_folder(folder: Path) -> Score:
-    """Score the PNGs named in `captions.json`."""
-    captions: dict[str, str] = json.loads((folder / "captions.json").read_text())
-    pictures = [np.asarray(Image.open(folder / name).convert("RGB")) for name in captions]
-    return score(pictures, list(captions.values()))
+def score_folder(folder: Path) -> dict[str, Score]:
+    """Score what is named in `captions.json`, by kind."""
+    named: dict[str, str] = json.loads((folder / "captions.json").read_text())
+    kinds: dict[str, list[str]] = {}
+    for name, text in named.items():
+        kinds.setdefault(_kind(text), []).append(name)
+    return {
+        kind: score([_read(folder, name) for name in names], [named[name] for name in names])
+        for kind, names in kinds.items()
+    }
+
+
+def _kind(caption: str) -> str:
+    """The kind that a caption is of."""
+    asked = checker.CAPTION.fullmatch(caption)
+    if asked is None:
+        raise ValueError(f"{caption!r} is not a caption that can be scored")
+    if asked["relation"] or asked["direction"]:
+        return "relation" if asked["relation"] else "motion"
+    return "held-out" if (asked["colour"], asked["shape"]) in scenes.HELD_OUT else "single"
+
+
+def _read(folder: Path, name: str) -> np.ndarray:
+    """A picture, or all frames of a clip, as (T, H, W, 3) uint8."""
+    paths = sorted(folder.glob(name.replace("%04d", "[0-9]" * 4)))
+    return np.stack([np.asarray(Image.open(path).convert("RGB")) for path in paths])
 
 
 def main() -> None:
-    """Command line; logs the score and every miss."""
+    """Command line; logs the scores and every miss."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path)
     source.add_argument("--pictures", type=Path)
+    parser.add_argument("--kind", choices=KINDS, action="append", help="all of them when left out")
     parser.add_argument("--captions", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--guidance", type=float)
-    parser.add_argument("--grid", type=Path, help="where to write a PNG of the first 36 pictures")
+    parser.add_argument("--sheets", type=Path, help="folder for a PNG of the first pictures of each kind")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if asked.pictures:
-        result = score_folder(asked.pictures)
+        scores = score_folder(asked.pictures)
     else:
         changes = {"num_inference_steps": asked.steps, "guidance_scale": asked.guidance}
         given = {name: value for name, value in changes.items() if value is not None}
-        result = score_model(asked.model, asked.captions, asked.seeds, given, asked.grid)
-    for miss in result.misses:
-        log.info("  %s", miss)
-    log.info("%s", result)
+        scores = {
+            kind: score_model(asked.model, kind, asked.captions, asked.seeds, given, asked.sheets)
+            for kind in asked.kind or KINDS
+        }
+    for kind, result in scores.items():
+        for miss in result.misses:
+            log.info("  %s", miss)
+        log.info("%s: %s", kind, result)
 
 
 if __name__ == "__main__":

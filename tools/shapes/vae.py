@@ -1,6 +1,6 @@
-"""The autoencoder of the built-in model: Wan's own class, small, with Wan's 8x space and 4x time compression.
+"""The autoencoder of the built-in model: Wan's own class, small, 16x smaller in space and 4x in time.
 
-Trained on 32 px crops, on whole pictures and on short clips of drawn scenes. A picture of one frame needs
+Trained on 64 px crops, on whole pictures and on short clips of drawn scenes. A picture of one frame needs
 only the last slice of each causal convolution's kernel (the other two meet zero padding), so training runs
 those as 2-D convolutions, which is faster and gives the same numbers.
 """
@@ -17,38 +17,40 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
 from tools.shapes import scenes
-from tools.shapes.checkpoint import Progress, Run, train
+from tools.shapes.checkpoint import Progress, Run, finished, load, train
 
 log = logging.getLogger(__name__)
 
-PEAK_RATE = 2e-3
+PEAK_RATE = 1.2e-3
+DECAY = 0.6  # share of the budget in which the rate falls
 KL_WEIGHT = 1e-5
 LATENT_NOISE = 0.1  # share of a channel's spread
-CROP = 32  # pixels
-IMAGES, CLIPS = 8000, 1500  # drawn once and kept in memory
+Z = 16  # channels of the latents
+CROP = 64  # pixels
+IMAGES, CLIPS = 4000, 1500  # pictures of one shape (and twice as many of two), and clips; drawn once, kept in memory
 CROPS_IN_BATCH, WHOLE_IN_BATCH, CLIPS_IN_BATCH = 32, 8, 4
-CLIP_FRAMES = 5
+SHORT = 5  # frames; every second batch of clips is cut to so many
 
 
 def make_vae() -> AutoencoderKLWan:
     """An untrained autoencoder. Its posterior starts narrow, so that it learns to use its latents at once."""
     vae = AutoencoderKLWan(
-        base_dim=16,
-        z_dim=8,
+        base_dim=24,
+        z_dim=Z,
         dim_mult=[1, 2, 2],
         num_res_blocks=1,
         temperal_downsample=[True, True],
-        in_channels=12,
-        out_channels=12,
-        patch_size=2,
-        latents_mean=[0.0] * 8,
-        latents_std=[1.0] * 8,
-        scale_factor_spatial=8,
+        in_channels=48,
+        out_channels=48,
+        patch_size=4,
+        latents_mean=[0.0] * Z,
+        latents_std=[1.0] * Z,
+        scale_factor_spatial=16,
         scale_factor_temporal=4,
     )
     with torch.no_grad():
-        vae.quant_conv.weight[8:] *= 0.05
-        vae.quant_conv.bias[8:] = -5.0
+        vae.quant_conv.weight[Z:] *= 0.05
+        vae.quant_conv.bias[Z:] = -5.0
     return vae
 
 
@@ -56,21 +58,38 @@ def train_vae(path: Path, budget_s: float, seed: int) -> AutoencoderKLWan:
     """Train for `budget_s` seconds of stepping, resuming from `path` when it exists."""
     torch.manual_seed(seed)
     vae = make_vae()
-    images, _ = scenes.pictures(IMAGES, seed)
-    clips, _ = scenes.clips(CLIPS, seed + 1, CLIP_FRAMES)
-    held_out, held_clips = scenes.pictures(64, seed + 2)[0], scenes.clips(8, seed + 3, CLIP_FRAMES)[0]
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
-    progress = Progress(budget_s)
+    _train(path, vae, Progress(budget_s, decay=DECAY), seed)
+    return vae.eval()
+
+
+def refine_decoder(path: Path, vae: AutoencoderKLWan, budget_s: float, seed: int) -> AutoencoderKLWan:
+    """Train the decoder alone for `budget_s` seconds more, on noisy latents; those of the denoiser stay as they are."""
+    vae.encoder.requires_grad_(False)
+    vae.quant_conv.requires_grad_(False)
+    _train(path, vae, Progress(budget_s, decay=DECAY), seed + 5, noisy_from=0.0)
+    return vae.eval()
+
+
+def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noisy_from: float = 0.5) -> None:
+    """Train what is not frozen; from the share `noisy_from` of the budget on, latents are disturbed."""
+    if finished(path, progress.budget_s):
+        load(path, "vae", vae)
+        return
+    images = _pictures(IMAGES, seed)
+    clips, _ = scenes.clips(CLIPS, seed + 1)
+    held_out, held_clips = _pictures(20, seed + 2), scenes.clips(8, seed + 3)[0]
+    learning = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learning, lr=PEAK_RATE, betas=(0.9, 0.99), weight_decay=0.01)
 
     def step(index: int) -> None:
         rng = np.random.default_rng((seed, 10, index))
         torch.manual_seed(seed * 1_000_003 + index)
         optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
-        noise = LATENT_NOISE if progress.share > 0.5 else 0.0
+        noise = LATENT_NOISE if progress.share > noisy_from else 0.0
         losses = _loss(vae, _batch(rng, index, images, clips), noise)
         optimizer.zero_grad()
         losses.sum().backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(learning, 1.0)
         optimizer.step()
         if index % 100 == 0:
             spent = progress.spent_s
@@ -80,8 +99,7 @@ def train_vae(path: Path, budget_s: float, seed: int) -> AutoencoderKLWan:
         decibels = fidelity(vae, held_out[:, None]), fidelity(vae, held_clips)
         log.info("vae step %d, share %.2f: pictures %.1f dB, clips %.1f dB", now.step, now.share, *decibels)
 
-    train(Run(path, {"vae": vae}, optimizer), progress, step, watch)
-    return vae.eval()
+    train(Run(path, {"vae": vae}, (optimizer,)), progress, step, watch)
 
 
 def to_pixels(frames: np.ndarray) -> torch.Tensor:
@@ -109,7 +127,7 @@ def single_frames() -> Iterator[None]:
 
 @torch.no_grad()
 def encode(vae: AutoencoderKLWan, frames: np.ndarray, batch: int = 32) -> torch.Tensor:
-    """Means of the latents of (B, T, H, W, 3) uint8 frames: (B, 8, 1 + (T - 1) / 4, H / 8, W / 8)."""
+    """Means of the latents of (B, T, H, W, 3) uint8 frames: (B, 16, 1 + (T - 1) / 4, H / 16, W / 16)."""
     with single_frames():
         parts = [vae.encode(to_pixels(frames[i : i + batch])) for i in range(0, len(frames), batch)]
     return torch.cat([part.latent_dist.mean for part in parts]).contiguous()
@@ -123,22 +141,36 @@ def fidelity(vae: AutoencoderKLWan, frames: np.ndarray) -> float:
     return float(-10 * torch.log10(error))
 
 
+def _pictures(count: int, seed: int) -> np.ndarray:
+    """`count` pictures of one shape and twice as many of two, (3 * count, H, W, 3) uint8."""
+    kinds = {"single": count, "relation": 2 * count}
+    return np.concatenate([scenes.pictures(kind, each, seed)[0] for kind, each in kinds.items()])
+
+
 def _batch(rng: np.random.Generator, index: int, images: np.ndarray, clips: np.ndarray) -> torch.Tensor:
-    """Every fourth batch clips, every eighth whole pictures, the others crops of pictures."""
-    if index % 4 == 3:
-        frames = _crops(rng, clips, CLIPS_IN_BATCH)
-    elif index % 8 == 1:
-        frames = images[rng.integers(len(images), size=WHOLE_IN_BATCH)][:, None]
-    else:
-        frames = _crops(rng, images[:, None], CROPS_IN_BATCH)
+    """A third of the batches are clips, a sixth whole pictures and half crops of pictures."""
+    match index % 24:
+        case 23:
+            frames = clips[rng.integers(len(clips), size=1)]
+        case 2 | 8 | 14 | 20:
+            frames = _crops(rng, clips, CLIPS_IN_BATCH)[:, :SHORT]
+        case 5 | 11 | 17:
+            frames = _crops(rng, clips, CLIPS_IN_BATCH)
+        case 0 | 6 | 12 | 18:
+            frames = images[rng.integers(len(images), size=WHOLE_IN_BATCH)][:, None]
+        case _:
+            frames = _crops(rng, images[:, None], CROPS_IN_BATCH)
     return to_pixels(frames)
 
 
 def _crops(rng: np.random.Generator, frames: np.ndarray, count: int) -> np.ndarray:
-    """`count` random CROP x CROP windows of (N, T, H, W, 3) frames."""
+    """`count` CROP x CROP windows of (N, T, H, W, 3) frames, each the less plain one of two at random places."""
     which = rng.integers(len(frames), size=count)
-    corners = rng.integers(0, frames.shape[2] - CROP + 1, size=(count, 2))
-    windows = [frames[i, :, y : y + CROP, x : x + CROP] for i, (y, x) in zip(which, corners, strict=True)]
+    corners = rng.integers(0, frames.shape[2] - CROP + 1, size=(count, 2, 2))
+    windows = [
+        max((frames[i, :, y : y + CROP, x : x + CROP] for y, x in places), key=lambda window: window[:, ::4, ::4].std())
+        for i, places in zip(which, corners, strict=True)
+    ]
     return np.stack(windows)
 
 
@@ -159,7 +191,7 @@ def _loss(vae: AutoencoderKLWan, pixels: torch.Tensor, noise: float) -> torch.Te
 
 
 def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """(B, 8, T', H / 8, W / 8) latents to (B, 3, T, H, W) pixels; `vae.decode` without its clamp."""
+    """(B, 16, T', H / 16, W / 16) latents to (B, 3, T, H, W) pixels; `vae.decode` without its clamp."""
     vae.clear_cache()
     x = vae.post_quant_conv(latents)
     frames = []

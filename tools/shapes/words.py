@@ -1,8 +1,6 @@
-"""The tokenizer of the built-in model: one token a word, lower case, and one for every word not known.
+"""The tokenizer of the built-in model: one token a word, lower case, and one for every word not known."""
 
-The vocabulary holds words this model was not trained on (`left`, `moving`, ...) so that a later model, taught
-relations and motion, can keep the tokenizer and the text encoder's shape.
-"""
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -14,20 +12,52 @@ from tools.shapes import scenes
 MAX_TOKENS = 16  # the pipeline pads with zeros up to here and attends to them: serve with what was trained
 SPECIAL = ("<pad>", "</s>", "<unk>")
 GLUE = ("a", "on", "the", "of", "and", "with", "in", "background", "picture", "image", "shape", "color")
-RESERVED = ("left", "right", "above", "below", "moving", "up", "down", "to", "two", "big", "small", "next")
+PLACES = ("left", "right", "above", "below", "moving", "up", "down", "to", "moves", "over", "under", "towards")
+SPARE = ("two", "big", "small", "next")  # in the vocabulary, but in no caption
 
 # How captions are worded in training: mostly the first, the others so that a person's own wording works too.
-TEMPLATES = (
-    "a {} {} on {}",
-    "{} {} on {}",
-    "a {} {} on a {} background",
-    "a picture of a {} {} on a {} background please",
+# A wording that leaves something out also teaches that colour, shape and ground are separate.
+SINGLE = (
+    "a {0} {1} on {2}",
+    "{0} {1} on {2}",
+    "a {0} {1} on a {2} background",
+    "a picture of a {0} {1} on a {2} background please",
+    "a {0} {1}",
+    "a {0} shape on {2}",
+    "a {1} on {2}",
 )
+RELATION = (
+    "a {0} {1} {2} a {3} {4} on {5}",
+    "{0} {1} {2} {3} {4} on {5}",
+    "a {0} {1} {6} a {3} {4} on {5}",
+    "a picture of a {0} {1} {2} a {3} {4} on a {5} background",
+    "a {0} {1} {2} a {3} {4}",
+)
+MOTION = (
+    "a {0} {1} moving {2} on {3}",
+    "{0} {1} moving {2} on {3}",
+    "a {0} {1} moves {2} on a {3} background",
+    "a picture of a {0} {1} moving {2} on a {3} background",
+    "a {0} {1} moving {2}",
+)
+OTHERWISE = {"left of": "to the left of", "right of": "to the right of", "above": "over", "below": "under"}
+
+
+def wordings(scene: scenes.Scene) -> list[str]:
+    """Ways to say what a scene shows, its caption first (but for `an`, which the tokenizer reads as `a`)."""
+    thing, *others = scene.things
+    words = [thing.colour, thing.shape]
+    if others:
+        told = [*words, scene.relation, others[0].colour, others[0].shape, scene.ground, OTHERWISE[scene.relation]]
+        return [template.format(*told) for template in RELATION]
+    if scene.direction:
+        return [template.format(*words, scene.direction, scene.ground) for template in MOTION]
+    return [template.format(*words, scene.ground) for template in SINGLE]
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """`An Orange star, on grey` and `a orange star on gray` give the same tokens."""
-    words = (*SPECIAL, *GLUE, *scenes.COLOURS, *scenes.SHAPES, *scenes.GROUNDS, *RESERVED)
+    words = (*SPECIAL, *GLUE, *scenes.COLOURS, *scenes.SHAPES, *scenes.GROUNDS, *PLACES, *SPARE)
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence(
         [
@@ -53,23 +83,27 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-class CaptionTable:
-    """The tokens of every caption in every wording; the last row is the empty prompt of guidance."""
+class Wordings:
+    """The tokens of every wording of some scenes; the last row is the empty prompt of guidance."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._rows = {caption: row for row, caption in enumerate(scenes.every_caption())}
-        words = [(c, s, g) for c in scenes.COLOURS for s in scenes.SHAPES for g in scenes.GROUNDS]
-        texts = [template.format(*word) for template in TEMPLATES for word in words] + [""]
-        encoded = tokenizer(texts, padding="max_length", max_length=MAX_TOKENS, return_tensors="pt")
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, told: Sequence[scenes.Scene]) -> None:
+        texts = [wordings(scene) for scene in told]
+        self._counts = np.array([len(ways) for ways in texts])
+        self._firsts = np.cumsum(self._counts) - self._counts
+        self._rows: dict[str, int] = {"": 0}
+        flat = [self._rows.setdefault(text, len(self._rows)) for ways in texts for text in ways]
+        self._row_of = np.array(flat)
+        encoded = tokenizer(list(self._rows), padding="max_length", max_length=MAX_TOKENS, return_tensors="pt")
         self.tokens: torch.Tensor = encoded.input_ids
         self.mask: torch.Tensor = encoded.attention_mask
 
-    def rows(self, captions: list[str]) -> np.ndarray:
-        """The row of each caption in its first wording, (len(captions),) int."""
-        return np.array([self._rows[caption] for caption in captions])
+    def row(self, text: str) -> int:
+        """The row of a text that is a wording of one of the scenes, or the empty prompt."""
+        return self._rows[text]
 
-    def vary(self, rows: np.ndarray, rng: np.random.Generator, reworded: float, dropped: float) -> np.ndarray:
-        """Rows with a share `reworded` in another wording and a share `dropped` made the empty prompt."""
-        wording = np.where(rng.random(len(rows)) < reworded, rng.integers(1, len(TEMPLATES), len(rows)), 0)
-        varied = rows + wording * len(self._rows)
-        return np.where(rng.random(len(rows)) < dropped, len(self.tokens) - 1, varied)
+    def vary(self, which: np.ndarray, rng: np.random.Generator, reworded: float, dropped: float) -> np.ndarray:
+        """A row for each of the scenes `which`: a share `reworded` worded another way, a share `dropped` empty."""
+        counts = self._counts[which]
+        way = np.where(rng.random(len(which)) < reworded, 1 + rng.integers(0, 1 << 30, len(which)) % (counts - 1), 0)
+        rows = self._row_of[self._firsts[which] + way]
+        return np.where(rng.random(len(which)) < dropped, self._rows[""], rows)
