@@ -159,12 +159,12 @@ class DiffusersFamily(Family):
             return TextEncode(self.text_encoders[kind](loader), kind)
         if kind == "denoise":
             denoiser, options = self.denoiser(loader), loader.runtime.options
-            return Denoise(denoiser, options, Preview(lambda: self.vae(loader)), self._adapters(loader))
+            return Denoise(denoiser, options, Preview(lambda: self.vae(loader)), self._adapters(loader, denoiser))
         if kind == "vae_decode":
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 
-    def _adapters(self, loader: Loader) -> Adapters | None:
+    def _adapters(self, loader: Loader, denoiser: Denoiser) -> Adapters | None:
         """Those of the transformer that the denoiser has loaded; where it has two, of the first, as in diffusers."""
         from unfuse.stages.adapters import Adapters, Loras
 
@@ -173,7 +173,7 @@ class DiffusersFamily(Family):
             return None
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
-        transformer, most = loader.loaded["transformer"], runtime.options.max_loras
+        transformer, most = denoiser.transformers[0], runtime.options.max_loras
         loras, name = Loras(runtime.loras), self.source[1]
         return Adapters(loras, transformer, lambda: getattr(import_module("diffusers"), name), loader.device, most)
 
@@ -249,7 +249,6 @@ class Loader:
         self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None
     ) -> None:
         self.folder, self.runtime, self._classes, self._report = folder, runtime, classes, report
-        self.loaded: dict[str, Any] = {}  # those with weights, by name
 
     @property
     def device(self) -> torch.device:
@@ -273,7 +272,7 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        model = self.loaded[component] = self._settle(model.eval())
+        model = self._settle(model.eval())
         tensors = (*model.parameters(), *model.buffers())
         self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model
