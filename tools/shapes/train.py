@@ -20,13 +20,15 @@ from tools.shapes.vae import refine_decoder, train_vae
 log = logging.getLogger(__name__)
 
 
-def train(out: Path, work: Path, vae_s: float, denoiser_s: float, decoder_s: float, seed: int) -> None:
+def train(
+    out: Path, work: Path, vae_s: float, denoiser_s: float, decoder_s: float, seed: int, processes: int = 1
+) -> None:
     """Every stage in order; a stage whose budget its checkpoint has spent takes no steps."""
     work.mkdir(parents=True, exist_ok=True)
     vae = train_vae(work / "vae.safetensors", vae_s, seed)
     samples = make_samples(work, vae, seed)
     log.info("latents: mean %s, std %s", vae.config.latents_mean, vae.config.latents_std)
-    denoiser = train_denoiser(work / "denoiser.safetensors", samples, denoiser_s, seed)
+    denoiser = train_denoiser(work / "denoiser.safetensors", samples, denoiser_s, seed, processes)
     if decoder_s:
         refine_decoder(work / "decoder.safetensors", vae, decoder_s, seed)
     export(vae, denoiser, out)
@@ -42,11 +44,13 @@ def main() -> None:
     parser.add_argument("--vae-minutes", type=float, default=48)
     parser.add_argument("--dit-minutes", type=float, default=95)
     parser.add_argument("--decoder-minutes", type=float, default=20)
+    parser.add_argument("--processes", type=int, default=1, help="2 halves each of the denoiser's batches")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    train(asked.out, asked.work, asked.vae_minutes * 60, asked.dit_minutes * 60, asked.decoder_minutes * 60, asked.seed)
+    seconds = [60 * minutes for minutes in (asked.vae_minutes, asked.dit_minutes, asked.decoder_minutes)]
+    train(asked.out, asked.work, *seconds, asked.seed, asked.processes)
 
 
 if __name__ == "__main__":
