@@ -30,8 +30,10 @@ class Keeper:
             await self._objects.keep(kept.checkpoint)
             answer = await self._link.call(Saved(kept.claim, kept.checkpoint, kept.step))
             useless: ObjectRef | None = kept.checkpoint
-            if isinstance(answer, Accepted) and kept.claim in self._known:
-                useless, self._known[kept.claim] = self._known[kept.claim], kept.checkpoint
+            if isinstance(answer, Accepted):
+                useless = self._known.get(kept.claim)
+                if kept.claim in self._known:
+                    self._known[kept.claim] = kept.checkpoint
             if useless:
                 await self._objects.delete(useless)
 

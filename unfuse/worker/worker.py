@@ -310,9 +310,10 @@ class Worker:
         """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
         self._reporting += 1
         lease = self._active.pop(message.claim, None)
-        if self._keeper and isinstance(message, Stopped) and self._draining.is_set():
-            await self._keeper.settled()
+        if isinstance(message, Stopped) and self._draining.is_set():
             message = Failed(message.claim, "hand_back", LEAVES)
+        if self._keeper and isinstance(message, Failed):
+            await self._keeper.settled()  # whoever tries again is to go on from there
         if self._objects and lease:
             message = self._objects.settle(lease, message)
         _tell(message)
@@ -376,7 +377,7 @@ class Worker:
                     await self._idle.wait()
                     if self._objects:
                         await self._objects.saved()
-            for claim in self._active:
+            for claim in list(self._active):  # it shrinks meanwhile
                 await self._cancel(claim, save=True)
         last: list[ToScheduler] = [*(Failed(claim, "hand_back", LEAVES) for claim in self._active), Bye()]
         with suppress(TimeoutError):

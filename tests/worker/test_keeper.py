@@ -1,0 +1,95 @@
+"""Which checkpoints are kept, whatever becomes of their tasks meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.core.graphs import object_for
+from unfuse.core.messages import Accepted, Refused, Saved
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.worker.channel import Kept
+from unfuse.worker.keeper import Keeper
+
+CLAIM = Claim("req_1", "denoise.0", 1, b"token")
+
+
+class Place:
+    """Where checkpoints lie; making one durable takes until `written` is set."""
+
+    def __init__(self) -> None:
+        self.written, self.durable, self.gone = asyncio.Event(), list[str](), list[str]()
+        self.written.set()
+
+    async def keep(self, ref: ObjectRef) -> None:
+        await self.written.wait()
+        self.durable.append(ref.id)
+
+    async def delete(self, ref: ObjectRef) -> None:
+        self.gone.append(ref.id)
+
+
+class Scheduler:
+    """Answers with what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: Accepted | Refused = Accepted()
+        self.saved: list[int] = []
+
+    async def call(self, message: Saved) -> Accepted | Refused:
+        self.saved.append(message.step)
+        return self.answer
+
+
+def keeper(before: str = "") -> tuple[Keeper, Place, Scheduler]:
+    """One whose task runs, perhaps from a checkpoint."""
+    place, scheduler = Place(), Scheduler()
+    made: Any = Keeper(place, scheduler)  # type: ignore[arg-type]
+    checkpoint = object_for(CLAIM, before) if before else None
+    made.begin(Lease(Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
+    return made, place, scheduler
+
+
+def kept(step: int) -> Kept:
+    return Kept(CLAIM, object_for(CLAIM, f"at {step}"), step)
+
+
+async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
+    made, place, scheduler = keeper("from elsewhere")
+    for step in (10, 20):
+        await made.keep(kept(step))
+    assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
+
+
+async def test_what_is_not_recorded_is_given_up_itself() -> None:
+    made, place, scheduler = keeper()
+    await made.keep(kept(10))
+    scheduler.answer = Refused("not yours any more", lease_lost=True)
+    await made.keep(kept(20))
+    assert place.gone == ["at 20"]
+
+
+@pytest.mark.parametrize(("done", "gone"), [(True, ["at 10"]), (False, [])])
+async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
+    made, place, _ = keeper()
+    await made.keep(kept(10))
+    await made.end(CLAIM, done)
+    assert place.gone == gone
+
+
+async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_attempt() -> None:
+    """Given a slow durable place, when the task ends without being done before its checkpoint is there, then what the
+    scheduler knows of is not given up; and who waits for it to be settled waits."""
+    made, place, scheduler = keeper()
+    place.written.clear()
+    keeping = asyncio.create_task(made.keep(kept(10)))
+    await asyncio.sleep(0)
+    settled = asyncio.create_task(made.settled())
+    await made.end(CLAIM, done=False)
+    assert not settled.done()
+    place.written.set()
+    await asyncio.gather(keeping, settled)
+    assert (scheduler.saved, place.gone) == ([10], [])
