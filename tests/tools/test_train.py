@@ -15,6 +15,9 @@ from tools.shapes.score import KINDS, generate, random_captions, score, score_fo
 from tools.shapes.train import train
 from tools.shapes.words import MAX_TOKENS, Wordings, make_tokenizer
 
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+"""Of layer norms that see bfloat16 where steps are not compiled."""
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:

