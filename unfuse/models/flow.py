@@ -38,6 +38,13 @@ def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
     return mean, 1.0 / deviation
 
 
+def decoded(vae: Any, grid: Tensor) -> Tensor:
+    """Pixels of latents that were normalised per channel."""
+    mean, scale = norm(vae, grid)
+    pixels: Tensor = vae.decode(grid / scale + mean, return_dict=False)[0]
+    return pixels
+
+
 class FlowDenoiser:
     """Transformer and the configuration of its noise scheduler, guided by a negative prompt; `sizes` are its latents'.
 

@@ -20,7 +20,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, Room
 from unfuse.models.base import Loader, with_encoders
-from unfuse.models.flow import need_channels, norm
+from unfuse.models.flow import decoded, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage
@@ -119,9 +119,7 @@ class QwenImageVae:
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of latents that were normalised per channel."""
-        mean, scale = norm(self._vae, grid)
-        pixels: Tensor = self._vae.decode(grid / scale + mean, return_dict=False)[0]
-        return pixels
+        return decoded(self._vae, grid)
 
 
 class QwenImage(PackedFamily):

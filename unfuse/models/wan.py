@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, Room
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
-from unfuse.models.flow import FlowDenoiser, GridVae, need_channels, norm
+from unfuse.models.flow import FlowDenoiser, GridVae, decoded, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, text_stage
 from unfuse.stages.base import need
@@ -261,9 +261,7 @@ class WanVae(GridVae):
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of latents that were normalised per channel."""
-        mean, scale = norm(self.vae, grid)
-        pixels: Tensor = self.vae.decode(grid / scale + mean, return_dict=False)[0]
-        return pixels
+        return decoded(self.vae, grid)
 
 
 class Wan(DiffusersFamily):
