@@ -29,7 +29,7 @@ from tests.integration.harness import Server, serving
 SEED = 7
 REQUESTS = 64
 STEPS = (10, 20, 30, 50)
-SIZES = (64, 64, 128)
+SIZES = (128, 128, 256)
 GUIDANCE = (4.0, 4.0, 1.0)
 LOADS = (0.8, 1.6, 3.2)
 """Parts of what two processes can do one by one: a busy server, and two with more to do than it could."""

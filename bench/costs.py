@@ -50,16 +50,16 @@ class Measured(NamedTuple):
     timings: dict[str, Timings]
 
 
-LEARNED = [Case(side, side, frames, steps) for side in (32, 64, 128) for frames in (1, 9) for steps in (5, 20)]
+LEARNED = [Case(side, side, frames, steps) for side in (64, 128, 256) for frames in (1, 9) for steps in (5, 20)]
 HELD_OUT = [
     *(
         Case(*size, frames, steps)
-        for size in ((48, 48), (96, 64), (112, 112))
+        for size in ((96, 96), (192, 128), (224, 224))
         for frames in (1, 5)
         for steps in (10, 30)
     ),
-    *(Case(side, side, frames, 15, 1.0) for side in (48, 96) for frames in (1, 5)),
-    *(Case(side, side, 13, 10) for side in (48, 96)),
+    *(Case(side, side, frames, 15, 1.0) for side in (96, 192) for frames in (1, 5)),
+    *(Case(side, side, 13, 10) for side in (96, 192)),
 ]
 """Within what was learned from, but for steps (30 to its 20), frames (13 to its 9), and guidance (none)."""
 

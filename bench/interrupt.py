@@ -27,8 +27,8 @@ STEPS = 50
 BEFORE = 10
 """Steps that a request has made when it is interrupted."""
 
-SLOW = {"size": "128x128", "num_inference_steps": STEPS}
-URGENT = {"size": "128x128", "num_inference_steps": 1, "priority": 10}
+SLOW = {"size": "256x256", "num_inference_steps": STEPS}
+URGENT = {"size": "256x256", "num_inference_steps": 1, "priority": 10}
 SILENCE_S = 0.25
 """A compute process that has taken no processor time for this long is idle."""
 

@@ -28,7 +28,7 @@ from unfuse.stages.base import StageInput
 from unfuse.stages.denoise import Denoise, DenoiseState
 
 RANKS = (4, 16, 64)
-SIZES = {"64²": (64, 64, 1), "64² × 9 frames": (64, 64, 9)}
+SIZES = {"128²": (128, 128, 1), "128² × 9 frames": (128, 128, 9)}
 ROUNDS = 21
 SPARE = 2
 """Steps beyond those that are timed."""

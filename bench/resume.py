@@ -28,7 +28,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import packed
 
 REPETITIONS, STEPS, EVERY = 15, 50, 10
-VIDEO = {"prompt": PROMPTS[1], "size": "128x128", "num_frames": 9, "num_inference_steps": STEPS, "output_format": "png"}
+VIDEO = {"prompt": PROMPTS[1], "size": "256x256", "num_frames": 9, "num_inference_steps": STEPS, "output_format": "png"}
 
 
 def kept(stage: Denoise, state: DenoiseState, store: TensorStore, about: dict[str, Any]) -> tuple[float, float, int]:

@@ -24,7 +24,7 @@ BATCH = 32
 ROUNDS = 3
 Case = dict[str, object]
 STEPS = (20, 100)
-SIDES = (64, 128)
+SIDES = (128, 256)
 """Steps and pixels of a request: the model's defaults, a request of most of a second, and one of more than a second."""
 
 
@@ -82,7 +82,7 @@ class Undivided:
 def case(seed: int, steps: int, side: int = SIDES[0]) -> Case:
     defaults = json.loads((SHAPES / "serving.json").read_text())["defaults"]
     defaults.pop("fps")
-    size = {"width": side, "height": side}
+    size = {"width": side, "height": side, "num_frames": 1}
     return defaults | size | {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps}
 
 

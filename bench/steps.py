@@ -26,7 +26,7 @@ from unfuse.models import resolve_source
 HALVES: tuple[Halves, ...] = ("apart", "fused")
 Kind = Literal["growing", "padded", "slots kept"]
 KINDS: tuple[Kind, ...] = ("growing", "padded", "slots kept")
-SIZES = {"64²": (64, 64, 1), "128²": (128, 128, 1), "64² × 9 frames": (64, 64, 9)}
+SIZES = {"128²": (128, 128, 1), "256²": (256, 256, 1), "128² × 9 frames": (128, 128, 9)}
 PADDED = 8
 BATCHES = (*range(1, PADDED + 1), 16)
 ROUNDS = 9
@@ -139,11 +139,11 @@ def main() -> None:
     torch.set_num_threads(1)
     cases = load()
     found: dict[str, Any] = {"1 thread": {name: independence(case, "fused") for name, case in cases.items()}}
-    small = cases["64²"]
-    found["1 thread"]["64², halves apart"] = independence(small, "apart")
+    small = cases["128²"]
+    found["1 thread"]["128², halves apart"] = independence(small, "apart")
     for threads in THREADS:
         torch.set_num_threads(threads)
-        found[f"{threads} threads"] = {"64²": independence(small, "fused")}
+        found[f"{threads} threads"] = {"128²": independence(small, "fused")}
     torch.set_num_threads(1)
     show("steps", cost_with_1_thread={name: cost(case, rounds) for name, case in cases.items()}, bytes=found)
 

@@ -170,5 +170,5 @@ def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_com
         command = [sys.executable, "-c", HUB_SCRIPT]
         done = subprocess.run(command, env=os.environ | variables, text=True, capture_output=True)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.split() == [f"owner/model@{commit}", *(str(4 * n) for n in (189088, 1564320, 646516))]
+        assert done.stdout.split() == [f"owner/model@{commit}", *(str(4 * n) for n in (281952, 1981072, 1508032))]
         assert not [file for file in hub.brought() if file.endswith(".safetensors")]

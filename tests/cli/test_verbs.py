@@ -107,9 +107,9 @@ def test_doctor_says_what_the_machine_has(unfuse: Run) -> None:
 def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_split_gains_nothing(unfuse: Run) -> None:
     code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB")
     assert code == 0
-    assert re.search(r"text_encoder +UMT5EncoderModel +189088 +\S+ KiB +float32 +738.6 KiB", out)
-    assert re.search(r"denoiser +cpu +transformer +float32 +6.0 MiB +unfuse/shapes", out)
-    assert re.search(r"cpu: 876.2 MiB of \S+ GiB free, processes and arenas counted; activations come on top", out)
+    assert re.search(r"text_encoder +UMT5EncoderModel +281952 +\S+ MiB +float32 +1.1 MiB", out)
+    assert re.search(r"denoiser +cpu +transformer +float32 +7.6 MiB +unfuse/shapes", out)
+    assert re.search(r"cpu: 881.4 MiB of \S+ GiB free, processes and arenas counted; activations come on top", out)
     assert "do not split: on one device stages take turns" in out
     assert out.endswith("2 more processes than undivided take 576.0 MiB of host memory\n")
     assert "gain:" not in out
@@ -120,9 +120,9 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(file.read_text().replace("1.5", "3.0"))
     out = unfuse("doctor", "unfuse/shapes", str(folder), "--device", "cpu", "--denoisers", "2", "--arena", "1MiB")[1]
-    assert "gain: one text_encoder serves 2 models: 738.6 KiB less memory" in out
-    assert "gain: one vae serves 2 models: 2.5 MiB less memory" in out
-    assert "gain: 2 denoisers share encoder and decoder: 3.2 MiB less memory than as many undivided pipelines" in out
+    assert "gain: one text_encoder serves 2 models: 1.1 MiB less memory" in out
+    assert "gain: one vae serves 2 models: 5.8 MiB less memory" in out
+    assert "gain: 2 denoisers share encoder and decoder: 6.8 MiB less memory than as many undivided pipelines" in out
     assert "\ndo not split: " in out
 
 

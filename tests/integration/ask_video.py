@@ -16,7 +16,7 @@ client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 prompt = "a red circle on white"
 
 video = client.videos.create_and_poll(
-    prompt=prompt, seconds="2", size="64x64", poll_interval_ms=100, extra_body={"seed": 5, "num_inference_steps": 10}
+    prompt=prompt, seconds="2", size="128x128", poll_interval_ms=100, extra_body={"seed": 5, "num_inference_steps": 10}
 )
 client.videos.download_content(video.id).write_to_file("video.mp4")
 Path("thumbnail.webp").write_bytes(client.videos.download_content(video.id, variant="thumbnail").read())

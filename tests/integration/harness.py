@@ -49,9 +49,9 @@ def undivided(model: Path, folder: Path, cases: list[dict[str, Any]]) -> list[li
 
 
 def defaults() -> dict[str, Any]:
-    """What the built-in model's pipeline is called with where a request says nothing."""
+    """What the built-in model's pipeline is called with for a picture where a request says nothing."""
     found: dict[str, Any] = json.loads((SHAPES / "serving.json").read_text())["defaults"]
-    return {name: value for name, value in found.items() if name != "fps"}
+    return {name: value for name, value in found.items() if name != "fps"} | {"num_frames": 1}
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def ask(cluster: Cluster, name: str, order: str, steps: int = 4) -> str:
-    return submit(cluster.gateways[0], Asked(f"{name} [{order}]", 1, width=64, height=64, steps=steps), name)
+    return submit(cluster.gateways[0], Asked(f"{name} [{order}]", 1, width=128, height=128, steps=steps), name)
 
 
 def stage_of(cluster: Cluster, request: str, name: str) -> dict[str, Any]:

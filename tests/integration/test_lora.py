@@ -51,7 +51,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The pixels of the cases, undivided."""
-    asked = {**defaults(), "width": 64, "height": 64, "num_inference_steps": STEPS}
+    asked = {**defaults(), "num_inference_steps": STEPS}
     cases = [{**asked, **case} for case in CASES]
     for case in cases:
         if "lora" in case:
@@ -90,7 +90,7 @@ def load(server: Server) -> list[str]:
     def ask(place: int) -> tuple[int, str]:
         own = {name: value for name, value in CASES[place].items() if name != "prompt"}
         reply = client.images.generate(
-            prompt=CASES[place]["prompt"], size="64x64", extra_body={**own, "num_inference_steps": STEPS}
+            prompt=CASES[place]["prompt"], size="auto", extra_body={**own, "num_inference_steps": STEPS}
         )
         assert reply.data and reply.data[0].b64_json
         return place, digest(base64.b64decode(reply.data[0].b64_json))
@@ -113,7 +113,7 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
 ) -> None:
     """Given a denoiser that has to load an adapter anew whenever it changes, when its compute process is killed while
     one is in use, then all requests are completed by the next one with the pictures they should have."""
-    id = server.submit(**CASES[3], size="64x64", num_inference_steps=MORE)
+    id = server.submit(**CASES[3], size="auto", num_inference_steps=MORE)
     assert any(event["type"] == "progress" for event in server.events(id))
     (compute,) = psutil.Process(denoiser.pid).children()
     with ThreadPoolExecutor(1) as other:

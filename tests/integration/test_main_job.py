@@ -52,7 +52,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def picture(client: openai.OpenAI, case: dict[str, Any]) -> bytes:
-    prompt, size = case["prompt"], case.get("size", "64x64")
+    prompt, size = case["prompt"], case.get("size", "auto")
     extra = {name: value for name, value in case.items() if name not in ("prompt", "size")}
     reply = client.images.generate(prompt=prompt, size=size, model="unfuse/shapes", extra_body=extra)
     return base64.b64decode(reply.data[0].b64_json)

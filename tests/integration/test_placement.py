@@ -56,7 +56,7 @@ def test_two_models_share_one_encoder_and_one_decoder_and_each_makes_its_own_pic
     assert sorted(pools["denoise"]) == [(["plain"], 2), (["shifted"], 2)]
 
     plain, shifted = picture(both, "plain"), picture(both, "shifted")
-    assert plain.size == shifted.size == (64, 64)
+    assert plain.size == shifted.size == (128, 128)
     assert ImageChops.difference(plain, shifted).getbbox() is not None
 
 
@@ -74,7 +74,7 @@ def test_serve_says_where_everything_goes_before_it_loads_and_each_worker_what_i
     logged = [json.loads(line) for line in rest.splitlines() if line.startswith("{")]
     loads: list[dict[str, Any]] = [line for line in logged if line["event"] == "loaded"]
     weights = {(line["role"], line["device"], line["component"]): line["bytes"] for line in loads}
-    assert 1564320 * 4 <= weights["denoiser", "cpu", "transformer"] < 1564320 * 4.1  # its buffers come on top
+    assert 1981072 * 4 <= weights["denoiser", "cpu", "transformer"] < 1981072 * 4.1  # its buffers come on top
     assert {role for role, _, component in weights if component == "text_encoder"} == {"encoder"}
 
 
@@ -89,7 +89,7 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
         assert {pool["id"].split(":")[0]: pool["id"].split(":")[2] for pool in server.get("/v1/pools")["data"]} == {
             "text_encode": "float32", "denoise": "bfloat16", "vae_decode": "float32",
         }  # fmt: skip
-        assert picture(server, "unfuse/shapes").size == (64, 64)
+        assert picture(server, "unfuse/shapes").size == (128, 128)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS, MORE, EVERY = 50, 100, 10
 VIDEO = {
-    "prompt": "a blue star on black", "seed": 3, "num_inference_steps": STEPS, "num_frames": 9, "height": 128,
-    "width": 128,
+    "prompt": "a blue star on black", "seed": 3, "num_inference_steps": STEPS, "num_frames": 9, "height": 256,
+    "width": 256,
 }  # fmt: skip
 """Slow enough to be interrupted at a step of one's choice."""
 
@@ -61,7 +61,7 @@ def begun(server: Server, steps: int = STEPS) -> str:
     """The id of a video that is beyond its step 30, where a checkpoint was made."""
     body = {name: value for name, value in VIDEO.items() if name not in ("width", "height")}
     body["num_inference_steps"] = steps
-    id = str(server.post("/v1/videos", {**body, "size": "128x128", "output_format": "png"})["id"])
+    id = str(server.post("/v1/videos", {**body, "size": "256x256", "output_format": "png"})["id"])
     for event in server.events(id):
         if event["type"] == "progress" and event["step"] >= 3 * EVERY + 1:
             return id

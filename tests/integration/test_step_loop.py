@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.harness import Server, until
 
-SLOW = {"size": "128x128", "num_inference_steps": 50, "guidance_scale": 4.0}
+SLOW = {"size": "256x256", "num_inference_steps": 50, "guidance_scale": 4.0}
 """About a tenth of a second a step: more than the 50 ms between two progress messages."""
 
 
@@ -44,7 +44,7 @@ def test_an_urgent_request_goes_first_and_the_one_that_stepped_aside_ends_with_t
     patient = [server.submit("a blue star on black", **SLOW, seed=7), server.submit("a blue ring on gray", **SLOW)]
     assert any(step >= 3 for step in steps(server.events(patient[0])))
 
-    urgent = server.submit("a green cross on white", size="64x64", num_inference_steps=20, priority=10)
+    urgent = server.submit("a green cross on white", size="128x128", num_inference_steps=20, priority=10)
 
     ended = server.finished(urgent)
     assert server.get(f"/v1/requests/{patient[0]}")["status"] == "in_progress"

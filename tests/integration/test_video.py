@@ -51,9 +51,10 @@ def test_an_openai_client_makes_a_video_and_drops_one(server: Server, tmp_path: 
 
     report = json.loads((tmp_path / "report.json").read_text())
     video = report["video"]
-    assert (video["status"], video["progress"], video["seconds"], video["size"]) == ("completed", 100, "2.125", "64x64")
+    shown = (video["status"], video["progress"], video["seconds"], video["size"])
+    assert shown == ("completed", 100, "2.125", "128x128")
     frames = frames_of(tmp_path / "video.mp4")
-    assert [frame.shape for frame in frames] == [(64, 64, 3)] * 17
+    assert [frame.shape for frame in frames] == [(128, 128, 3)] * 17
     with Image.open(tmp_path / "thumbnail.webp") as image:
         thumbnail = np.asarray(image.convert("RGB"), dtype=int)
     assert abs(thumbnail - frames[0]).mean() < 12
@@ -86,8 +87,8 @@ def test_every_frame_is_the_undivided_pipeline_s(server: Server, tmp_path: Path)
     )
 
 
-def test_generate_writes_a_video_and_every_frame(server: Server, tmp_path: Path) -> None:
-    asked = ["generate", CAPTION, "--seed", "7", "--steps", "5", "--frames", "9", "--server", server.url, "-o"]
+def test_generate_writes_a_video_of_the_model_s_own_length_and_every_frame(server: Server, tmp_path: Path) -> None:
+    asked = ["generate", CAPTION, "--seed", "7", "--steps", "5", "--server", server.url, "-o"]
     for name in ("out.mp4", "out-%04d.png"):
         command = unfuse(*asked, name)
         subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True, timeout=100)
@@ -129,6 +130,6 @@ def test_a_browser_plays_it(server: Server) -> None:
         page.goto(f"{server.url}/health")
         width, height, now, duration = page.evaluate(PLAY, f"/v1/videos/{id}/content")
         chromium.close()
-    assert (width, height) == (64, 64)
+    assert (width, height) == (128, 128)
     assert now == duration
     assert duration == pytest.approx(17 / 8, abs=0.01)

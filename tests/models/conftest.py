@@ -71,7 +71,8 @@ LONG = "a very long prompt that goes on and on, far behind what the model can re
 WORDS = "a blue star on black"
 HALF = "bfloat16"
 
-JOB_OF_SHAPES = wan_params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)
+OF_SHAPES: dict[str, Any] = {"width": 128, "height": 128, "max_sequence_length": 16, "guidance_scale": 3.0}
+JOB_OF_SHAPES = wan_params(1, WORDS, **OF_SHAPES)
 JOBS = [
     Job("unipc-image", "wan", wan_params()),
     Job("unipc-seed", "wan", wan_params(2**40 + 7)),
@@ -87,9 +88,9 @@ JOBS = [
     Job("euler-next-seed", "wan-euler", wan_params(10)),
     Job("euler-video", "wan-euler", wan_params(11, ODD, width=48, num_frames=9, negative_prompt="n"), blocks=True),
     Job("euler-half", "wan-euler", wan_params(12, num_frames=3), HALF),
-    Job("shapes-image", SHAPES, wan_params(1, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
-    Job("shapes-next", SHAPES, wan_params(2, WORDS, width=64, height=64, max_sequence_length=16, guidance_scale=3.0)),
-    Job("shapes-video", SHAPES, wan_params(13, WORDS, num_frames=5, max_sequence_length=16, negative_prompt="red")),
+    Job("shapes-image", SHAPES, JOB_OF_SHAPES),
+    Job("shapes-next", SHAPES, wan_params(2, WORDS, **OF_SHAPES)),
+    Job("shapes-video", SHAPES, wan_params(13, WORDS, **OF_SHAPES, num_frames=5, negative_prompt="red")),
     Job("picture-video", "wan-image", image_params()),
     Job("picture-seed", "wan-image", image_params(1)),
     Job("picture-prompt", "wan-image", image_params(prompt="b")),

@@ -37,14 +37,14 @@ def vae() -> AutoencoderKLWan:
 
 @torch.no_grad()
 def denoise(model: torch.nn.Module) -> torch.Tensor:
-    latents, text = torch.linspace(-1, 1, 8 * 64).view(1, 8, 1, 8, 8), torch.ones(1, 16, 96)
+    latents, text = torch.linspace(-1, 1, 16 * 64).view(1, 16, 1, 8, 8), torch.ones(1, 16, 96)
     found: torch.Tensor = model(latents, torch.tensor([500]), text, return_dict=False)[0]
     return found
 
 
 @torch.no_grad()
 def decode(model: AutoencoderKLWan) -> torch.Tensor:
-    found: torch.Tensor = model.decode(torch.linspace(-1, 1, 8 * 64).view(1, 8, 1, 8, 8), return_dict=False)[0]
+    found: torch.Tensor = model.decode(torch.linspace(-1, 1, 16 * 64).view(1, 16, 1, 8, 8), return_dict=False)[0]
     return found
 
 

@@ -103,7 +103,7 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path) -> None:
         assert encoded.output is not None
 
         # half a second a step; that none follows a Cancel that was read is counted in test_step_loop.py
-        await executor.run(slow := lease("denoise", encoded.output, num_frames=17, width=128, height=128), {})
+        await executor.run(slow := lease("denoise", encoded.output, num_frames=17, width=256, height=256), {})
         step = 0
         while step < 3:
             stepped = await heard.get()
