@@ -1,9 +1,12 @@
 """Faster steps are the same steps: the library's own optimizer and attention judge them."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from tools.shapes.dit import Denoiser
 from tools.shapes.fast import StackedMuon, half_precision
+from tools.shapes.words import make_tokenizer
 
 SHAPES = ((12, 12), (24, 12), (12, 24), (12, 12))
 
@@ -29,10 +32,31 @@ def test_matrices_stacked_by_shape_go_where_each_alone_goes() -> None:
         torch.testing.assert_close(kept[index], state)
 
 
-def test_half_precision_attends_as_the_library_does_and_leaves_it_in_place() -> None:
+@pytest.mark.parametrize("scale", [None, 1.0])
+@pytest.mark.parametrize("biased", [False, True])
+def test_half_precision_attends_as_the_library_does_and_leaves_it_in_place(biased: bool, scale: float | None) -> None:
     fused = F.scaled_dot_product_attention
-    query, key, value = torch.randn(3, 2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+    drawn = torch.Generator().manual_seed(0)
+    query, key, value = torch.randn(3, 2, 4, 16, 8, generator=drawn)
+    bias = 3 * torch.randn(2, 1, 16, 16, generator=drawn) if biased else None
     with half_precision():
-        near = F.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=None)
+        near = F.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=bias, scale=scale)
     assert F.scaled_dot_product_attention is fused
-    torch.testing.assert_close(near.float(), fused(query, key, value), atol=0.03, rtol=0)
+    torch.testing.assert_close(near.float(), fused(query, key, value, bias, scale=scale), atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("asked", [{"is_causal": True}, {"dropout_p": 0.1}, {"attn_mask": torch.ones(16, 16).bool()}])
+def test_half_precision_refuses_attention_that_it_does_not_know(asked: dict[str, object]) -> None:
+    with half_precision(), pytest.raises(NotImplementedError, match="fused"):
+        F.scaled_dot_product_attention(*torch.randn(3, 2, 4, 16, 8), **asked)
+
+
+def test_prompts_are_read_in_half_precision_as_they_are_read_when_served() -> None:
+    torch.manual_seed(0)
+    encoder, tokenizer = Denoiser().text_encoder, make_tokenizer()
+    said = tokenizer(["a red ring left of a blue star", "a blue ring left of a red star"], return_tensors="pt")
+    with torch.no_grad():
+        exact = encoder(**said).last_hidden_state
+        with half_precision():
+            near = encoder(**said).last_hidden_state
+    torch.testing.assert_close(near, exact, atol=0.05, rtol=0)
