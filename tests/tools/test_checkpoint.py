@@ -90,6 +90,14 @@ def test_the_rate_warms_up_stays_and_falls_at_the_end_of_the_budget() -> None:
     assert Progress(60, step=500, spent_s=90).rate(1.0) == pytest.approx(0.01)
 
 
+def test_optimizers_follow_the_rates_they_were_made_with() -> None:
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    optimizers = torch.optim.SGD(parameter, lr=1.0), torch.optim.AdamW(parameter, lr=0.1)
+    for spent, share in ((0.0, 1.0), (54.0, 0.505)):
+        Progress(60, step=500, spent_s=spent).set_rates(*optimizers)
+        assert [one.param_groups[0]["lr"] for one in optimizers] == pytest.approx([share, 0.1 * share])
+
+
 def test_with_more_budget_a_run_goes_on_from_before_its_rate_fell(tmp_path: Path) -> None:
     path = tmp_path / "e.safetensors"
     run, layer = _run(path)

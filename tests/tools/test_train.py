@@ -9,7 +9,7 @@ import torch
 from diffusers import DiffusionPipeline, WanPipeline
 from PIL import Image
 
-from tools.shapes import curve, dit, scenes, vae
+from tools.shapes import curve, dit, reader, scenes, vae
 from tools.shapes.dit import Denoiser
 from tools.shapes.score import KINDS, generate, random_captions, score, score_folder, serving_defaults, sheet
 from tools.shapes.train import train
@@ -27,8 +27,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
         patch.setattr(vae, "IMAGES", 4)
         patch.setattr(vae, "CLIPS", 4)
+        patch.setattr(reader, "CAPTIONS", 8)
         patch.setattr(dit, "COUNTS", {"single": 8, "relation": 8, "motion": 4})
-        train(here / "out", here, vae_s=0.01, denoiser_s=0.01, decoder_s=0.01, seed=0)
+        train(here / "out", here, vae_s=0.01, words_s=0.01, denoiser_s=0.01, decoder_s=0.01, seed=0)
     return here
 
 

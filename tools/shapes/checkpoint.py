@@ -48,6 +48,12 @@ class Progress:
         fall = min(1.0, (1 - self.share) / self.decay)
         return peak * (0.01 + 0.99 * fall) * min(1.0, (self.step + 1) / warmup_steps)
 
+    def set_rates(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Set the rates of now, whose peaks are what the optimizers were made with."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.rate(optimizer.defaults["lr"])
+
 
 @dataclass(frozen=True)
 class Run:

@@ -1,4 +1,4 @@
-"""Trains the built-in model from nothing and exports it: autoencoder, latents, denoiser, decoder, folder.
+"""Trains the built-in model from nothing and exports it: autoencoder, latents, text encoder, denoiser, decoder, folder.
 
     python -m tools.shapes.train --out unfuse/models/shapes --work DIR --vae-minutes 48 --dit-minutes 95
 
@@ -15,20 +15,29 @@ import torch
 
 from tools.shapes.dit import make_samples, train_denoiser
 from tools.shapes.export import export
+from tools.shapes.reader import train_text_encoder
 from tools.shapes.vae import refine_decoder, train_vae
 
 log = logging.getLogger(__name__)
 
 
 def train(
-    out: Path, work: Path, vae_s: float, denoiser_s: float, decoder_s: float, seed: int, processes: int = 1
+    out: Path,
+    work: Path,
+    vae_s: float,
+    words_s: float,
+    denoiser_s: float,
+    decoder_s: float,
+    seed: int,
+    processes: int = 1,
 ) -> None:
     """Every stage in order; a stage whose budget its checkpoint has spent takes no steps."""
     work.mkdir(parents=True, exist_ok=True)
     vae = train_vae(work / "vae.safetensors", vae_s, seed)
     samples = make_samples(work, vae, seed)
     log.info("latents: mean %s, std %s", vae.config.latents_mean, vae.config.latents_std)
-    denoiser = train_denoiser(work / "denoiser.safetensors", samples, denoiser_s, seed, processes)
+    encoder = train_text_encoder(work / "words.safetensors", words_s, seed)
+    denoiser = train_denoiser(work / "denoiser.safetensors", encoder, samples, denoiser_s, seed, processes)
     if decoder_s:
         refine_decoder(work / "decoder.safetensors", vae, decoder_s, seed)
     export(vae, denoiser, out)
@@ -42,6 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--vae-minutes", type=float, default=48)
+    parser.add_argument("--words-minutes", type=float, default=2)
     parser.add_argument("--dit-minutes", type=float, default=95)
     parser.add_argument("--decoder-minutes", type=float, default=20)
     parser.add_argument("--processes", type=int, default=1, help="2 halves each of the denoiser's batches")
@@ -49,8 +59,8 @@ def main() -> None:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(1)
-    seconds = [60 * minutes for minutes in (asked.vae_minutes, asked.dit_minutes, asked.decoder_minutes)]
-    train(asked.out, asked.work, *seconds, asked.seed, asked.processes)
+    minutes = (asked.vae_minutes, asked.words_minutes, asked.dit_minutes, asked.decoder_minutes)
+    train(asked.out, asked.work, *(60 * each for each in minutes), asked.seed, asked.processes)
 
 
 if __name__ == "__main__":

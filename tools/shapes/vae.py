@@ -85,7 +85,7 @@ def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noi
     def step(index: int) -> None:
         rng = np.random.default_rng((seed, 10, index))
         torch.manual_seed(seed * 1_000_003 + index)
-        optimizer.param_groups[0]["lr"] = progress.rate(PEAK_RATE)
+        progress.set_rates(optimizer)
         noise = LATENT_NOISE if progress.share > noisy_from else 0.0
         with half_precision():
             losses = _loss(vae, _batch(rng, index, images, clips), noise)

@@ -107,3 +107,13 @@ class Wordings:
         way = np.where(rng.random(len(which)) < reworded, 1 + rng.integers(0, 1 << 30, len(which)) % (counts - 1), 0)
         rows = self._row_of[self._firsts[which] + way]
         return np.where(rng.random(len(which)) < dropped, self._rows[""], rows)
+
+
+def things_named(tokens: torch.Tensor) -> torch.Tensor:
+    """Which thing each of (B, N) tokens names, 0 or 1 in the order of the caption, and -1 for other words."""
+    vocabulary = make_tokenizer().get_vocab()
+    named = torch.full_like(tokens, -1)
+    for names in (scenes.COLOURS, scenes.SHAPES):
+        found = torch.isin(tokens, torch.tensor([vocabulary[name] for name in names]))
+        named = torch.where(found, found.cumsum(1) - 1, named)
+    return named
