@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.core.graphs import object_for
-from unfuse.core.messages import Accepted, Refused, Saved
+from unfuse.core.messages import Accepted, Failed, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.worker.channel import Kept
 from unfuse.worker.keeper import Keeper
+from unfuse.worker.worker import Worker, WorkerOptions
 
 CLAIM = Claim("req_1", "denoise.0", 1, b"token")
 
@@ -38,9 +39,13 @@ class Scheduler:
     def __init__(self) -> None:
         self.answer: Accepted | Refused = Accepted()
         self.saved: list[int] = []
+        self.failed_after: list[list[int]] = []
 
-    async def call(self, message: Saved) -> Accepted | Refused:
-        self.saved.append(message.step)
+    async def call(self, message: Saved | Failed) -> Accepted | Refused:
+        if isinstance(message, Failed):
+            self.failed_after.append(list(self.saved))
+        else:
+            self.saved.append(message.step)
         return self.answer
 
 
@@ -88,8 +93,26 @@ async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_att
     keeping = asyncio.create_task(made.keep(kept(10)))
     await asyncio.sleep(0)
     settled = asyncio.create_task(made.settled())
+    await asyncio.sleep(0)
     await made.end(CLAIM, done=False)
     assert not settled.done()
     place.written.set()
     await asyncio.gather(keeping, settled)
     assert (scheduler.saved, place.gone) == ([10], [])
+
+
+async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
+    """Else whoever tries again would begin at the checkpoint before."""
+    made, place, scheduler = keeper()
+    place.written.clear()
+    worker: Any = Worker(WorkerOptions("all", ("tcp://127.0.0.1:1",), "node"))
+    await worker._link.close()
+    worker._keeper, worker._link = made, scheduler
+    await worker._hear(kept(10))
+    await worker._hear(Failed(CLAIM, "crash", "gone"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.failed_after == []
+    place.written.set()
+    await asyncio.gather(*worker._tasks)
+    assert scheduler.failed_after == [[10]]
