@@ -1,10 +1,13 @@
 """Checkpoints: a run that was stopped and resumed ends where an unbroken one would."""
 
+import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tools.shapes import checkpoint
 from tools.shapes.checkpoint import Progress, Run, restore, save, train
 
 
@@ -98,17 +101,19 @@ def test_optimizers_follow_the_rates_they_were_made_with() -> None:
         assert [one.param_groups[0]["lr"] for one in optimizers] == pytest.approx([share, 0.1 * share])
 
 
-def test_with_more_budget_a_run_goes_on_from_before_its_rate_fell(tmp_path: Path) -> None:
+def test_with_more_budget_a_run_goes_on_from_before_its_rate_fell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count()
+    monkeypatch.setattr(checkpoint, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     path = tmp_path / "e.safetensors"
     run, layer = _run(path)
-    progress = Progress(budget_s=0.2)
-    train(run, progress, lambda index: _step(run, layer, index))
-    same, more = Progress(budget_s=0.2), Progress(budget_s=0.4)
+    train(run, Progress(budget_s=20), lambda index: _step(run, layer, index))
+    same, more = Progress(budget_s=20), Progress(budget_s=40)
 
     restore(_run(path)[0], same)
     restore(_run(path)[0], more)
 
-    assert (same.step, same.spent_s) == (progress.step, progress.spent_s)
-    assert 0.16 <= more.spent_s < 0.2
-    assert more.step < progress.step
+    assert (same.step, same.spent_s) == (20, 20)
+    assert (more.step, more.spent_s) == (16, 16)
     assert not more.decaying
