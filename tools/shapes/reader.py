@@ -55,6 +55,7 @@ def train_text_encoder(path: Path, budget_s: float, seed: int) -> UMT5EncoderMod
     tokenizer = make_tokenizer()
     drawn = {kind: scenes.scenes(kind, CAPTIONS, seed + 40) for kind in BATCH}
     said = {kind: Wordings(tokenizer, shown) for kind, shown in drawn.items()}
+    things = {kind: things_named(wordings.tokens) for kind, wordings in said.items()}
     layouts = {kind: torch.tensor([layout(scene) for scene in shown]) for kind, shown in drawn.items()}
 
     def step(index: int) -> None:
@@ -65,9 +66,8 @@ def train_text_encoder(path: Path, budget_s: float, seed: int) -> UMT5EncoderMod
         for kind, count in BATCH.items():
             which = rng.integers(len(layouts[kind]), size=count)
             rows = said[kind].vary(which, rng, REWORDED, dropped=0.0)
-            tokens = said[kind].tokens[rows]
-            words = read(encoder, tokens, said[kind].mask[rows])
-            loss = loss + head.loss(words, things_named(tokens), layouts[kind][which])
+            words = read(encoder, said[kind].tokens[rows], said[kind].mask[rows])
+            loss = loss + head.loss(words, things[kind][rows], layouts[kind][which])
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
