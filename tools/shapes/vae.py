@@ -29,8 +29,13 @@ LATENT_NOISE = 0.1  # share of a channel's spread
 Z = 16  # channels of the latents
 CROP = 64  # pixels
 IMAGES, CLIPS = 4000, 1500  # pictures of one shape (and twice as many of two), and clips; drawn once, kept in memory
-CROPS_IN_BATCH, WHOLE_IN_BATCH, CLIPS_IN_BATCH = 32, 8, 4
-SHORT = 5  # frames; every second batch of clips is cut to so many
+IN_BATCH = {"crops": 32, "pictures": 8, "short crops of clips": 4, "crops of clips": 4, "clips": 1}
+"""How many pictures or clips a batch of each kind has."""
+SHORT = 5  # frames of short clips
+MIX = {"crops": 12, "pictures": 4, "short crops of clips": 4, "crops of clips": 3, "clips": 1}
+"""How often each kind of batch comes: pictures mostly, which make the first frames of clips."""
+MIX_OF_DECODER = {"crops": 4, "pictures": 3, "short crops of clips": 4, "crops of clips": 11, "clips": 2}
+"""Clips mostly: their later frames are what a decoder learns last."""
 
 
 def make_vae() -> AutoencoderKLWan:
@@ -59,7 +64,7 @@ def train_vae(path: Path, budget_s: float, seed: int) -> AutoencoderKLWan:
     """Train for `budget_s` seconds of stepping, resuming from `path` when it exists."""
     torch.manual_seed(seed)
     vae = make_vae()
-    _train(path, vae, Progress(budget_s, decay=DECAY), seed)
+    _train(path, vae, Progress(budget_s, decay=DECAY), seed, MIX, noisy_from=0.5)
     return vae.eval()
 
 
@@ -67,11 +72,13 @@ def refine_decoder(path: Path, vae: AutoencoderKLWan, budget_s: float, seed: int
     """Train the decoder alone for `budget_s` seconds more, on noisy latents; those of the denoiser stay as they are."""
     vae.encoder.requires_grad_(False)
     vae.quant_conv.requires_grad_(False)
-    _train(path, vae, Progress(budget_s, decay=DECAY), seed + 5, noisy_from=0.0)
+    _train(path, vae, Progress(budget_s, decay=DECAY), seed + 5, MIX_OF_DECODER, noisy_from=0.0)
     return vae.eval()
 
 
-def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noisy_from: float = 0.5) -> None:
+def _train(
+    path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, mix: dict[str, int], noisy_from: float
+) -> None:
     """Train what is not frozen; from the share `noisy_from` of the budget on, latents are disturbed."""
     if finished(path, progress.budget_s):
         load(path, "vae", vae)
@@ -88,7 +95,7 @@ def _train(path: Path, vae: AutoencoderKLWan, progress: Progress, seed: int, noi
         progress.set_rates(optimizer)
         noise = LATENT_NOISE if progress.share > noisy_from else 0.0
         with half_precision():
-            losses = _loss(vae, _batch(rng, index, images, clips), noise)
+            losses = _loss(vae, batch_of(rng, mix, images, clips), noise)
         optimizer.zero_grad()
         losses.sum().backward()
         torch.nn.utils.clip_grad_norm_(learning, 1.0)
@@ -149,20 +156,16 @@ def _pictures(count: int, seed: int) -> np.ndarray:
     return np.concatenate([scenes.pictures(kind, each, seed)[0] for kind, each in kinds.items()])
 
 
-def _batch(rng: np.random.Generator, index: int, images: np.ndarray, clips: np.ndarray) -> torch.Tensor:
-    """A third of the batches are clips, a sixth whole pictures and half crops of pictures."""
-    match index % 24:
-        case 23:
-            frames = clips[rng.integers(len(clips), size=1)]
-        case 2 | 8 | 14 | 20:
-            frames = _crops(rng, clips, CLIPS_IN_BATCH)[:, :SHORT]
-        case 5 | 11 | 17:
-            frames = _crops(rng, clips, CLIPS_IN_BATCH)
-        case 0 | 6 | 12 | 18:
-            frames = images[rng.integers(len(images), size=WHOLE_IN_BATCH)][:, None]
-        case _:
-            frames = _crops(rng, images[:, None], CROPS_IN_BATCH)
-    return to_pixels(frames)
+def batch_of(rng: np.random.Generator, mix: dict[str, int], images: np.ndarray, clips: np.ndarray) -> torch.Tensor:
+    """One batch, of a kind drawn from `mix`."""
+    weights = np.array([*mix.values()])
+    kind = str(rng.choice([*mix], p=weights / weights.sum()))
+    frames = clips if "clips" in kind else images[:, None]
+    if "crops" in kind:
+        frames = _crops(rng, frames, IN_BATCH[kind])
+    else:
+        frames = frames[rng.integers(len(frames), size=IN_BATCH[kind])]
+    return to_pixels(frames[:, :SHORT] if "short" in kind else frames)
 
 
 def _crops(rng: np.random.Generator, frames: np.ndarray, count: int) -> np.ndarray:
