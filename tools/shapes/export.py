@@ -16,7 +16,7 @@ SERVING = {
         "height": scenes.SIZE,
         "width": scenes.SIZE,
         "num_frames": scenes.FRAMES,  # of a video; a picture is one frame whatever stands here
-        "num_inference_steps": 20,
+        "num_inference_steps": 30,
         "guidance_scale": 4.0,
         "max_sequence_length": MAX_TOKENS,
         "fps": 8,
