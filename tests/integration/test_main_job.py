@@ -103,7 +103,7 @@ def test_n_pictures_are_the_seeds_in_a_row(client: openai.OpenAI, expected: list
 
 
 def test_a_request_can_be_followed_resumed_and_shows_where_its_time_went(server: Server) -> None:
-    request = server.submit(CAPTIONS[1], seed=3, cache=False)
+    request = server.submit(CAPTIONS[1], seed=3, cache=False, num_inference_steps=20)
     seen = list(server.events(request))
     types = [event["type"] for event in seen]
     assert (types[0], types[-1]) == ("queued", "completed")
