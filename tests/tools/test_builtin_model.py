@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from diffusers import WanPipeline
 
+from tools.shapes.export import SERVING
 from tools.shapes.score import generate, random_captions, score, serving_defaults
 
 FOLDER = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
@@ -36,6 +37,7 @@ def test_the_folder_is_small_and_holds_no_pickle() -> None:
 
 def test_serving_defaults_lie_within_the_limits() -> None:
     serving = json.loads((FOLDER / "serving.json").read_text())
+    assert serving == SERVING, "what is shipped is not what tools/shapes/export.py writes"
     defaults, limits = serving["defaults"], serving["limits"]
 
     assert limits["min_size"] <= defaults["height"] == defaults["width"] <= limits["max_size"]
