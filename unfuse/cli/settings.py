@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -182,6 +183,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set, by group."""
 
     data_dir: Annotated[str, says("Folder for results and whatever else outlives a process.")] = ""
+    run_dir: Annotated[
+        str, says("Folder of this user alone, in which the processes of one machine meet; by default one is made.")
+    ] = ""
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
     api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
     keys: Annotated[
@@ -266,6 +270,7 @@ def load(
                 place[key] = _convert(field, values[name], origins[name])
                 break
     settings.setdefault("data_dir", _data_dir(environment))
+    settings.setdefault("run_dir", _run_dir(environment))
     return Loaded(msgspec.convert(settings, Settings, dec_hook=_decode), origins)
 
 
@@ -322,3 +327,8 @@ def _decode(kind: type, value: Any) -> Any:
 def _data_dir(environment: Mapping[str, str]) -> str:
     home = environment.get("XDG_DATA_HOME") or str(Path(environment.get("HOME", "~")).expanduser() / ".local" / "share")
     return str(Path(home) / "unfuse")
+
+
+def _run_dir(environment: Mapping[str, str]) -> str:
+    runtime = environment.get("XDG_RUNTIME_DIR")
+    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), f"unfuse-{os.geteuid()}"))

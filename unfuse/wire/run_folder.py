@@ -1,0 +1,70 @@
+"""The run folder: where the processes of one user on one machine meet. Whoever is not that user does not get in."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from unfuse.core.errors import ConfigError
+
+MAX_PATH = 100
+"""Bytes that the path of a socket may have; the kernel takes 107."""
+
+ROOM_FOR_NAMES = 32
+"""Bytes of these that are left for a separator and the name of a socket."""
+
+MACHINE = "machine"
+"""The file that keeps this machine's id."""
+
+
+def open_run_folder(path: str | Path) -> Path:
+    """The folder, made if it was not there. Raises ConfigError unless it is this user's alone, and its path short."""
+    folder = Path(path).expanduser().absolute()
+    if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
+        raise ConfigError(
+            f"the run folder {folder} has a path too long for the sockets in it: set UNFUSE_RUN_DIR to one of at most "
+            f"{MAX_PATH - ROOM_FOR_NAMES} bytes"
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be used by uid {os.geteuid()} ({error.strerror}): set UNFUSE_RUN_DIR to a "
+            "folder that this user may make"
+        ) from error
+    _check(folder, found)
+    return folder
+
+
+def _check(folder: Path, found: os.stat_result) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"the run folder {folder} is no folder: set UNFUSE_RUN_DIR to one")
+    if found.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the run folder {folder} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as that one, or set "
+            "UNFUSE_RUN_DIR to a folder inside a place that this user may write to"
+        )
+    if found.st_mode & 0o077:
+        raise ConfigError(
+            f"the run folder {folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it, or set "
+            "UNFUSE_RUN_DIR to a folder inside it, which is then made as it should be"
+        )
+
+
+def machine_id(folder: Path) -> str:
+    """A random name of this machine, the same for all who share its run folder, for as long as that is there.
+
+    It only tells who is likely to be near; what proves it is that the other's socket can be opened.
+    """
+    path = folder / MACHINE
+    draft = folder / f"{MACHINE}.{secrets.token_hex(4)}"
+    if not path.exists():
+        draft.write_text(secrets.token_hex(8))
+        with suppress(FileExistsError):  # another process was faster, and its word goes
+            os.link(draft, path)
+        draft.unlink()
+    return path.read_text()
