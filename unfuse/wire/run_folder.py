@@ -45,8 +45,8 @@ def _check(folder: Path, found: os.stat_result) -> None:
         raise ConfigError(f"the run folder {folder} is no folder: set UNFUSE_RUN_DIR to one")
     if found.st_uid != os.geteuid():
         raise ConfigError(
-            f"the run folder {folder} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as that one, or set "
-            "UNFUSE_RUN_DIR to a folder inside a place that this user may write to"
+            f"the run folder {folder} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as that one, or "
+            "set UNFUSE_RUN_DIR to a folder inside a place that this user may write to"
         )
     if found.st_mode & 0o077:
         raise ConfigError(
