@@ -8,13 +8,17 @@ BENCHES ?= hop split start steps load arrivals interrupt leases tasks idle store
 REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 
-.PHONY: demo test lint bench nightly soak clean
+.PHONY: demo test system lint bench nightly soak clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
 
-test: lint
+test: system lint
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not nightly and not gpu"
+
+# what apt installs, where this user may; tests skip what is missing, and say so
+system:
+	@tools/system_packages.sh
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check .

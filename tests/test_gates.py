@@ -58,11 +58,11 @@ def test_files_have_at_most_400_lines() -> None:
     assert {path.name: lines(path) for path in SOURCES if lines(path) > 400} == {}
 
 
-def test_functions_have_at_most_80_lines_and_most_at_most_45() -> None:
+def test_functions_have_at_most_60_lines_and_most_at_most_30() -> None:
     lengths = {name: length(node) for name, node in functions()}
-    assert {name: count for name, count in lengths.items() if count > 80} == {}
+    assert {name: count for name, count in lengths.items() if count > 60} == {}
     ordered = sorted(lengths.values())
-    assert ordered[int(0.95 * len(ordered))] <= 45
+    assert ordered[int(0.95 * len(ordered))] <= 30
 
 
 def test_blocks_nest_at_most_four_deep() -> None:
@@ -108,10 +108,31 @@ def test_a_family_is_recognised_however_it_is_written() -> None:
     assert not words("wanted wants influx fluxes sanity Wander") & FAMILIES
 
 
-def test_the_whole_is_small_and_as_much_is_test_as_source() -> None:
+def budgets() -> dict[str, int]:
+    """The lines that each folder may have, by docs/architecture.md."""
+    table = (ROOT / "docs" / "architecture.md").read_text()
+    return {
+        name: int(count.replace(",", "")) for name, count in re.findall(r"^\| `(\w+)/` .*\| ([\d,]+) \|$", table, re.M)
+    }
+
+
+def test_every_folder_keeps_to_its_budget_of_lines() -> None:
+    found: dict[str, int] = {}
+    for path in SOURCES:
+        if len(inside := path.relative_to(ROOT / "unfuse").parts) > 1:
+            found[inside[0]] = found.get(inside[0], 0) + lines(path)
+
+    allowed = budgets()
+
+    assert found.keys() == allowed.keys()
+    over = {name: f"{count} of {allowed[name]}" for name, count in found.items() if count > allowed[name]}
+    assert over == {}, "write into the table of docs/architecture.md what these lines buy"
+    assert sum(allowed.values()) - allowed["testing"] <= 42_000, "a twelfth of what the systems next to us take"
+
+
+def test_as_much_is_test_as_source() -> None:
     """The published suites in unfuse/testing are tests that ship: they count on that side."""
     suites = [path for path in SOURCES if "testing" in path.parts]
     source = sum(map(lines, SOURCES)) - sum(map(lines, suites))
     tests = sum(map(lines, (*suites, *(ROOT / "tests").rglob("*.py"))))
-    assert source <= 21_000  # decision 010
     assert tests >= source, f"{tests} lines of tests for {source} of source"

@@ -149,7 +149,7 @@ class Gateway(Process):
 
     def post(self, path: str) -> Any:
         """The JSON that an empty POST is answered with."""
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, method="POST"), timeout=60) as answer:
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, method="POST"), timeout=600) as answer:
             return json.loads(answer.read())
 
 

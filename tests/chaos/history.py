@@ -365,5 +365,5 @@ def _pages(url: str, path: str) -> Iterator[dict[str, Any]]:
 
 
 def _get(address: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=60) as answer:
+    with urllib.request.urlopen(address, timeout=600) as answer:
         return bytes(answer.read())

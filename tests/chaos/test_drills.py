@@ -20,7 +20,7 @@ from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 SCALE = float(os.environ.get("CHAOS_SCALE", "0.5"))

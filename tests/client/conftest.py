@@ -16,7 +16,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture
 def http(served: Served) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=served.url, timeout=30, trust_env=False) as client:
+    with httpx2.Client(base_url=served.url, timeout=600, trust_env=False) as client:
         yield client
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from PIL import Image
 
-START_S = 300.0
+START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"

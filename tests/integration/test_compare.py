@@ -11,7 +11,6 @@ import pytest
 from tests.integration.harness import environment, unfuse
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "more",
     [

@@ -19,7 +19,6 @@ KINDS = (
     "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea",
 )  # fmt: skip
 
-pytestmark = pytest.mark.timeout(600)
 """Three processes load thirteen models, which takes long where much else runs."""
 
 PLAIN = {"prompt": "a red circle", "seed": 3}

@@ -30,8 +30,6 @@ from tests.integration.harness import (
 )
 from tests.models.tiny import adapter
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS, MORE = 4, 100
 PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gray")
 ADAPTERS: list[dict[str, Any]] = [

@@ -14,8 +14,6 @@ import pytest
 from tests.integration.harness import PAIR, Server, digest, environment, serving, unfuse, until
 from tests.netns import SecondHost, second_host
 
-pytestmark = pytest.mark.timeout(300)
-
 
 @pytest.fixture(scope="module")
 def other_host() -> Iterator[SecondHost]:
@@ -71,7 +69,7 @@ def test_a_denoiser_on_another_host_has_its_tensors_pulled(
         until(lambda: moved(server).get(engine, 0.0) >= before + 2 * len(PAIR) * 1024, "what was moved to be told")
     finally:
         worker.terminate()
-        worker.wait(60)
+        worker.wait(600)
     until(lambda: server.get("/ready") is None, "the denoiser to have left")
 
 

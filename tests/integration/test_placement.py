@@ -107,7 +107,7 @@ def test_what_cannot_be_placed_is_one_line_and_nothing_is_started(
 ) -> None:
     ports = ["--port", str(free_port()), "--listen", f"tcp://127.0.0.1:{free_port()}"]
     command = unfuse("serve", *arguments, *ports)
-    failed = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
+    failed = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
     assert failed.returncode == 1
     assert says in failed.stderr.splitlines()[-1]
     assert "loaded" not in failed.stderr

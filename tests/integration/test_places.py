@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.integration.harness import serving, until
 from tests.stores.servers import RedisServer, S3Server
 from unfuse.stores.shelf import open_shelf
-
-pytestmark = pytest.mark.timeout(300)
 
 
 def kept(url: str) -> list[str]:

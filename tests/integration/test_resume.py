@@ -13,8 +13,6 @@ import pytest
 
 from tests.integration.harness import SHAPES, Server, all_gone, defaults, digest, family_of, serving, undivided, until
 
-pytestmark = pytest.mark.timeout(300)
-
 STEPS, MORE, EVERY = 50, 100, 10
 VIDEO = {
     "prompt": "a blue star on black", "seed": 3, "num_inference_steps": STEPS, "num_frames": 9, "height": 256,

@@ -18,7 +18,7 @@ from tests.chaos.cluster import ROLES, Cluster, Gateway, running_cluster, until
 from tests.chaos.history import LOST_CONNECTION, Asked, Final, History, Load, events_of, healthy, observe
 from tests.chaos.monkey import drained
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 CLIENTS = 8
 
@@ -39,14 +39,14 @@ def submit(gateway: Gateway, asked: Asked, key: str) -> str:
     """Queue one picture; returns the request's id."""
     headers = {"content-type": "application/json", "prefer": "respond-async", "idempotency-key": key}
     call = urllib.request.Request(f"{gateway.url}/v1/images/generations", asked.body(key), headers)
-    with urllib.request.urlopen(call, timeout=60) as answer:
+    with urllib.request.urlopen(call, timeout=600) as answer:
         return str(json.loads(answer.read())["id"])
 
 
 def stream(gateway: Gateway, request: str, after: int) -> Iterator[dict[str, Any]]:
     """Events of one connection, to its end or to where it breaks."""
     asked = urllib.request.Request(f"{gateway.url}/v1/requests/{request}/events", headers={"last-event-id": str(after)})
-    with suppress(*LOST_CONNECTION), urllib.request.urlopen(asked, timeout=60) as lines:
+    with suppress(*LOST_CONNECTION), urllib.request.urlopen(asked, timeout=600) as lines:
         for line in lines:
             if line.startswith(b"data:"):
                 yield json.loads(line[5:])
@@ -95,7 +95,7 @@ def test_a_gateway_that_is_told_to_stop_leaves_what_waits_to_the_others(tmp_path
         until(lambda: one.get("/health") and other.get("/health"), "the gateways")
         request = submit(one, Asked("left behind", 1), "left")
         one.send(signal.SIGTERM)
-        assert one.popen.wait(60) == 0
+        assert one.popen.wait(600) == 0
         for role in ROLES:
             cluster.worker(role)
         until(lambda: (other.get(f"/v1/requests/{request}") or {}).get("status") == "completed", "the request")
@@ -113,11 +113,11 @@ def test_workers_join_leave_and_are_exchanged_while_requests_run(tmp_path: Path)
             names = {cluster.members()[worker.pid]["id"] for worker in joined.values()}
             for worker in first:
                 worker.send(signal.SIGTERM)
-            assert [worker.popen.wait(60) for worker in first] == [0, 0, 0]
+            assert [worker.popen.wait(600) for worker in first] == [0, 0, 0]
             done = len(load.history.operations)
             until(lambda: len(load.history.operations) > done + 20, "those that joined to serve alone")
             joined["denoiser"].send(signal.SIGTERM)
-            assert joined["denoiser"].popen.wait(60) == 0
+            assert joined["denoiser"].popen.wait(600) == 0
             cluster.workers[:] = [worker for worker in cluster.workers if worker.alive]
             names.add(str(_joined(cluster, "denoiser")))
             history = load.finish()

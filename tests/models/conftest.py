@@ -213,13 +213,6 @@ LORA_JOBS = [
 """With adapters, which the reference makes under `loras`."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whoever comes first waits for all references: half a minute, and several where the machine has much to do."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(600))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
         metafunc.parametrize("job", JOBS, ids=[job.name for job in JOBS])

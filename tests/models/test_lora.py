@@ -27,8 +27,6 @@ from unfuse.models.modular import Modular
 from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput, SteppedStage
 
-pytestmark = pytest.mark.timeout(300)  # whoever comes first has the references made
-
 JOBS = {job.name: job for job in c.LORA_JOBS}
 ONE = ComputeOptions(max_loras=1)
 SEQUENCE = ["lora-plain", "lora-none", "lora-alpha", "lora-scaled", "lora-plain", "lora-alpha", "lora-none"]

@@ -54,7 +54,7 @@ class Server(Address):
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder)]
         log = ["--save", "", "--appendonly", "yes", "--appendfsync", "everysec"]
         self._process = subprocess.Popen([self._binary, *where, *log], stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 20
+        until = time.monotonic() + 600
         while not self._answers():
             assert self._process.poll() is None, f"{self._binary} ended at once"
             assert time.monotonic() < until, f"{self._binary} does not answer"

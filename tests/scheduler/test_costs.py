@@ -283,7 +283,7 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch:
     await one.submit(CARD, params())
     await complete_one(one)
     record = await one.submit(CARD, params())
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(600):
         while other.eta(record) is None:
             await asyncio.sleep(0.01)
     await other.close()

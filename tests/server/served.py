@@ -166,7 +166,7 @@ class Worker:
 
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something to hold."""
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)

@@ -23,7 +23,7 @@ def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def http(caching: Served) -> Iterator[httpx2.Client]:
     headers = {"authorization": "Bearer key-a"}
-    with httpx2.Client(base_url=caching.url, headers=headers, timeout=30, trust_env=False) as client:
+    with httpx2.Client(base_url=caching.url, headers=headers, timeout=600, trust_env=False) as client:
         yield client
 
 

@@ -23,7 +23,7 @@ def test_a_request_has_the_server_s_threshold_unless_it_says_otherwise(
 ) -> None:
     with (
         serve(tmp_path, idle=False, standard={"feature_cache": 0.2}) as running,
-        httpx2.Client(base_url=running.url, timeout=30, trust_env=False) as http,
+        httpx2.Client(base_url=running.url, timeout=600, trust_env=False) as http,
     ):
         answer = http.post(IMAGES, json={"prompt": "a cat", **asked})
         assert answer.status_code == 200, answer.text
@@ -43,7 +43,7 @@ def test_what_cannot_be_skipped_is_refused(
 ) -> None:
     with (
         serve(tmp_path, idle=False, standard=dict(server) if server else None) as running,
-        httpx2.Client(base_url=running.url, timeout=30, trust_env=False) as http,
+        httpx2.Client(base_url=running.url, timeout=600, trust_env=False) as http,
     ):
         answer = http.post(IMAGES, json={"prompt": "a cat", "feature_cache": asked})
     assert answer.status_code == 400

@@ -105,7 +105,7 @@ def test_models_that_take_adapters_list_them(http: httpx2.Client) -> None:
 def test_a_server_without_a_folder_says_which_flag_is_missing(tmp_path: Path) -> None:
     with (
         serve(tmp_path, cards=(ADAPTED,), idle=False) as bare,
-        httpx2.Client(base_url=bare.url, timeout=30, trust_env=False) as http,
+        httpx2.Client(base_url=bare.url, timeout=600, trust_env=False) as http,
     ):
         assert "--loras" in error_of(ask(http, lora="ink"))["message"]
         assert http.get("/v1/models").json()["data"][0]["loras"] == []

@@ -47,13 +47,13 @@ def pair(redis: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tu
 
 @pytest.fixture
 def near(pair: tuple[Served, Served]) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=pair[0].url, timeout=30, trust_env=False) as client:
+    with httpx2.Client(base_url=pair[0].url, timeout=600, trust_env=False) as client:
         yield client
 
 
 @pytest.fixture
 def far(pair: tuple[Served, Served]) -> Iterator[httpx2.Client]:
-    with httpx2.Client(base_url=pair[1].url, timeout=30, trust_env=False) as client:
+    with httpx2.Client(base_url=pair[1].url, timeout=600, trust_env=False) as client:
         yield client
 
 

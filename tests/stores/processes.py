@@ -47,7 +47,7 @@ class Process:
         for stream in (self.process.stdin, self.process.stdout):
             assert stream
             stream.close()
-        return self.process.wait(20)
+        return self.process.wait(600)
 
 
 class Refused(Exception):

@@ -50,7 +50,7 @@ class Server:
     def start(self) -> None:
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen([self.binary, *self.command()], stdout=log, stderr=log)
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while not self.answers():
             if self._process.poll() is not None or time.monotonic() > until:
                 self.kill()

@@ -251,9 +251,9 @@ def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_er
 
         thread = threading.Thread(target=write)
         thread.start()
-        assert some.wait(60)
+        assert some.wait(600)
         server.kill()
-        assert failed.wait(100)
+        assert failed.wait(600)
         thread.join()
         server.start()
         for value, ref in enumerate(kept[:3]):

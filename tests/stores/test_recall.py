@@ -287,7 +287,7 @@ def test_what_many_want_at_once_is_brought_back_once(store: TensorStore, monkeyp
 
     def hold(ref: ObjectRef) -> Extent:
         assert store.arena
-        together.wait(60)
+        together.wait(600)
         return store.arena.hold(ref.id, ref.key, ref.generation, ref.nbytes, announced=True)
 
     monkeypatch.setattr(backend_of(store)._slow, "load", slowly)

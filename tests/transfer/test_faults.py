@@ -242,7 +242,7 @@ def test_of_a_thousand_flipped_bits_on_a_wire_a_thousand_are_detected(name: str,
     for number in range(1000):
         ref = refs[3] if number % 50 == 0 else random.choice(refs[:3])
         session = transfers.fetch(ref, sink := ArenaSink(arena, ref))
-        assert session.wait(60)
+        assert session.wait(600)
         detected += isinstance(session.error, ObjectLost) and "damaged" in str(session.error) and sink.extent is None
     assert (engine.pulls, engine.injected, detected) == (1000, ["corrupt"] * 1000, 1000)
     assert arena.usage().used == 0

@@ -438,7 +438,7 @@ def test_a_peer_that_is_silent_is_given_up_and_the_heartbeat_notices_it(owner: A
             class Link(FakeLink):
                 def pull(self, *_: object) -> Generator[int, None, None]:
                     pinged.set()
-                    assert dropped.wait(60), "the heartbeat did not close the link"
+                    assert dropped.wait(600), "the heartbeat did not close the link"
                     raise LinkBroken("closed")
                     yield 0
 

@@ -92,7 +92,7 @@ def stopped(pid: int) -> Iterator[None]:
     process = psutil.Process(pid)
     process.suspend()
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 600
         while process.status() != psutil.STATUS_STOPPED:
             assert time.monotonic() < until, process.status()
             time.sleep(0.01)

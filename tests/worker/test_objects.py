@@ -82,7 +82,7 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objec
 
 
 async def freed(objects: Objects) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(600):
         while objects.usage().used:
             await asyncio.sleep(0.01)
 
