@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_other_programs_variables_are_left_alone() -> None:
         ("UNFUSE_SERVE__WORKERS", "perhaps"),
         ("UNFUSE_LEASE__TTL_S", "0"),
         ("UNFUSE_ARENA__BYTES", "2 apples"),
+        ("UNFUSE_ARENA__BYTES", "9" * 400),
     ],
 )
 def test_a_value_that_does_not_fit_is_named_with_where_it_comes_from(variable: str, value: str) -> None:
@@ -110,6 +112,24 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path: Path) -> None:
 
     assert "none.toml: No such file" in refusal(config=tmp_path / "none.toml")
     assert "broken.toml is not TOML" in refusal(config=broken)
+
+
+def plain(value: object) -> bool:
+    """Whether a value is of the types themselves that messages, records and scripts carry: a subclass is not."""
+    items = value if type(value) is tuple else (value,)
+    return all(type(item) in (int, float, str, bool) for item in items)
+
+
+@given(
+    st.lists(st.sampled_from([name for name, field in FIELDS.items() if field.in_bytes]), unique=True), st.booleans()
+)
+def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool) -> None:
+    """Given sizes as flags, as people write them or as numbers, then nothing says any more how they were written."""
+    settings = load(dict.fromkeys(sizes, "3GiB" if as_text else 3 << 30), None, {"UNFUSE_ARENA__BYTES": "1MB"}).settings
+    values = {name: reduce(getattr, name.split("."), settings) for name in FIELDS}
+    assert [name for name, value in values.items() if not plain(value)] == []
+    assert {values[name] for name in sizes} <= {3 << 30}
+    assert [name for name, field in FIELDS.items() if not plain(field.default)] == []
 
 
 def test_every_field_says_what_it_is_for() -> None:

@@ -25,9 +25,9 @@ class Component(msgspec.Struct, frozen=True):
     name: str
     kind: str
     parameters: int
-    files: Size
+    files: int
     dtype: str
-    memory: Size
+    memory: int
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
 def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     elements = sum(files.parameters(name).values())
     kind = str(files.index()[name][1])
-    return Component(name, kind, elements, Size(files.size(name)), dtype, Size(elements * DTYPES[dtype]))
+    return Component(name, kind, elements, files.size(name), dtype, elements * DTYPES[dtype])
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:

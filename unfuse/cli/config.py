@@ -8,7 +8,7 @@ import typer
 
 from unfuse.cli import show as shown
 from unfuse.cli.options import Config, Json
-from unfuse.cli.settings import FIELDS, Field, Settings, load
+from unfuse.cli.settings import FIELDS, Field, Settings, Size, load
 
 app = typer.Typer(no_args_is_help=True, help="What is set, and where.")
 
@@ -43,4 +43,6 @@ def _value(field: Field, settings: Settings) -> Any:
     value: Any = settings
     for part in field.name.split("."):
         value = getattr(value, part)
+    if field.in_bytes:
+        return Size(value)
     return HIDDEN if field.secret and value else value

@@ -11,7 +11,7 @@ import typer
 from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.cli.settings import Transfer, load
+from unfuse.cli.settings import Size, Transfer, load
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,7 +133,10 @@ def _report(plan: Plan) -> dict[str, Any]:
 
 
 def _components(model: Model) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(component) for component in model.components.values()]
+    return [
+        msgspec.structs.asdict(component) | {"files": Size(component.files), "memory": Size(component.memory)}
+        for component in model.components.values()
+    ]
 
 
 def _print_machine(machine: Machine) -> None:

@@ -25,7 +25,8 @@ COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 def setting(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
-    default = "" if field.default in ((), "") or field.default is True else f" [default: {cell(field.default)}]"
+    shown = Size(field.default) if field.in_bytes else field.default
+    default = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
     flag = FLAGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
@@ -62,7 +63,7 @@ def _typed(name: str) -> Any:
     kind = get_args(FIELDS[name].type)[0]
     if get_origin(kind) is tuple:
         return list[str]
-    return str if kind is Size else kind
+    return str if FIELDS[name].in_bytes else kind
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from unfuse.cli import logs, show
 from unfuse.cli.options import COMPUTE, Config, takes
-from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, Size, load
+from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, load
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from unfuse.launch.placement import Wanted
 
 
-SHARED_ARENA = Size.parse("512MiB")
+SHARED_ARENA = 512 << 20
 """Memory of each worker that shares its machine with the others of one `serve`, unless it is set."""
 
 PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders", "arena.bytes")
@@ -131,7 +131,7 @@ def places(settings: Settings) -> Places:
         raise ConfigError(f"--loras {serve.loras}: there is no such folder")
     loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
     return Places(
-        results, store, spill.threshold, int(spill.capacity), durable, serve.durable_stages, encodings,
+        results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
         serve.checkpoint, loras,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
+from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -33,20 +34,28 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 class Size(int):
-    """Bytes. Written as a number or like "2GiB", "512MB"; a bare prefix ("2G") is binary."""
+    """Bytes as people read them: for what is shown to them alone. Settings, and all that is made of them, hold ints."""
 
-    @classmethod
-    def parse(cls, text: str | int) -> Size:
-        """The bytes that `text` says. Raises ValueError when it says none."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
+    @staticmethod
+    def parse(text: str) -> int:
+        """The bytes that a text says: a number, or like "2GiB", "512MB"; a bare prefix ("2G") is binary.
+
+        Raises ValueError when it says none.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
         if not match or match[2] not in _UNITS:
             raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
-        return cls(float(match[1]) * _UNITS[match[2]])
+        return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def says(text: str, **limits: Any) -> Meta:
     """What a field is for, in the words of `--help`."""
     return Meta(description=text, **limits)
+
+
+def says_bytes(text: str) -> Meta:
+    """The same for a number of bytes, which may be written with a unit."""
+    return says(text, ge=0, le=2**63 - 1, extra={"unit": "byte"})
 
 
 class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,8 +106,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Dispatch, says("Tasks go to workers with their inputs and what fits what runs; by turns; or by free slots.")
     ] = "locality"
     encoder_cache: Annotated[
-        Size, says("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none.")
-    ] = Size.parse("256MiB")
+        int,
+        says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
+    ] = 256 << 20
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
     feature_cache: Annotated[
         float,
@@ -125,21 +135,21 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
     ] = ""
     memory_limit: Annotated[
-        Size, says("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
-    ] = Size(0)
+        int, says_bytes("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
+    ] = 0
 
 
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's tensor memory."""
 
-    bytes: Annotated[Size, says("Memory for stage outputs, taken from the machine at start.")] = Size.parse("2GiB")
+    bytes: Annotated[int, says_bytes("Memory for stage outputs, taken from the machine at start.")] = 2 << 30
 
 
 class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A store that moves what nobody reads from a fast place to a slow one."""
 
     threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
-    capacity: Annotated[Size, says("Bytes of a worker that the slow place keeps.")] = Size.parse("16GiB")
+    capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30
 
 
 class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -208,6 +218,7 @@ class Field(msgspec.Struct, frozen=True):
     type: Any
     default: Any
     description: str
+    in_bytes: bool = False
 
     @property
     def secret(self) -> bool:
@@ -231,7 +242,7 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
             yield from _fields(type(field.default), f"{field.name}.")
         else:
             meta = next(item for item in get_args(hints[field.name])[::-1] if getattr(item, "description", None))
-            yield Field(prefix + field.name, hints[field.name], field.default, meta.description)
+            yield Field(prefix + field.name, hints[field.name], field.default, meta.description, bool(meta.extra))
 
 
 FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
@@ -271,7 +282,7 @@ def load(
                 break
     settings.setdefault("data_dir", _data_dir(environment))
     settings.setdefault("run_dir", _run_dir(environment))
-    return Loaded(msgspec.convert(settings, Settings, dec_hook=_decode), origins)
+    return Loaded(msgspec.convert(settings, Settings), origins)
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -310,18 +321,13 @@ def _convert(field: Field, value: Any, origin: str) -> Any:
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        return msgspec.convert(value, field.type, strict=not isinstance(value, str), dec_hook=_decode)
-    except msgspec.ValidationError as error:
+        given = Size.parse(value) if field.in_bytes and isinstance(value, str) else value
+        return msgspec.convert(given, field.type, strict=not isinstance(given, str))
+    except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"
         kind = get_args(field.type)[0]
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
         raise ConfigError(f"{field.name}{shown} (from {origin}): {reason}") from error
-
-
-def _decode(kind: type, value: Any) -> Any:
-    if kind is Size and isinstance(value, str | int):
-        return Size.parse(value)
-    raise NotImplementedError(f"no setting has the type {kind}")
 
 
 def _data_dir(environment: Mapping[str, str]) -> str:
