@@ -101,7 +101,7 @@ class Write(Stage):
 
 PIPELINE = Pipeline(
     (
-        StageSpec("text_encode", "text_encode", ("tokenizer",), (), ("text",), room=Room(65536)),
+        StageSpec("text_encode", "text_encode", ("tokenizer",), (), ("text",), room=Room(65536), reads=("prompt",)),
         StageSpec("denoise", "denoise", ("tokenizer_2",), ("text",), ("turned",), True, Room(65536)),
         StageSpec("vae_decode", "vae_decode", ("tokenizer_3",), ("turned",), (), True),
     )

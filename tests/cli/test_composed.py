@@ -1,0 +1,116 @@
+"""What `serve` composes for its settings, whole, in this process, on each queue: a prompt that comes again is found."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from structlog.testing import capture_logs
+
+from tests.integration.harness import free_port
+from tests.queues.conftest import BINARIES, Server
+from tests.worker import outside
+from unfuse.cli.compose import Service, plan
+from unfuse.cli.serve import options
+from unfuse.cli.settings import load
+from unfuse.worker.worker import Worker, WorkerOptions
+
+PROMPT = "turn this"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        outside.install(patch)
+        yield outside.model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    binary = BINARIES["redis"]()
+    if binary is None:
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("no redis-server here: install Debian's redis-server")
+    server = Server(binary, tmp_path_factory.mktemp("redis"))
+    yield server
+    server.stop()
+
+
+@asynccontextmanager
+async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[str, str]]:
+    """A `serve` with every setting that a test does not need otherwise at its default: its URL, and where workers go.
+
+    Its workers are not processes of their own: they are `working`.
+    """
+    address = f"tcp://127.0.0.1:{free_port()}"
+    flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.listen": address, "serve.port": 0}
+    chosen = options(load({**flags, "serve.workers": False}, None, {"UNFUSE_DATA_DIR": str(folder)}))
+    service = Service(chosen, plan(chosen))
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    running = asyncio.create_task(service.run(url.set_result))
+    try:
+        await asyncio.wait([running, url], return_when=asyncio.FIRST_COMPLETED)
+        yield url.result() if url.done() else str(await running), address
+    finally:
+        service.stop()
+        service.stop()
+        await running
+
+
+@asynccontextmanager
+async def working(*schedulers: str) -> AsyncIterator[None]:
+    """A worker of all stages, with the arena and the limits that it has unless it is told otherwise."""
+    settings = load({}, None, {}).settings
+    worker = Worker(
+        WorkerOptions("all", schedulers, "node", arena=settings.arena.bytes, memory_limit=settings.worker.memory_limit)
+    )
+    running = asyncio.create_task(worker.run())
+    try:
+        yield
+    finally:
+        worker.drain()
+        await running
+
+
+async def made(url: str) -> dict[str, Any]:
+    """The request object of a picture of the prompt, once it is over."""
+    async with httpx2.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+        while (await http.get("/ready")).status_code != 200:
+            await asyncio.sleep(0.05)
+        asked = {"prompt": PROMPT, "response_format": "url"}
+        answer = (await http.post("/v1/images/generations", json=asked)).json()
+        found: dict[str, Any] = (await http.get(f"/v1/requests/{answer['id']}")).json()
+        return found
+
+
+def untroubled(logs: list[MutableMapping[str, Any]]) -> bool:
+    """Whether nothing was logged that tells of a defect."""
+    return not [line for line in logs if "exc_info" in line or line["log_level"] in ("error", "critical")]
+
+
+def encoded(request: dict[str, Any]) -> tuple[str, bool]:
+    (stage,) = [stage for stage in request["stages"] if stage["name"] == "text_encode"]
+    return request["status"], stage["cached"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
+async def test_a_prompt_that_comes_again_is_not_encoded_again(
+    kind: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Given as many gateways over the queue as it takes, with the cache at its default size, when each is asked for the
+    same twice, then all but the first request find what was encoded, and nobody logs an exception."""
+    url = {"memory": "memory", "sqlite": f"sqlite:{tmp_path}/queue.db"}.get(kind)
+    queue = url or request.getfixturevalue("redis").url
+    with capture_logs() as logs:
+        async with AsyncExitStack() as stack:
+            many = 1 if url else 2
+            gateways = [await stack.enter_async_context(serving(model, tmp_path, queue)) for _ in range(many)]
+            await stack.enter_async_context(working(*(address for _, address in gateways)))
+            found = [encoded(await made(url)) for url, _ in gateways * 2]
+    assert found == [("completed", False), *[("completed", True)] * (len(found) - 1)]
+    assert untroubled(logs), logs
