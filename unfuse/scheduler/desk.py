@@ -35,6 +35,7 @@ from unfuse.core.messages import (
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.flow import Dispatch, Flow
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision.supervisor import Supervisor
 
 MAX_WAIT_S = 30.0
 """How long one Ask may wait; a worker asks again after it."""
@@ -102,6 +103,7 @@ class Desk:
         self._flow: Flow | None = None
         self._flow_until = 0.0
         self._looking = asyncio.Lock()
+        self._background = Supervisor()
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
@@ -127,7 +129,12 @@ class Desk:
         """Take back what was granted to a worker that is gone."""
         self._leave(peer)
         if isinstance(reply, Granted):
-            for lease in reply.leases:
+            await self._take_back(reply.leases)
+
+    async def _take_back(self, leases: Sequence[Lease]) -> None:
+        """Put tasks back that nobody was given."""
+        for lease in leases:
+            with self._background.besides("taking a task back"):
                 await self._queue.hand_back(lease.claim)
 
     async def _hello(self, peer: bytes, hello: Hello) -> Welcome | Refused:
@@ -182,10 +189,19 @@ class Desk:
             waiting.cancel()  # nobody may be given work when we are not here to say so
         if peer.ask is waiting:
             peer.ask = None
-        leases = [await self.scheduler.resumed(lease) for lease in ([] if waiting.cancelled() else waiting.result())]
-        peer.claims.update(lease.claim for lease in leases)
+        leases = [] if waiting.cancelled() else waiting.result()
+        try:
+            return await self._granted(peer, leases)
+        except BaseException:
+            await self._take_back(leases)
+            raise
+
+    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
+        """The answer that gives a worker these tasks, with all it needs for them."""
+        leases = [await self.scheduler.resumed(lease) for lease in leases]
         owners = await self.scheduler.owners(leases)
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
+        peer.claims.update(lease.claim for lease in leases)
         return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Flow:
@@ -209,8 +225,9 @@ class Desk:
         hello = peer.hello
         fill = {"used": beat.used, "high_water": beat.high_water, "fragmentation": beat.fragmentation}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
-        for engine, moved in beat.moved.items():
-            self.scheduler.observer.moved(engine, moved)
+        with self._background.besides("counting what was moved"):
+            for engine, moved in beat.moved.items():
+                self.scheduler.observer.moved(engine, moved)
         interruption = self.scheduler.interruption
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)

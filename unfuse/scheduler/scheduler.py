@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded, UnfuseError
+from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
@@ -25,6 +26,7 @@ from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.rooms import Rooms
+from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 0.5
 """How late the end of a lease may be noticed."""
@@ -80,23 +82,22 @@ class Scheduler:
         self._costs, self._rooms = Costs(costs), Rooms()
         self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
         self._owners: dict[str, WorkerInfo] = {}
-        self._troubled = False
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_learned = False
+        self._background = Supervisor()
 
     async def start(self) -> None:
         """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
-        self._spawn(self._sweep())
-        self._spawn(self._review())
+        self._background.forever("looking for leases that ended", self._sweep)
+        self._background.forever("looking through the queue", self._review)
 
     async def close(self) -> None:
         """Stop sweeping. The queue stays open."""
         for handle in self._deadlines.values():
             handle.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._costs.settle()
+        await self._background.close()
+        with self._background.besides("keeping what requests cost"):
+            await self._costs.settle()
 
     async def submit(
         self,
@@ -160,8 +161,9 @@ class Scheduler:
             error.retry_after = self._costs.until_room(context.cost, self._clock.now())
             raise
         if record.context == admitted.context:
-            self.observer.submitted(record.context)
-            self.observer.looked_up(len(hits), misses)
+            with self._background.besides("counting an accepted request"):
+                self.observer.submitted(record.context)
+                self.observer.looked_up(len(hits), misses)
             self._arm(record.context, now)
         return record
 
@@ -178,8 +180,10 @@ class Scheduler:
         )
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
-            self._rooms.learn(stage.pool, done.output.nbytes)
-            await self._cache.keep(stage, done.output)
+            with self._background.besides("learning from an output"):
+                self._rooms.learn(stage.pool, done.output.nbytes)
+            with self._background.besides("keeping an output for other requests"):
+                await self._cache.keep(stage, done.output)
         return record
 
     async def save(self, saved: Saved, worker: str) -> None:
@@ -211,7 +215,8 @@ class Scheduler:
             lambda record: lifecycle.failed(record.context, failed, worker, now, queue_now, record.running),
         )
         if failed.object_id:
-            await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
+            with self._background.besides("giving up a lost output"):
+                await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
 
     async def holds(self, worker: str, claim: Claim) -> bool:
@@ -288,13 +293,15 @@ class Scheduler:
     def _ended(self, context: RequestContext) -> None:
         if handle := self._deadlines.pop(context.id, None):
             handle.cancel()
-        self._costs.ended(context, self._clock.now())
-        if context.status == "completed":
-            self._costs.learn(context)
-        else:
+        if context.status != "completed":
             self.interruption.set_result(None)
             self.interruption = asyncio.get_running_loop().create_future()
-        self.observer.ended(context)
+        with self._background.besides("learning what a request cost"):
+            self._costs.ended(context, self._clock.now())
+            if context.status == "completed":
+                self._costs.learn(context)
+        with self._background.besides("counting a request that ended"):
+            self.observer.ended(context)
 
     def _arm(self, context: RequestContext, now: float) -> None:
         if context.deadline is not None and context.id not in self._deadlines:
@@ -303,20 +310,17 @@ class Scheduler:
 
     def _time_out(self, request: str) -> None:
         self._deadlines.pop(request, None)
-        self._spawn(self._try(self._expire(request)))
+        self._background.once("ending a request at its deadline", partial(self._expire, request))
 
     async def _expire(self, request: str) -> None:
         with suppress(NotFound):
             await self._apply(request, lambda record: lifecycle.timed_out(record.context, self._clock.wall()))
 
     async def _sweep(self) -> None:
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            await self._try(self._end_leases())
-
-    async def _end_leases(self) -> None:
+        await asyncio.sleep(SWEEP_S)
         for lease in await self.queue.expired(self.lease_ttl):
-            await self._try(self._end(lease))
+            with self._background.besides("ending a lease"):
+                await self._end(lease)
 
     async def _end(self, lease: Lease) -> None:
         task = lease.task
@@ -326,26 +330,29 @@ class Scheduler:
                 lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall(), record.running),
             )
             if ours:
-                self.observer.lease_expired(task.pool)
                 log.warning(
                     "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
                 )
+                self.observer.lease_expired(task.pool)
 
     async def _review(self) -> None:
-        """Learn from what the queue holds; then look through it for deadlines, for workers, and for news, for ever."""
-        await self._try(self._look_at_workers())
-        await self._try(self._learn())
-        while True:
-            await self._try(self._arm_all())
-            await self._try(self._look_at_workers())
-            if self.queue.shared:  # what other schedulers completed
-                await self._try(self._learn())
-            await self._costs.settle()
-            await asyncio.sleep(REVIEW_S)
+        """Look at the workers, at what completed, also by other schedulers, and at deadlines; then wait."""
+        for what, look in (
+            ("looking at workers", self._look_at_workers),
+            ("learning what requests cost", self._learn),
+            ("looking for deadlines", self._arm_all),
+            ("keeping what requests cost", self._costs.settle),
+        ):
+            with self._background.besides(what):
+                await look()
+        await asyncio.sleep(REVIEW_S)
 
     async def _learn(self) -> None:
+        if self._has_learned and not self.queue.shared:
+            return
         for record in reversed(await self.queue.list(Filter(status="completed"), limit=LEARN_FROM)):
             self._costs.learn(record.context)
+        self._has_learned = True
 
     async def _arm_all(self) -> None:
         after: str | None = None
@@ -366,18 +373,3 @@ class Scheduler:
         for member in members:
             if member.seen < horizon:
                 await self.queue.bye(member.info.id)
-
-    async def _try(self, work: Awaitable[None]) -> None:
-        """Do what is done again later: trouble with the queue, told once, must not end it."""
-        try:
-            await work
-            self._troubled = False
-        except UnfuseError as error:
-            if not self._troubled:
-                log.warning("the queue is in trouble, going on", reason=str(error))
-            self._troubled = True
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,150 @@
+"""What goes wrong beside a transition changes nothing of it, and ends no loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
+from tests.scheduler.test_encoder_cache import WORKER, done
+from tests.scheduler.test_scheduler import info, take
+from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler import scheduler as module
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision import supervisor
+from unfuse.testing.clock import ManualClock
+
+PEER = b"peer"
+
+
+class Failing(Observer):
+    """Fails at whatever it hears."""
+
+    def __getattribute__(self, name: str) -> Any:
+        return fails if name in ("submitted", "ended", "lease_expired", "moved", "looked_up") else None
+
+
+def fails(*args: object, **more: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+async def fails_later(*args: object, **more: object) -> None:
+    fails()
+
+
+def failing(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    """A desk and scheduler, of which nothing works that comes after a commit."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=1 << 20)
+    scheduler.observer = Failing()
+    for part, name, how in (
+        ("_rooms", "learn", fails), ("_costs", "learn", fails), ("_costs", "ended", fails),
+        ("_cache", "keep", fails_later), ("_cache", "lost", fails_later),
+    ):  # fmt: skip
+        monkeypatch.setattr(getattr(scheduler, part), name, how)
+    return Desk(scheduler, (), Places(""))
+
+
+async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given that nothing works which comes after a commit, when a request is submitted, a lost input reported, every
+    stage completed and another request cancelled, then each call says that it worked; each cause is told once."""
+    desk = failing(monkeypatch)
+    scheduler = desk.scheduler
+    with capture_logs() as logs:
+        await desk.answer(PEER, Hello(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
+        record = await scheduler.submit(SHARING, params())
+        other = await scheduler.submit(SHARING, params(), cache=False, priority=-1)
+        for kind in ("text_encode", "denoise", "again", "denoise", "vae_decode"):
+            (lease,) = await take(scheduler)
+            if kind == "denoise" and lease.task.attempt == 1:
+                lost = Failed(lease.claim, "object_lost", "gone", object_id=lease.task.inputs[0].id)
+                assert await desk.answer(PEER, lost) == Accepted()
+            else:
+                assert await desk.answer(PEER, done(lease)) == Accepted()
+        assert (await scheduler.cancel(other.context.id)).context.status == "cancelled"
+        pulse = await desk.answer(PEER, Beat(moved={"tcp": Moved(1, 1.0)}))
+        await scheduler.close()
+    assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
+    assert isinstance(pulse, Pulse)
+    assert {line["doing"] for line in logs if line["log_level"] == "error"} == {
+        "counting an accepted request", "learning from an output", "keeping an output for other requests",
+        "giving up a lost output", "learning what a request cost", "counting a request that ended",
+        "counting what was moved",
+    }  # fmt: skip
+    assert len([line for line in logs if line.get("doing") == "counting an accepted request"]) == 1
+
+
+@pytest.mark.parametrize("part", ["resumed", "owners"])
+async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a lease whose worker cannot be told of it, then the task is back in its place, and nothing is charged."""
+    clock = ManualClock()
+    desk = Desk(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), Places(""))
+    await desk.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
+    record = await desk.scheduler.submit(SHARING, params())
+    with monkeypatch.context() as patch:
+        patch.setattr(desk.scheduler, part, fails_later)
+        with pytest.raises(OSError, match="No space"):
+            await desk.answer(PEER, Ask(1, None, 0.0))
+    granted = await desk.answer(PEER, Ask(1, None, 0.0))
+    assert isinstance(granted, Granted)
+    assert [lease.task.key for lease in granted.leases] == [(record.context.id, "text_encode")]
+    await desk.scheduler.close()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("queue", "expired"), ("queue", "workers"), ("queue", "list"), ("queue", "now"), ("_costs", "settle"),
+        ("_costs", "learn"),
+    ],
+)  # fmt: skip
+async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
+    for pause in ("SWEEP_S", "REVIEW_S", "REVIEW_PAUSE_S"):
+        monkeypatch.setattr(module, pause, 0.001)
+    monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)
+    scheduler.queue.shared = True  # so that it learns in every round
+    await scheduler.submit(SHARING, params())
+    while leases := await take(scheduler):
+        await scheduler.complete(done(leases[0]), WORKER)
+    seen: list[str] = []
+    for place, asked in (("queue", "expired"), ("queue", "workers"), ("queue", "list"), ("_costs", "settle")):
+        monkeypatch.setattr(getattr(scheduler, place), asked, noting(getattr(getattr(scheduler, place), asked), seen))
+    whole, errors = getattr(getattr(scheduler, part), name), [OSError(5, "Input/output error")]
+
+    def once(*args: Any, **more: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return whole(*args, **more)
+
+    monkeypatch.setattr(getattr(scheduler, part), name, once)
+    with capture_logs():
+        await scheduler.start()
+        await until(lambda: not errors)
+        seen.clear()
+        await until(lambda: {"expired", "workers", "list", "settle"} <= set(seen))
+        await scheduler.close()
+
+
+def noting(whole: Callable[..., Any], seen: list[str]) -> Callable[..., Any]:
+    def noted(*args: Any, **more: Any) -> Any:
+        seen.append(whole.__name__)
+        return whole(*args, **more)
+
+    return noted

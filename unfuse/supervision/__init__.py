@@ -1,0 +1,1 @@
+"""Background work that goes on, whatever it raises."""
