@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from safetensors.numpy import save
 
 from unfuse.core.errors import ConfigError
-from unfuse.models import folder as module
+from unfuse.models import find, folder as module
 from unfuse.models.folder import ModelFolder, header
 
 HEADER = json.dumps({"tensor": {"dtype": "U8", "shape": [4000], "data_offsets": [0, 4000]}}).encode()
@@ -294,3 +294,32 @@ def test_a_component_without_weights_has_a_size_and_no_parameters(tmp_path: Path
     (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer/tokenizer_config.json cannot be read"):
         model.identity("tokenizer")
+
+
+def nested(depth: int) -> bytes:
+    return b'{"a":' * depth + b"1" + b"}" * depth
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        nested(5000), b'{"_class_name":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"_class_name":' + b"9" * 5000 + b"}",
+        b'{"_class_name":"' + b"x" * 1_000_000 + b'"}', b'{"_class_name":["a"]}', b"{}", b"[]", b"null", b"", b"\xff",
+        b'{"_class_name":NaN}', b'{"_class_name":"\\ud800"}', b'{"_class_name":"\\u0000"}',
+    ],
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_an_index_of_absurd_content_is_one_sentence(content: bytes, model: ModelFolder) -> None:
+    (model.path / "model_index.json").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        find(model.path)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_a_configuration_nested_for_ever_is_one_sentence(model: ModelFolder) -> None:
+    (model.path / "vae" / "config.json").write_bytes(nested(5000))
+    with pytest.raises(ConfigError, match="config.json is not valid"):
+        model.config("vae")
+    (model.path / "vae" / FILE).write_bytes(len(nested(5000)).to_bytes(8, "little") + nested(5000))
+    with pytest.raises(ConfigError, match="not a safetensors file"):
+        header(model.path / "vae" / FILE)

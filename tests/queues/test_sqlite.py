@@ -385,25 +385,42 @@ class TestTheFile:
         with pytest.raises(ConfigError, match="give its path, as in sqlite:queue.db"):
             queues.open("sqlite")
 
+    @staticmethod
+    def refused(path: Path, sentence: str) -> None:
+        """It is refused in one sentence; its bytes, and what lies beside it, are as they were."""
+        before = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+        with pytest.raises(ConfigError, match=sentence) as caught:
+            queues.open(f"sqlite:{path}")
+        assert "\n" not in str(caught.value)
+        assert {file.name: file.read_bytes() for file in path.parent.iterdir()} == before
+
     def test_must_be_ours(self, path: Path) -> None:
         """Another program's database, another layout, no database, a folder: each is refused, and left as it is."""
         with apsw.Connection(str(path)) as other:
             other.execute("CREATE TABLE songs (title)")
         other.close()
-        before = path.read_bytes()
-        with pytest.raises(ConfigError, match="it holds something else"):
-            queues.open(f"sqlite:{path}")
-        assert path.read_bytes() == before
+        self.refused(path, "it holds something else")
+        other = apsw.Connection(str(path))
+        other.pragma("journal_mode", "WAL")
+        other.close()
+        self.refused(path, "it holds something else")
         path.unlink()
         asyncio.run(queues.open(f"sqlite:{path}").close())
         newer = apsw.Connection(str(path))
         newer.pragma("user_version", journal.SCHEMA + 1)
         newer.close()
-        with pytest.raises(ConfigError, match=f"layout {journal.SCHEMA + 1}, this one reads {journal.SCHEMA}"):
+        self.refused(path, f"layout {journal.SCHEMA + 1}, this one reads {journal.SCHEMA}")
+        for name in (path.name, f"{path.name}.lock"):
+            path.with_name(name).unlink(missing_ok=True)
+        for content in ("a letter to somebody, which is no database" * 100, "short"):
+            path.write_text(content)
+            self.refused(path, "it is not a database, it holds something else: give")
+        path.unlink()
+        os.mkfifo(path)
+        with pytest.raises(ConfigError, match="it is no file"):
             queues.open(f"sqlite:{path}")
-        path.write_text("a letter to somebody, which is no database" * 100)
-        with pytest.raises(ConfigError, match="file is not a database"):
-            queues.open(f"sqlite:{path}")
+        path.unlink()
+        path.write_text("short")
         with pytest.raises(ConfigError, match="cannot be kept in"):
             queues.open(f"sqlite:{path}/queue.db")
         with pytest.raises(ConfigError, match="cannot be kept in"):

@@ -76,6 +76,8 @@ def find(source: str | Path) -> Family:
     outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
     if found not in families:
-        raise ConfigError(f"model {source} is a {found}, which is not served; served are {', '.join(sorted(families))}")
+        raise ConfigError(
+            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}"
+        )
     family: Family = resolve(families, found, "model family")
     return family

@@ -123,7 +123,7 @@ class DiffusersFamily(Family):
             entry = index.get(component)
             if not isinstance(entry, list) or len(entry) != 2 or entry[0] != library or entry[1] not in names:
                 raise ConfigError(
-                    f"model {folder.path}: {INDEX} gives component {component} as {entry}; "
+                    f"model {folder.path}: {INDEX} gives component {component} as {str(entry)[:80]}; "
                     f"served is {library} {' or '.join(names)}"
                 )
         return {component: tuple(index[component]) for component in served}

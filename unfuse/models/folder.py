@@ -218,7 +218,7 @@ class ModelFolder:
         try:
             listing = (self.path.parent.parent / "trees" / f"{commit}.json").read_bytes()
             return msgspec.json.decode(listing, type=_Tree).files
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, RecursionError):
             from huggingface_hub.hf_api import RepoFile, list_repo_tree
         try:
             listed = [f for f in list_repo_tree(name, recursive=True, revision=commit) if isinstance(f, RepoFile)]
@@ -241,7 +241,7 @@ class ModelFolder:
             if instead := unserved(self._inside(name.rpartition("/")[0])):
                 reason = f"{name} is not there, but {instead}"
             raise ConfigError(f"model {self.path}: {reason}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
 
 
@@ -260,7 +260,7 @@ def header(file: Path) -> dict[str, Any]:
         tensors = msgspec.convert(described, dict[str, _Tensor])
     except OSError as error:
         raise ConfigError(f"{file} cannot be read ({error.strerror}); {REPAIR}") from error
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not a safetensors file, or cut short: fetch it again") from error
     data = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
     if size != (whole := HEADER_LENGTH + length + data):

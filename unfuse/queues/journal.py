@@ -6,7 +6,7 @@ import fcntl
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from io import FileIO
 from pathlib import Path
 from typing import cast
@@ -27,6 +27,9 @@ CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB N
 CREATE TABLE starts (number INTEGER NOT NULL) STRICT;
 INSERT INTO starts VALUES (-1);
 """
+
+MAGIC = b"SQLite format 3\0"
+"""What a database of SQLite begins with."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
@@ -61,6 +64,7 @@ class Journal:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)
+            _refuse_foreign(path)
             with ExitStack() as opened:
                 opened.enter_context(_locked(path.with_name(f"{path.name}.lock")))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
@@ -96,12 +100,7 @@ class Journal:
         file = self._file
         file.pragma("locking_mode", "EXCLUSIVE")
         is_new = not file.pragma("schema_version")
-        found = file.pragma("application_id"), file.pragma("user_version")
-        if not is_new and found != (APPLICATION, SCHEMA):
-            raise ConfigError(
-                f"it holds something else, or was written by another version of unfuse (layout {found[1]}, this one "
-                f"reads {SCHEMA}): start that version, or give this one a file of its own"
-            )
+        _check_ours(file)
         if is_new:
             file.pragma("auto_vacuum", "INCREMENTAL")
         file.pragma("journal_mode", "WAL")
@@ -129,6 +128,34 @@ def _locked(path: Path) -> FileIO:
     file.truncate(0)
     file.write(str(os.getpid()).encode())
     return file
+
+
+def _check_ours(file: apsw.Connection) -> None:
+    """Raise ConfigError for a database with tables that are not a queue's of this layout."""
+    found = file.pragma("application_id"), file.pragma("user_version")
+    if file.pragma("schema_version") and found != (APPLICATION, SCHEMA):
+        raise ConfigError(
+            f"it holds something else, or was written by another version of unfuse (layout {found[1]}, this one "
+            f"reads {SCHEMA}): start that version, or give this one a file of its own"
+        )
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raise ConfigError for what somebody else keeps there. It is only read: nothing changes in it, nor beside it."""
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise ConfigError("it is no file: give this one a file of its own")
+    with path.open("rb") as file:
+        begins = file.read(len(MAGIC))
+    if begins not in (b"", MAGIC):
+        raise ConfigError("it is not a database, it holds something else: give this one a file of its own")
+    with suppress(apsw.Error):  # what is torn, and may be mended from its journal, is for whoever opens it
+        look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
+        try:
+            _check_ours(look)
+        finally:
+            look.close()
 
 
 def _refuse_remote(path: Path) -> None:
