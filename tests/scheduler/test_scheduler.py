@@ -328,6 +328,7 @@ class Away(MemoryQueue):
 
 
 async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.supervision.supervisor.PAUSE_S", 0.0)
     monkeypatch.setattr("unfuse.scheduler.scheduler.SWEEP_S", 0.0)
     clock = ManualClock()
     queue = Away(clock)
