@@ -77,6 +77,28 @@ def test_what_is_left_out_comes_from_the_card() -> None:
     }
 
 
+def test_a_quality_is_what_the_card_says_it_is_and_else_the_default() -> None:
+    able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
+
+    assert check(able, {"prompt": "a", "quality": "low"})[0]["num_inference_steps"] == 8
+    assert check(able, {"prompt": "a", "quality": "low", "num_inference_steps": 9})[0]["num_inference_steps"] == 9
+    assert check(able, {"prompt": "a", "quality": "low"})[0]["quality"] == "low"
+    for quality in ("auto", "low", "medium", "standard", "high", "hd"):
+        params, _ = check(CARD, {"prompt": "a", "quality": quality, "background": "opaque"})
+        assert params["num_inference_steps"] == 20
+        assert not params.keys() & {"quality", "background"}
+
+
+def test_whoever_is_strict_refuses_a_quality_that_means_nothing() -> None:
+    able = msgspec.structs.replace(CARD, quality={"low": {"num_inference_steps": 8}})
+
+    for quality in ("auto", "low"):
+        check(able, {"prompt": "a", "quality": quality}, strict=True)
+    with pytest.raises(InvalidParameter, match="send one of auto, low") as caught:
+        check(able, {"prompt": "a", "quality": "hd"}, strict=True)
+    assert caught.value.param == "quality"
+
+
 def test_a_whole_number_may_be_written_with_a_point() -> None:
     assert repr(check(CARD, {"prompt": "a", "num_inference_steps": 5.0})[0]["num_inference_steps"]) == "5"
 
@@ -147,7 +169,7 @@ def test_a_number_out_of_bounds_is_told_the_bound_and_the_value() -> None:
         ("size", "-64x64"),
         ("size", 64),
         ("size", "64x9999999"),
-        ("quality", "hd"),
+        ("quality", "best"),
         ("background", "transparent"),
         ("partial_images", 2),
         ("partial_images", 4),

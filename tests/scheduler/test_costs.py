@@ -29,9 +29,9 @@ SECONDS = {"text_encode": 1.0, "denoise": 8.0, "vae_decode": 3.0}
 Changes = dict[str, Any]
 
 
-async def complete_one(scheduler: Scheduler, times: float = 1.0, batch: float = 1.0, worker: str = WORKER) -> None:
+async def complete_one(scheduler: Scheduler, times: float = 1.0, batch: float = 1.0, device: str = "") -> None:
     while leases := await take(scheduler):
-        timings = Timings(run_s=SECONDS[leases[0].task.kind] * times, batch=batch)
+        timings = Timings(run_s=SECONDS[leases[0].task.kind] * times, batch=batch, device=device)
         await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), leases[0].worker)
 
 

@@ -145,8 +145,10 @@ def test_a_model_may_be_served_under_another_name_and_left_out_when_alone(rename
     with as_(renamed) as http:
         assert [one["id"] for one in http.get("/v1/models").json()["data"]] == ["pictures"]
         assert http.post(URL, json={"prompt": "a", "model": "pictures"}).status_code == 200
-        assert http.post(URL, json={"prompt": "a"}).json()["model"] == "test/pictures"
-        assert http.post(URL, json=ASKED).status_code == 400
+        assert http.post(URL, json={"prompt": "a"}).json()["model"] == "pictures"
+        assert http.post(URL, json=ASKED).status_code == 404
+        shown = http.get("/v1/requests?limit=1").json()["data"][0]
+        assert shown["model"] == "pictures"
 
 
 def test_workers_and_pools_are_told(http: httpx2.Client) -> None:

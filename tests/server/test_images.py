@@ -101,7 +101,7 @@ def test_what_cannot_be_done_is_refused_before_anything_is_queued(
     served: Served, http: httpx2.Client, change: dict[str, Any], param: str, says: str
 ) -> None:
     before = ids(served)
-    error = refused(http, {**ASKED, **change})
+    error = refused(http, {**ASKED, **change}, 404 if param == "model" and change["model"] else 400)
     assert error["param"] == param
     assert says in error["message"]
     assert error["type"] == "invalid_request_error"
@@ -109,7 +109,19 @@ def test_what_cannot_be_done_is_refused_before_anything_is_queued(
 
 
 def test_an_unknown_model_has_its_own_code(http: httpx2.Client) -> None:
-    assert refused(http, {**ASKED, "model": "nope"})["code"] == "model_not_found"
+    for path in (URL, "/v1/videos"):
+        response = http.post(path, json={**ASKED, "model": "nope"})
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+    shown = http.get("/v1/models/nope")
+    assert (shown.status_code, shown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("quality", ["low", "medium", "standard", "high", "hd"])
+def test_the_answer_says_which_quality_and_background_were_used(http: httpx2.Client, quality: str) -> None:
+    reply = http.post(URL, json={**ASKED, "quality": quality, "background": "opaque"}).json()
+
+    assert (reply["quality"], reply["background"]) == ("auto", "opaque")
+    assert base64.b64decode(reply["data"][0]["b64_json"]) == picture(5)
 
 
 @pytest.mark.parametrize(

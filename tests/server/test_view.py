@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scheduler.model import CARD, params
 from tests.scheduler.test_costs import complete_one
 from tests.scheduler.test_scheduler import WORKER, done, scheduling, take
@@ -9,7 +11,7 @@ from unfuse.core.event import Event
 from unfuse.core.messages import Failed
 from unfuse.core.task import Lease
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.view import progress
+from unfuse.server.view import progress, request_object
 
 
 async def shown(scheduler: Scheduler, request: str) -> int:
@@ -100,3 +102,25 @@ async def test_a_model_that_never_ran_counts_its_forwards() -> None:
             (lease,) = await take(scheduler)
             await scheduler.complete(done(lease), WORKER)
         assert await shown(scheduler, request) == 75
+
+
+async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
+    async with scheduling() as (scheduler, clock):
+        id = (await scheduler.submit(CARD, params(), tenant="ada", priority=3, asked="my model")).context.id
+        waiting = request_object(await scheduler.queue.load(id), "")
+
+        assert (waiting["model"], waiting["medium"], waiting["tenant"], waiting["priority"]) == (
+            "my model", "image", "ada", 3
+        )  # fmt: skip
+        assert (waiting["prompt"], waiting["started_at"]) == ("a red circle", None)
+        assert waiting["params"] == {name: value for name, value in params().items() if name != "prompt"}
+        assert waiting["cost"]["device_s"] == {}  # type: ignore[index]
+
+        clock.advance(5.0)
+        await complete_one(scheduler, device="cpu")
+        ended = request_object(await scheduler.queue.load(id), "")
+
+        assert ended["started_at"] == pytest.approx(clock.wall(), abs=0.01)
+        assert ended["cost"]["device_s"] == {"cpu": 12.0}  # type: ignore[index]
+        again = request_object(await scheduler.submit(CARD, params()), "")
+        assert again["cost"]["predicted_s"] == pytest.approx(12.0)  # type: ignore[index]

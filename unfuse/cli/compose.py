@@ -58,7 +58,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
 
     `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
-    variable. `standard` parameters go before the models' own. The file `costs` remembers what stages take.
+    variable. `standard` parameters go before the models' own; a `strict` gateway refuses what it would have to ignore.
+    The file `costs` remembers what stages take.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -83,6 +84,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     retention: float = 86400.0
     drain_timeout: float = 20.0
     standard: Params = {}
+    strict: bool = False
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -129,7 +131,7 @@ class Service:
             results = open_results(options.places.results)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
-                loras=options.places.loras,
+                loras=options.places.loras, strict=options.strict,
             )  # fmt: skip
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)

@@ -35,6 +35,7 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
     "serve.loras", "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network",
     *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue",
     "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
+    "serve.strict_params",
     "serve.drain_timeout",
 )  # fmt: skip
 def serve(
@@ -99,6 +100,7 @@ def options(loaded: Loaded) -> ServeOptions:
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,
         standard=standard(settings),
+        strict=serve.strict_params,
     )
 
 

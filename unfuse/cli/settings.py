@@ -110,6 +110,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
     ] = 256 << 20
     retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
+    strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
+        False
+    )
     feature_cache: Annotated[
         float,
         says(

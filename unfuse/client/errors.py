@@ -28,11 +28,11 @@ def error_of(response: httpx2.Response) -> UnfuseError:
         param, code = None, None
     match response.status_code:
         case 400 | 413 | 415:
-            return UnknownModel(message, param) if code == "model_not_found" else InvalidParameter(message, param)
+            return InvalidParameter(message, param)
         case 401 | 403:
             return ConfigError(message)
         case 404:
-            return NotFound(message)
+            return UnknownModel(message, param) if code == "model_not_found" else NotFound(message)
         case 429:
             return Overloaded(message, float(response.headers.get("retry-after", "1")))
         case 502 | 503 | 504:

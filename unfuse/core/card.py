@@ -27,7 +27,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
     `source` is the folder or hub name its workers load; `weights` and `dtypes` are by component name. A model that
-    `takes_image` needs one with each request; one that `takes_lora` can be asked for with an adapter.
+    `takes_image` needs one with each request; one that `takes_lora` can be asked for with an adapter. `quality` holds
+    what a quality means, by its name, where it means something.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: int = 0
     takes_image: bool = False
     takes_lora: bool = False
+    quality: dict[str, Params] = {}
 
     @property
     def makes_video(self) -> bool:

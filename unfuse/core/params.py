@@ -44,10 +44,13 @@ class Medium(msgspec.Struct, frozen=True):
     only: dict[str, tuple[object, ...]]
 
 
+QUALITIES = ("auto", "low", "medium", "standard", "high", "hd")
+"""What OpenAI's clients may ask for; a model's card says what it means, or else it means nothing."""
+
 PICTURE = Medium(
     ("png", "jpeg", "webp"),
-    frozenset({"response_format", "stream", "partial_images"}),
-    {"num_frames": (1, "1"), "quality": ("auto",), "background": ("auto",)},
+    frozenset({"response_format", "stream", "partial_images", "quality"}),
+    {"num_frames": (1, "1"), "background": ("auto", "opaque")},
 )
 VIDEO = Medium(("mp4", "png"), frozenset({"seconds"}), {"n": (1, "1")})
 """As png every frame is a file of its own, without loss."""
@@ -79,20 +82,24 @@ class Delivery(msgspec.Struct, frozen=True):
     cache: bool = True
 
 
-def check(card: ModelCard, given: Mapping[str, object], medium: Medium = PICTURE) -> tuple[Params, int]:
+def check(
+    card: ModelCard, given: Mapping[str, object], medium: Medium = PICTURE, *, strict: bool = False
+) -> tuple[Params, int]:
     """Everything the stages need for a request, and how many pictures it asks for.
 
     What the client left out comes from the card's defaults; a missing seed is drawn. The pictures have the seeds
-    s … s + n − 1. Raises InvalidParameter, also for a field that nobody knows.
+    s … s + n − 1. Raises InvalidParameter, also for a field that nobody knows, and if `strict` for a quality that means
+    nothing to the model.
     """
     values = {name: value for name, value in given.items() if value is not None}
     for name in values:
         _known(card, medium, name)
     for name, allowed in medium.only.items():
         if name in values and values[name] not in allowed:
-            raise InvalidParameter(f"{name} can only be {_shown(allowed[0])} here, not {_shown(values[name])}", name)
+            can = " or ".join(dict.fromkeys(str(value) for value in allowed))
+            raise InvalidParameter(f"{name} can only be {can} here, not {_shown(values[name])}", name)
     limits = card.limits
-    params: Params = {**_STANDARD, **card.defaults}
+    params: Params = {**_STANDARD, **card.defaults, **_quality(card, values.get("quality", "auto"), strict)}
     if "prompt" not in values:
         raise InvalidParameter("prompt is missing: say what to show", "prompt")
     for name, read in _READERS.items():
@@ -202,6 +209,17 @@ def _length(limits: Limits, params: Params, values: Mapping[str, object]) -> int
         rule = f"num_frames must be one more than a multiple of {multiple}, not {frames}"
         raise InvalidParameter(f"{rule}; the nearest below is {frames - beyond}", name)
     return frames
+
+
+def _quality(card: ModelCard, value: object, strict: bool) -> Params:
+    """What a quality stands for, and its name if it does for anything."""
+    name = _choice("quality", value, QUALITIES)
+    if name in card.quality:
+        return {**card.quality[name], "quality": name}
+    if strict and name != "auto":
+        known = ", ".join(["auto", *card.quality])
+        raise InvalidParameter(f"quality {name} means nothing to model {card.name}: send one of {known}", "quality")
+    return {}
 
 
 def _preview_every(steps: int, values: Mapping[str, object]) -> int:

@@ -31,6 +31,7 @@ class Timings(msgspec.Struct, frozen=True):
 
     It computed in that many `steps`, with `batch` tasks in a forward on average. Earlier attempts had made `resumed`
     steps, which were not made again; saving the state now and then took `save_s` of the time between its steps.
+    `device` is what it computed on, as its worker says it: cpu, or the name of a GPU.
     """
 
     queued_s: float = 0.0
@@ -41,6 +42,7 @@ class Timings(msgspec.Struct, frozen=True):
     batch: float = 0.0
     resumed: int = 0
     save_s: float = 0.0
+    device: str = ""
 
 
 class ResultFile(msgspec.Struct, frozen=True):
@@ -67,7 +69,7 @@ class StageState(msgspec.Struct, frozen=True):
     `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
     `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
     tried `alone` was among several when a compute process died. `checkpoint` is its state at `checkpoint_step`; earlier
-    attempts had `reached` that share of it.
+    attempts had `reached` that share of it, and were leased for `leased_s` seconds.
     """
 
     status: TaskStatus = "waiting"
@@ -84,6 +86,7 @@ class StageState(msgspec.Struct, frozen=True):
     checkpoint: ObjectRef | None = None
     checkpoint_step: int = 0
     reached: float = 0.0
+    leased_s: float = 0.0
 
 
 class RequestContext(msgspec.Struct, frozen=True):
@@ -92,7 +95,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     `version` rises by one with every commit. `deadline` is seconds of the queue's clock; `created_at` and
     `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent, to tell a repeat from another
     request. `cost` is what it counts for in admission, in predicted seconds of compute; `order` is where its tasks
-    stand among those of their priority; a `dead` one failed in a way that somebody should look at.
+    stand among those of their priority; a `dead` one failed in a way that somebody should look at. `asked` is what the
+    client calls the model, where that is another name. No chain of its stages may be leased for more than `limit_s`.
     """
 
     id: str
@@ -115,6 +119,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     cost: float = 0.0
     order: float = 0.0
     dead: bool = False
+    asked: str = ""
+    limit_s: float | None = None
 
     @property
     def over(self) -> bool:
@@ -153,6 +159,11 @@ class Record(msgspec.Struct, frozen=True):
     context: RequestContext
     running: tuple[Running, ...] = ()
     position: int | None = None
+
+
+def is_video(request: str) -> bool:
+    """Whether a request is one of /v1/videos, as its id tells."""
+    return request.startswith("video_")
 
 
 def new_request_id(video: bool = False) -> str:

@@ -103,6 +103,7 @@ class DiffusersFamily(Family):
             pipeline=pipeline,
             limits=limits,
             defaults=serving.within(limits, standard),
+            quality=msgspec.to_builtins(serving.quality),
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),
             dtypes=dtypes,
             created=model.created,

@@ -6,6 +6,7 @@ import ast
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -17,6 +18,8 @@ from unfuse.core.plan import Params
 from unfuse.stages.base import need
 
 SERVING = "serving.json"
+
+Quality = Literal["low", "medium", "standard", "high", "hd"]
 
 
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -35,10 +38,14 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`serving.json` beside model_index.json: how its maker wants a model served. Both parts may be partial."""
+    """`serving.json` beside model_index.json: how its maker wants a model served. All parts may be partial.
+
+    `quality` holds parameters by the quality that a client may ask for, such as {"low": {"num_inference_steps": 8}}.
+    """
 
     defaults: Defaults = Defaults()
     limits: dict[str, int | float] = {}
+    quality: dict[Quality, Defaults] = {}
 
     @classmethod
     def read(cls, folder: Path) -> Serving:

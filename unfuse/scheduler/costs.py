@@ -102,7 +102,8 @@ class Costs:
                     timings.steps / (timings.steps + timings.resumed) if timings.steps > 0 <= timings.resumed else 1.0
                 )
                 devices = self._laws.setdefault(stage.pool, {})
-                devices.setdefault(worker.device if worker else "", Law()).add((forwards * made, size), seconds)
+                device = timings.device or (worker.device if worker else "")
+                devices.setdefault(device, Law()).add((forwards * made, size), seconds)
 
     def ended(self, context: RequestContext, now: float) -> None:
         """A request made room at this time of a monotonic clock."""
@@ -115,6 +116,10 @@ class Costs:
             for stage in context.plan.stages
         )
         return replace(context, plan=ExecutionPlan(stages), cost=sum(stage.cost for stage in stages))
+
+    def known(self, context: RequestContext) -> bool:
+        """Whether each stage of a request was measured before, so that what is predicted for it means something."""
+        return all(self._seconds(context, stage) is not None for stage in context.plan.stages)
 
     def until_room(self, cost: float, now: float) -> float:
         """Seconds after which there is presumably room for a request that was refused, by the pace of late."""

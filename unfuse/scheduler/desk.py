@@ -250,7 +250,7 @@ class Desk:
                     case Saved():
                         await self.scheduler.save(message, worker)
                     case Done():
-                        await self.scheduler.complete(message, worker)
+                        await self.scheduler.complete(_computed_on(peer.worker.device, message), worker)
                     case Failed():
                         log.warning("task failed", kind=message.kind, reason=message.message, **about)
                         await self.scheduler.fail(message, worker)
@@ -275,3 +275,7 @@ class Desk:
         ]
         if not await self._owns(peer, claim) or not await self._queue.progress(claim, events):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker} (any more)")
+
+
+def _computed_on(device: str, done: Done) -> Done:
+    return msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=device))

@@ -147,6 +147,26 @@ def timed_out(context: RequestContext, wall: float) -> Change | None:
     return draft.end("expired")
 
 
+def overran(context: RequestContext, wall: float, running: Sequence[Running] = ()) -> Change | None:
+    """Its stages were leased for longer than it may take. None if they were not, or it is over.
+
+    Time in queues does not count, nor do stages that ran side by side twice: it is the longest chain that does.
+    """
+    if context.over or context.limit_s is None:
+        return None
+    spent: dict[str, float] = {}
+    for stage in context.plan.stages:  # in an order in which they could run
+        now = sum(max(0.0, wall - run.since) for run in running if run.stage == stage.name)
+        behind = max((spent[name] for name in stage.after), default=0.0)
+        spent[stage.name] = behind + context.stages[stage.name].leased_s + now
+    if max(spent.values()) <= context.limit_s:
+        return None
+    draft = _Draft(context, wall)
+    took = f"its stages ran for longer than the {context.limit_s:.0f} s that it may take"
+    draft.error = ErrorInfo("expired", f"{took}: ask for less, or have the server's limit raised")
+    return draft.end("expired")
+
+
 def retried(context: RequestContext) -> Change | None:
     """Somebody has looked at a dead request. None if it is dead no more."""
     return Change(msgspec.structs.replace(context, version=context.version + 1, dead=False)) if context.dead else None
@@ -270,8 +290,10 @@ def _claimed(
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = _current(context, claim, worker, running)
     draft = _Draft(context, wall)
-    reached = max([state.reached, *(run.step / run.steps for run in running if run.stage == claim.stage and run.steps)])
-    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached)
+    own = [run for run in running if run.stage == claim.stage]
+    reached = max([state.reached, *(run.step / run.steps for run in own if run.steps)])
+    leased_s = state.leased_s + sum(max(0.0, wall - run.since) for run in own)
+    draft.move(claim.stage, "leased", attempt=claim.attempt, worker=worker, reached=reached, leased_s=leased_s)
     return draft
 
 

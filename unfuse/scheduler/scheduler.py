@@ -113,12 +113,13 @@ class Scheduler:
         metadata: dict[str, str] | None = None,
         id: str = "",
         cache: bool = True,
+        asked: str = "",
     ) -> Record:
         """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
 
         `timeout` is seconds from now; `id` is the request's, drawn here if none is given; without `cache`, the encoder
-        cache is neither read nor written. A repeat (same tenant and idempotency key) gets the first record. Raises
-        Overloaded, which says when to try again.
+        cache is neither read nor written; `asked` is what the client calls the model. A repeat (same tenant and
+        idempotency key) gets the first record. Raises Overloaded, which says when to try again.
         """
         seed = params["seed"]
         if not isinstance(seed, int):
@@ -127,7 +128,7 @@ class Scheduler:
         plan = compile_plan(card.pipeline, card.pools(), params, samples, self._cache.shared_by(tenant, cache))
         context = RequestContext(
             id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
-            priority=priority, metadata=metadata or {},
+            priority=priority, metadata=metadata or {}, asked=asked,
         )  # fmt: skip
         return await self._submit(context, timeout)
 
@@ -140,7 +141,9 @@ class Scheduler:
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id, metadata = id or new_request_id(request.startswith("video_")), old.metadata | {"retry_of": request}
-        fresh = RequestContext(id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority)
+        fresh = RequestContext(
+            id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority, asked=old.asked
+        )
         record = await self._submit(msgspec.structs.replace(fresh, metadata=metadata))
         await self._apply(request, lambda record: lifecycle.retried(record.context))
         return record

@@ -75,8 +75,8 @@ class Call:
         """Check everything, what is cheap first, then queue it; the picture is there before the request is."""
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
-        card = await self._model(fields.get("model"), picture is not None)
-        params, n = check(card, fields, self.medium)
+        asked, card = await self._model(fields.get("model"), picture is not None)
+        params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
         id, unused = new_request_id(self.medium is VIDEO), picture is not None
@@ -97,6 +97,7 @@ class Call:
                 metadata=delivery.metadata,
                 id=id,
                 cache=delivery.cache,
+                asked=asked,
             )
             unused = unused and record.context.id != id
         except TransientError:
@@ -107,22 +108,22 @@ class Call:
                 await to_thread.run_sync(gateway.results.delete, id)
         return record
 
-    async def _model(self, name: object, picture: bool) -> ModelCard:
+    async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
         """The model that was asked for, which must be able to do it. Raises InvalidParameter, UnknownModel."""
-        card = await self.gateway.model(name)
+        asked, card = await self.gateway.model(name)
         video = self.medium is VIDEO
         if video and not card.makes_video:
-            raise InvalidParameter(f"model {card.name} makes no video: ask it for pictures", "model")
+            raise InvalidParameter(f"model {asked} makes no video: ask it for pictures", "model")
         if card.takes_image and not picture:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
-            message = f"model {card.name} starts from a picture: send one as {where}"
+            message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
         if picture and not card.takes_image:
             served = await self.gateway.models()
             able = sorted(name for name, card in served.items() if card.takes_image and (card.makes_video or not video))
             hint = f"{', '.join(able)} can" if able else "no model that is served can"
-            raise InvalidParameter(f"model {card.name} cannot start from a picture; {hint}", self.upload)
-        return card
+            raise InvalidParameter(f"model {asked} cannot start from a picture; {hint}", self.upload)
+        return asked, card
 
 
 def respond_async(call: Call, record: Record) -> JSONResponse | None:

@@ -24,15 +24,16 @@ def create_app(
     names: Mapping[str, str] | None = None,
     standard: Params | None = None,
     loras: str = "",
+    strict: bool = False,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
     `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
     clients use to the names of models that go by another one here; `standard` goes before the models' defaults; `loras`
-    is the folder of adapters, if any.
+    is the folder of adapters, if any; a `strict` gateway refuses fields that it would have to ignore.
     """
     app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
-    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), standard, loras)
+    app.state.gateway = Gateway(scheduler, results, dict(keys or {}), dict(names or {}), standard, loras, strict)
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)

@@ -77,7 +77,7 @@ def refusal_of(error: Exception) -> Refusal:
         case Refusal():
             return error
         case UnknownModel():
-            return Refusal(400, "model_not_found", str(error), error.param or "model")
+            return Refusal(404, "model_not_found", str(error), error.param or "model")
         case InvalidParameter():
             return Refusal(400, "invalid_parameter", str(error), error.param)
         case NotFound():

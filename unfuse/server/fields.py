@@ -43,13 +43,14 @@ def _shared(medium: Medium) -> Schema:
         "timeout": {**_SECONDS, "description": "seconds from acceptance to the end"},
         "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
         **{name: {"type": "string"} for name in sorted(UNUSED)},
-        **{name: {"const": allowed[0]} for name, allowed in medium.only.items()},
+        **{name: {"enum": list(allowed)} for name, allowed in medium.only.items()},
     }
 
 
 _PICTURE = {
     **_shared(PICTURE),
     "n": _integer(1, 10),
+    "quality": {"type": "string", "enum": list(params.QUALITIES), "description": "the answer says which one was used"},
     "response_format": {"type": "string", "enum": ["b64_json", "url"], "default": "b64_json"},
     "stream": {"type": "boolean", "default": False},
     "partial_images": _integer(0, params.MAX_PARTIAL, "previews of each picture, at most; needs stream"),

@@ -37,7 +37,8 @@ log = structlog.get_logger(__name__)
 class Gateway(Observer):
     """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
 
-    `standard` is what every request gets beside its model's defaults, where it does not say otherwise.
+    `standard` is what every request gets beside its model's defaults, where it does not say otherwise. A `strict` one
+    refuses what it would have to ignore.
     What the scheduler does it counts and logs.
     """
 
@@ -49,6 +50,7 @@ class Gateway(Observer):
         names: Mapping[str, str],
         standard: Params | None = None,
         loras: str = "",
+        strict: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -56,7 +58,7 @@ class Gateway(Observer):
         self.keys = keys
         self.metrics = Metrics()
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self._names, self._standard = names, standard or {}
+        self._names, self._standard, self.strict = names, standard or {}, strict
         self.loras = Loras(loras) if loras else None
         self._releasing: dict[str, asyncio.Task[None]] = {}
         scheduler.observer = self
@@ -68,8 +70,8 @@ class Gateway(Observer):
         renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
         return renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
 
-    async def model(self, name: object) -> ModelCard:
-        """The card of a served model, which may be left out (None) where one alone is served.
+    async def model(self, name: object) -> tuple[str, ModelCard]:
+        """A served model, by the name clients use, which may be left out (None) where one alone is served.
 
         Raises UnknownModel, or Refusal while nothing is served at all.
         """
@@ -78,12 +80,12 @@ class Gateway(Observer):
         if not served:
             raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
         if name is None and len(served) == 1:
-            return next(iter(served.values()))
+            return next(iter(served.items()))
         if name is None:
-            raise UnknownModel(f"model is missing: one of {known}", "model")
+            raise InvalidParameter(f"model is missing: send one of {known}", "model")
         if not isinstance(name, str) or name not in served:
             raise UnknownModel(f"no model {str(name)[:80]!r} is served: one of {known}", "model")
-        return served[name]
+        return name, served[name]
 
     async def lora_id(self, card: ModelCard, name: str) -> str:
         """What names the content of an adapter, so that whoever runs it has the same. Raises InvalidParameter."""
@@ -201,11 +203,6 @@ class Gateway(Observer):
             message = f"the server is stopping; {record.context.id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
         return record
-
-
-def is_video(record: Record) -> bool:
-    """Whether a request is one of /v1/videos, as its id tells."""
-    return record.context.id.startswith("video_")
 
 
 def base_of(request: Request) -> str:

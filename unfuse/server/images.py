@@ -94,9 +94,19 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
 
 
 def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:
-    same = {"size": size_of(context), "quality": "auto", "background": "auto", "created_at": int(context.created_at)}
-    event = {"type": kind, "b64_json": base64.b64encode(data).decode(), **same, **told}
+    event = {
+        "type": kind,
+        "b64_json": base64.b64encode(data).decode(),
+        "created_at": int(context.created_at),
+        **_form(context),
+        **told,
+    }
     return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+
+
+def _form(context: RequestContext) -> dict[str, object]:
+    """What was made, as it was made, whatever was asked for."""
+    return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
 
 
 def _files(context: RequestContext) -> list[ResultFile]:
@@ -133,10 +143,10 @@ def _reply(results: ResultStore, context: RequestContext, base_url: str | None) 
         {
             "created": int(context.completed_at or context.created_at),
             "id": context.id,
-            "model": context.model,
+            "model": context.asked or context.model,
             "data": data,
             "output_format": context.params.get("output_format"),
-            "size": size_of(context),
+            **_form(context),
             "usage": _USAGE,
         }
     )

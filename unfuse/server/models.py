@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends
 from msgspec.structs import asdict
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import NotFound
+from unfuse.core.errors import UnknownModel
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(prefix="/models", tags=["models"])
@@ -29,7 +29,7 @@ async def show(name: str, gateway: Served) -> dict[str, object]:
     """One served model; its name may hold slashes."""
     served = await gateway.models()
     if name not in served:
-        raise NotFound(f"no model {name!r} is served: one of {', '.join(sorted(served))}")
+        raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(served))}", "model")
     return _model(name, served[name], await _loras(gateway))
 
 
@@ -48,5 +48,6 @@ def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:
         "loras": loras if card.takes_lora else [],
         "limits": asdict(card.limits),
         "defaults": card.defaults,
+        "quality": card.quality,
         "stages": card.pools(),
     }

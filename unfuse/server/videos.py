@@ -14,14 +14,14 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.params import VIDEO
-from unfuse.core.request import Record
+from unfuse.core.request import Record, is_video
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import ACCEPTED, CREATE
-from unfuse.server.gateway import Gateway, gateway_of, is_video
+from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 from unfuse.server.view import status_of, video_object
 
@@ -33,6 +33,7 @@ POLL_MS = 500
 
 
 @router.post("", openapi_extra=CREATE, responses=ACCEPTED)
+@router.post("/generations", openapi_extra=CREATE, responses=ACCEPTED)
 async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
     call = Call(gateway, request, tenant, await read_body(request), VIDEO, "input_reference")
@@ -50,9 +51,9 @@ async def page(
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
     if order == "desc":
-        found = await gateway.find(Filter(tenant=tenant), is_video, after, limit + 1)
+        found = await gateway.find(Filter(tenant=tenant), _is_video, after, limit + 1)
         return listed([video_object(record) for record in found], limit)
-    found = (await gateway.find(Filter(tenant=tenant), is_video, None, float("inf")))[::-1]
+    found = (await gateway.find(Filter(tenant=tenant), _is_video, None, float("inf")))[::-1]
     ids = [record.context.id for record in found]
     if after is not None and after not in ids:
         raise NotFound(f"no video {after} is known (any more)")
@@ -103,9 +104,13 @@ async def unknown(rest: str) -> None:
 
 async def _load(gateway: Gateway, id: str, tenant: str) -> Record:
     record = await gateway.load(id, tenant)
-    if not is_video(record):
+    if not _is_video(record):
         raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
     return record
+
+
+def _is_video(record: Record) -> bool:
+    return is_video(record.context.id)
 
 
 def _answer(record: Record) -> JSONResponse:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from msgspec.structs import asdict
 
 from unfuse.core.params import seconds_of
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import Record, RequestContext, RequestStatus, Running
+from unfuse.core.request import Record, RequestContext, RequestStatus, Running, is_video
 
 
 def status_of(record: Record) -> RequestStatus:
@@ -29,7 +31,12 @@ def request_object(
     return {
         "id": context.id,
         "object": "request",
-        "model": context.model,
+        "model": context.asked or context.model,
+        "medium": "video" if is_video(context.id) else "image",
+        "prompt": context.params.get("prompt"),
+        "params": {name: value for name, value in context.params.items() if name != "prompt"},
+        "tenant": context.tenant,
+        "priority": context.priority,
         "status": status_of(record),
         "stage": current.stage if current else None,
         "step": current.step if current else 0,
@@ -38,7 +45,9 @@ def request_object(
         "queue_position": record.position,
         "eta_s": None if eta is None else round(eta, 3),
         "seed": context.params.get("seed"),
+        "cost": _cost(context),
         "created_at": round(context.created_at, 3),
+        "started_at": _started(record),
         "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
         "attempts": max((state.attempt for state in context.stages.values()), default=0),
         "stages": [_stage(context, planned, running.get(planned.name)) for planned in context.plan.stages],
@@ -63,7 +72,7 @@ def video_object(record: Record) -> dict[str, object]:
         "object": "video",
         "created_at": int(context.created_at),
         "completed_at": None if context.completed_at is None else int(context.completed_at),
-        "model": context.model,
+        "model": context.asked or context.model,
         "status": "failed" if status in ("cancelled", "expired") else status,
         "progress": progress(record),
         "prompt": params["prompt"],
@@ -101,6 +110,22 @@ def progress(record: Record) -> int:
     return min(99, int(100 * behind / sum(costs.values())))
 
 
+def _cost(context: RequestContext) -> dict[str, object]:
+    """Seconds of compute: predicted when it was accepted, and spent so far by the attempts that were recorded."""
+    spent: dict[str, float] = defaultdict(float)
+    for state in context.stages.values():
+        if state.timings.run_s:
+            spent[state.timings.device or "unknown"] += state.timings.run_s
+    return {"predicted_s": round(context.cost, 3), "device_s": {name: round(took, 3) for name, took in spent.items()}}
+
+
+def _started(record: Record) -> float | None:
+    """When its first stage was begun, in Unix seconds; None while it waits. What was cached began nothing."""
+    states = [state for state in record.context.stages.values() if state.status == "done" and state.attempt]
+    begun = [run.since for run in record.running] + [state.queued_at + state.timings.queued_s for state in states]
+    return round(min(begun), 3) if begun else None
+
+
 def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) -> dict[str, object]:
     state = context.stages[planned.name]
     return {
@@ -111,5 +136,9 @@ def _stage(context: RequestContext, planned: PlannedStage, run: Running | None) 
         "attempt": run.attempt if run else state.attempt,
         "cached": state.status == "done" and not state.attempt,
         **{name: getattr(state, name) for name in ("failures", "crashes", "recomputes")},
-        **{name: round(seconds, 6) for name, seconds in asdict(state.timings).items()},
+        **{name: _short(value) for name, value in asdict(state.timings).items()},
     }
+
+
+def _short(value: object) -> object:
+    return round(value, 6) if isinstance(value, float) else value
