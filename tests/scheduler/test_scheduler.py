@@ -15,7 +15,7 @@ from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.base import Filter, Limits, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
@@ -356,3 +356,22 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         clock.advance(60)
         await scheduler._look_at_workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
+
+
+async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted() -> None:
+    async with scheduling() as (scheduler, clock):
+        unknown = await scheduler.submit(CARD, params(), limit_s=1.0)
+        assert unknown.context.limit_s is None  # nothing was measured: a slow machine's first picture is not ended
+        while leases := await take(scheduler):
+            timings = Timings(run_s=2.0)
+            await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), WORKER)
+        assert (await scheduler.submit(CARD, params(), limit_s=1.0)).context.limit_s == pytest.approx(30.0)
+        assert (await scheduler.submit(CARD, params(), limit_s=300.0)).context.limit_s == 300.0
+        assert (await scheduler.submit(CARD, params())).context.limit_s is None
+
+        await take(scheduler)
+        clock.advance(31.0)
+        await scheduler._arm_all()
+
+        statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]
+        assert statuses == ["queued", "queued", "expired", "completed"]

@@ -25,7 +25,7 @@ from unfuse.cli.machine import devices
 from unfuse.client import Client, connect
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places
-from unfuse.core.plan import Params
+from unfuse.core.plan import SLOTS, Params
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -59,7 +59,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
 
     `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
     variable. `standard` parameters go before the models' own; a `strict` gateway refuses what it would have to ignore.
-    The file `costs` remembers what stages take.
+    The file `costs` remembers what stages take. Each worker has the `slots` of its role. `time_limits` are seconds that
+    a request's stages may run, by medium; 0 is any number.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -75,7 +76,9 @@ class ServeOptions(msgspec.Struct, frozen=True):
     worker_flags: Mapping[str, object] = {}
     worker_environment: Mapping[str, str] = {}
     workers: Wanted = Wanted()
+    slots: Mapping[str, int] = SLOTS
     limits: Limits = Limits()
+    time_limits: Mapping[str, float] = {}
     order: Order = "fifo"
     dispatch: Dispatch = "locality"
     encoder_cache: int = 0
@@ -131,7 +134,7 @@ class Service:
             results = open_results(options.places.results)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
-                loras=options.places.loras, strict=options.strict,
+                loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
             )  # fmt: skip
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
@@ -180,6 +183,7 @@ class Service:
         commands = []
         for worker in workers:
             own = common | {"role": worker.role, "scheduler": scheduler, "device": worker.device}
+            own["slots"] = self._options.slots[worker.role]
             if worker.device == CPU:
                 own["offload"] = "none"
             pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in own.items()]

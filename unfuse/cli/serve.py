@@ -13,6 +13,7 @@ from unfuse.cli import logs, show
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, load
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import SLOTS
 
 if TYPE_CHECKING:
     from unfuse.cli.components import Plan
@@ -33,7 +34,8 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
     "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
     "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.checkpoint",
     "serve.loras", "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network",
-    *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s", "serve.max_active", "serve.max_queue",
+    *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s", "serve.slots", "serve.image_timeout",
+    "serve.video_timeout", "serve.max_active", "serve.max_queue",
     "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
     "serve.strict_params",
     "serve.drain_timeout",
@@ -91,6 +93,8 @@ def options(loaded: Loaded) -> ServeOptions:
             "stall-s": settings.lease.stall_s,
         },
         workers=wanted(loaded),
+        slots=slots(serve.slots),
+        time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
         order=serve.order,
         dispatch=serve.dispatch,
@@ -102,6 +106,17 @@ def options(loaded: Loaded) -> ServeOptions:
         standard=standard(settings),
         strict=serve.strict_params,
     )
+
+
+def slots(given: tuple[str, ...]) -> dict[str, int]:
+    """Slots by role. Raises ConfigError for what is none."""
+    found = dict(SLOTS)
+    for entry in given:
+        role, _, count = entry.partition("=")
+        if role not in SLOTS or not count.isdecimal() or not int(count):
+            raise ConfigError(f"--slots {entry}: write ROLE=N, like denoiser=2; the roles are {', '.join(SLOTS)}")
+        found[role] = int(count)
+    return found
 
 
 def standard(settings: Settings) -> Params:

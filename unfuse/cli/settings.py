@@ -98,6 +98,19 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     place: Annotated[
         str, says("Devices by role: encoder=cuda:0,denoiser=cuda:0+cuda:1,decoder=cpu; a worker for each device named.")
     ] = ""
+    slots: Annotated[
+        tuple[str, ...],
+        says("ROLE=N: tasks that each worker of a role holds at a time; else encoder=4, denoiser=2, decoder=4."),
+    ] = ()
+    image_timeout: Annotated[
+        float,
+        says(
+            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
+            "number where nothing was measured. 0 sets no limit.",
+            ge=0,
+        ),
+    ] = 300.0
+    video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
     max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
@@ -132,7 +145,9 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], says("Address of a scheduler; when one is gone, the worker goes to the next.", min_length=1)
     ] = ("tcp://127.0.0.1:8001",)
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
-    slots: Annotated[int, says("Tasks it holds at a time: one runs while the next one's inputs arrive.", ge=1)] = 2
+    slots: Annotated[
+        int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
+    ] = 0
     node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
     listen: Annotated[
         str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")

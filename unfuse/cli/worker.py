@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 from unfuse.cli import logs
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import Fault, Settings, load
+from unfuse.core.plan import SLOTS
 
 if TYPE_CHECKING:
     from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -55,7 +56,7 @@ def worker(
         keys=keys,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
-        slots=wanted.slots,
+        slots=wanted.slots or SLOTS.get(wanted.role, 1),
         arena=settings.arena.bytes,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,

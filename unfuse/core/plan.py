@@ -21,6 +21,9 @@ ROLES: dict[str, frozenset[str]] = {
 }
 """What `--role` means; `all` is every kind."""
 
+SLOTS = {"encoder": 4, "denoiser": 2, "decoder": 4, "all": 2}
+"""Tasks that a worker of a role holds at a time unless it is told otherwise: some run, the others' inputs come."""
+
 
 class Room(msgspec.Struct, frozen=True):
     """Predicted bytes of a stage's output: fixed + per_pixel × width × height × groups of frames."""

@@ -41,6 +41,9 @@ LEARN_FROM = 64
 GONE = 20
 """A worker that was silent for this many lease times is dropped from the registry."""
 
+PATIENCE = 5.0
+"""A request may take so many times what was predicted, whatever the limit."""
+
 CROWD_S = 0.05
 """Longest pause before a decision that conflicted with another one is made again."""
 
@@ -114,12 +117,15 @@ class Scheduler:
         id: str = "",
         cache: bool = True,
         asked: str = "",
+        limit_s: float = 0.0,
     ) -> Record:
         """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
 
         `timeout` is seconds from now; `id` is the request's, drawn here if none is given; without `cache`, the encoder
-        cache is neither read nor written; `asked` is what the client calls the model. A repeat (same tenant and
-        idempotency key) gets the first record. Raises Overloaded, which says when to try again.
+        cache is neither read nor written; `asked` is what the client calls the model. Its stages may run for `limit_s`
+        seconds (0: any), or for five times what was predicted if that is more; a model of which nothing is known yet is
+        not limited. A repeat (same tenant and idempotency key) gets the first record. Raises Overloaded, which says
+        when to try again.
         """
         seed = params["seed"]
         if not isinstance(seed, int):
@@ -128,7 +134,7 @@ class Scheduler:
         plan = compile_plan(card.pipeline, card.pools(), params, samples, self._cache.shared_by(tenant, cache))
         context = RequestContext(
             id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
-            priority=priority, metadata=metadata or {}, asked=asked,
+            priority=priority, metadata=metadata or {}, asked=asked, limit_s=limit_s or None,
         )  # fmt: skip
         return await self._submit(context, timeout)
 
@@ -142,9 +148,10 @@ class Scheduler:
             raise NotFound(f"request {request} is not among the dead ones")
         id, metadata = id or new_request_id(request.startswith("video_")), old.metadata | {"retry_of": request}
         fresh = RequestContext(
-            id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority, asked=old.asked
-        )
-        record = await self._submit(msgspec.structs.replace(fresh, metadata=metadata))
+            id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority, metadata=metadata,
+            asked=old.asked, limit_s=old.limit_s,
+        )  # fmt: skip
+        record = await self._submit(fresh)
         await self._apply(request, lambda record: lifecycle.retried(record.context))
         return record
 
@@ -153,7 +160,10 @@ class Scheduler:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
         priced, deadline = self._costs.priced(context), timeout and now + timeout
-        context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline)
+        limit_s = None
+        if context.limit_s and self._costs.known(context):
+            limit_s = max(context.limit_s, PATIENCE * priced.cost)
+        context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline, limit_s=limit_s)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
@@ -319,6 +329,12 @@ class Scheduler:
         with suppress(NotFound):
             await self._apply(request, lambda record: lifecycle.timed_out(record.context, self._clock.wall()))
 
+    async def _end_overrun(self, request: str) -> None:
+        with suppress(NotFound):
+            await self._apply(
+                request, lambda record: lifecycle.overran(record.context, self._clock.wall(), record.running)
+            )
+
     async def _sweep(self) -> None:
         await asyncio.sleep(SWEEP_S)
         for lease in await self.queue.expired(self.lease_ttl):
@@ -363,6 +379,8 @@ class Scheduler:
             now = await self.queue.now()
             for record in page:
                 self._arm(record.context, now)
+                if lifecycle.overran(record.context, self._clock.wall(), record.running):
+                    await self._end_overrun(record.context.id)
             if len(page) < REVIEW_PAGE:
                 break
             after = page[-1].context.id

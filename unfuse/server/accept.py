@@ -98,6 +98,7 @@ class Call:
                 id=id,
                 cache=delivery.cache,
                 asked=asked,
+                limit_s=gateway.time_limits.get("video" if self.medium is VIDEO else "image", 0.0),
             )
             unused = unused and record.context.id != id
         except TransientError:

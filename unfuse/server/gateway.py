@@ -51,6 +51,7 @@ class Gateway(Observer):
         standard: Params | None = None,
         loras: str = "",
         strict: bool = False,
+        time_limits: Mapping[str, float] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -59,6 +60,7 @@ class Gateway(Observer):
         self.metrics = Metrics()
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names, self._standard, self.strict = names, standard or {}, strict
+        self.time_limits = time_limits or {}
         self.loras = Loras(loras) if loras else None
         self._releasing: dict[str, asyncio.Task[None]] = {}
         scheduler.observer = self
