@@ -227,6 +227,7 @@ def serve(
     cache_bytes: int = 0,
     standard: Params | None = None,
     loras: str = "",
+    store: str = "shared_memory",
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -239,7 +240,7 @@ def serve(
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
-        app = create_app(scheduler, results, keys=keys, names=names, standard=standard, loras=loras)
+        app = create_app(scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store)
         await scheduler.start()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -14,11 +14,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
+from tests.core.graphs import object_for
 from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
 from unfuse import __version__
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import Beat, Hello, Moved, Places
+from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places
 from unfuse.core.plan import ROLES
+from unfuse.core.request import Timings
 from unfuse.queues.base import Limits, Wanted
 from unfuse.scheduler.desk import Desk
 
@@ -255,6 +257,35 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         assert (pool["waiting"], pool["leased"]) == (1, 2)
         http.post(f"/v1/requests/{id}/cancel")
         assert sample(http, f'unfuse_queue_oldest_seconds{{pool="{encode}"}}') == 0
+
+
+def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        desk = Desk(served.scheduler, [], Places(""))
+        served.run(desk.answer(b"w", Hello(WORKER, (PICTURES,))))
+        encode, denoise = (PICTURES.pools()[name] for name in ("text_encode", "denoise"))
+        ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
+        plan = served.run(served.queue.load(ids[0])).context.plan
+        costs = {stage.pool: stage.cost for stage in plan.stages}
+        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{denoise}"}}') == pytest.approx(2 * costs[denoise])
+        assert sample(http, f'unfuse_tasks_dispatched_total{{pool="{encode}"}}') is None
+
+        (lease,) = served.run(desk.answer(b"w", Ask(1, None, 1.0))).leases
+        made = replace(object_for(lease.claim), owner=WORKER.id)
+        done = Done(lease.claim, made, (), Timings(run_s=1.0))
+        served.run(desk.answer(b"w", done))
+
+        assert sample(http, f'unfuse_tasks_dispatched_total{{pool="{encode}"}}') == 1
+        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{encode}"}}') == pytest.approx(costs[encode])
+        http.post(f"/v1/requests/{ids[1]}/cancel")
+        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{encode}"}}') == 0
+
+
+def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
+    with serve(tmp_path, works=False, store="disk") as served, as_(served) as http:
+        assert sample(http, 'unfuse_store_bytes{backend="disk"}') == 0
+        assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') is None
+        assert sample(http, "unfuse_cache_bytes") == 0
 
 
 def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ class Service:
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
+                store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
             )  # fmt: skip
             config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)

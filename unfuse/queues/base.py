@@ -256,6 +256,10 @@ class TaskQueue(ABC):
         """What is found under these keys, which thereby are used, in this order, unless it is no `use`."""
 
     @abstractmethod
+    async def cached_bytes(self) -> int:
+        """Bytes of all that is found under any key."""
+
+    @abstractmethod
     async def uncache(self, key: str, id: str) -> None:
         """Let the object of that id be found under the key no more; another one stays. Idempotent."""
 

@@ -33,6 +33,10 @@ class CacheInMemory(TaskQueue):
                 self._cached[key] = self._cached.pop(key)
         return found
 
+    async def cached_bytes(self) -> int:
+        """Their sum."""
+        return self._cached_bytes
+
     async def uncache(self, key: str, id: str) -> None:
         """Give that object up."""
         if key in self._cached and self._cached[key].id == id:

@@ -218,6 +218,10 @@ class RedisQueue(TaskQueue):
         found = await self._call("cached", keys=keys, use=use)
         return {key: decode(ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
 
+    async def cached_bytes(self) -> int:
+        """Their sum."""
+        return int(await self._call("cached_bytes"))
+
     async def uncache(self, key: str, id: str) -> None:
         """Give that object up."""
         await self._call("uncache", key=key, id=id)

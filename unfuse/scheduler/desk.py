@@ -202,6 +202,8 @@ class Desk:
         owners = await self.scheduler.owners(leases)
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
+        for lease in leases:
+            self.scheduler.observer.dispatched(lease.task.pool)
         return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Flow:

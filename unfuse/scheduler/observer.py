@@ -19,6 +19,10 @@ class Observer(Protocol):
         """A request is over."""
         return
 
+    def dispatched(self, pool: str) -> None:
+        """A task was given to a worker."""
+        return
+
     def lease_expired(self, pool: str) -> None:
         """A worker was silent for too long; its task is another's."""
         return

@@ -38,7 +38,7 @@ class Gateway(Observer):
     """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
 
     `standard` is what every request gets beside its model's defaults, where it does not say otherwise. A `strict` one
-    refuses what it would have to ignore.
+    refuses what it would have to ignore. `store` is the kind of place where workers keep outputs.
     What the scheduler does it counts and logs.
     """
 
@@ -52,12 +52,13 @@ class Gateway(Observer):
         loras: str = "",
         strict: bool = False,
         time_limits: Mapping[str, float] | None = None,
+        store: str = "shared_memory",
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
         self.results = results
         self.keys = keys
-        self.metrics = Metrics()
+        self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
@@ -115,6 +116,10 @@ class Gateway(Observer):
         log.info("ended", request=context.id, **told, seconds=seconds)
         if not context.dead:
             self.release(context)
+
+    def dispatched(self, pool: str) -> None:
+        """Count a task that this scheduler gave to a worker."""
+        self.metrics.dispatched(pool)
 
     def lease_expired(self, pool: str) -> None:
         """Count a lease that this scheduler ended."""

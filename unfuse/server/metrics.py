@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,14 +15,13 @@ from unfuse.queues.base import Filter, Member, TaskQueue
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 _MOST_ACTIVE = 1000
-_ARENA = "shared_memory"
 
 
 class Metrics:
-    """The numbers of one gateway, each application with its own registry."""
+    """The numbers of one gateway, each application with its own registry. `store` is where outputs lie first."""
 
-    def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+    def __init__(self, store: str) -> None:
+        self._store, self._registry = store, CollectorRegistry()
         self._submitted = self._counter("submitted", "Requests accepted", plain=True)
         self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
@@ -36,6 +36,9 @@ class Metrics:
         )
         self._batch_size = self._histogram(
             "batch_size", "Tasks in a forward, as the mean of a stage's steps", ["pool"], (1, 2, 4, 8, 16, 32, 64, 128)
+        )
+        self._dispatched = Counter(
+            "unfuse_tasks_dispatched", "Tasks that were given to workers", ["pool"], registry=self._registry
         )
         self._expired = Counter("unfuse_lease_expired", "Leases that ran out", ["pool"], registry=self._registry)
         self._hits = Counter("unfuse_cache_hits", "Outputs of encoders that were in the cache", registry=self._registry)
@@ -58,6 +61,10 @@ class Metrics:
                 ("high_water", "Share of the arena that ever was taken, at the most"),
             )
         }
+        self._cached = self._gauge("cache_bytes", "Bytes of encoder outputs that later requests may read")
+        self._predicted = self._gauge(
+            "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", "pool"
+        )
         self._size = self._gauge("queue_size", "Tasks that wait", "pool")
         self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", "pool")
         self._busy = self._gauge("worker_active", "Healthy workers that hold a task", "pool")
@@ -82,6 +89,10 @@ class Metrics:
             case "failed" | "expired":
                 _count(self._failed)
 
+    def dispatched(self, pool: str) -> None:
+        """A task was given to a worker."""
+        self._dispatched.labels(pool).inc()
+
     def lease_expired(self, pool: str) -> None:
         """A lease ran out."""
         self._expired.labels(pool).inc()
@@ -98,9 +109,11 @@ class Metrics:
 
     async def page(self, queue: TaskQueue, members: Sequence[Member], oldest: Mapping[str, float]) -> bytes:
         """Everything in Prometheus' text format; `oldest` is the longest wait in each pool, in seconds."""
-        self._active.set(len(await queue.list(Filter(over=False), limit=_MOST_ACTIVE)))
-        self._bytes.labels(_ARENA).set(sum(member.info.used for member in members))
-        for gauge in (self._size, self._oldest, self._busy, self._idle, *self._arenas.values()):
+        active = [record.context for record in await queue.list(Filter(over=False), limit=_MOST_ACTIVE)]
+        self._active.set(len(active))
+        self._cached.set(await queue.cached_bytes())
+        self._bytes.labels(self._store).set(sum(member.info.used for member in members))
+        for gauge in (self._size, self._oldest, self._predicted, self._busy, self._idle, *self._arenas.values()):
             gauge.clear()
         for role in {member.info.role for member in members}:
             infos = [member.info for member in members if member.info.role == role and member.info.room]
@@ -110,7 +123,9 @@ class Metrics:
                 "high_water": [info.high_water / info.room for info in infos],
             }.items():
                 self._arenas[name].labels(role).set(max(shares, default=0.0))
+        left = _left(active)
         for pool, waited in oldest.items():
+            self._predicted.labels(pool).set(left.get(pool, 0.0))
             held = [member.leased > 0 for member in members if pool in member.info.pools]
             self._oldest.labels(pool).set(waited)
             self._size.labels(pool).set(await queue.size(pool))
@@ -139,6 +154,16 @@ class Metrics:
     def _histogram(self, what: str, says: str, labels: list[str], buckets: Sequence[float] = _BUCKETS) -> Histogram:
         says += ", in requests that succeeded"
         return Histogram(f"unfuse_{what}", says, labels, registry=self._registry, buckets=buckets)
+
+
+def _left(contexts: Sequence[RequestContext]) -> dict[str, float]:
+    """Predicted seconds, by pool, of the stages that are not done."""
+    seconds: dict[str, float] = defaultdict(float)
+    for context in contexts:
+        for stage in context.plan.stages:
+            if context.stages[stage.name].status != "done":
+                seconds[stage.pool] += stage.cost
+    return seconds
 
 
 def _count(counters: list[Counter]) -> None:

@@ -128,8 +128,10 @@ async def what_was_encoded_is_given_up_when_unused(queue: TaskQueue, clock: Manu
     async def kept(*keys: str) -> list[str]:
         return sorted(await queue.cached(keys, use=False))
 
+    assert await queue.cached_bytes() == 0
     for key, nbytes in (("a", 40), ("b", 30), ("c", 30)):
         await queue.cache(key, handle(key, nbytes), 100)
+    assert await queue.cached_bytes() == 100
     await queue.cached(["b", "a"])
     await queue.cached(["c"], use=False)
     await queue.cache("d", handle("d", 1), 100)
@@ -142,6 +144,7 @@ async def what_was_encoded_is_given_up_when_unused(queue: TaskQueue, clock: Manu
     await queue.cache("g", handle("g", 100), 100)
     assert await kept("a", "e", "g") == ["g"]
     await queue.uncache("g", "g")
+    assert await queue.cached_bytes() == 0
     await queue.cache("h", handle("h", 60), 100)
     await queue.cache("i", handle("i", 40), 100)
     assert await kept("h", "i") == ["h", "i"]

@@ -38,6 +38,8 @@ function verbs.cached()
   return refs
 end
 
+function verbs.cached_bytes() return tonumber(call('HGET', META, 'cached') or 0) end
+
 function verbs.uncache()
   local entry = found(A.key)
   if entry and entry.id == A.id then give_up(A.key) end
