@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
@@ -21,9 +24,20 @@ CHECKS = [not_a_server_error, content_type_conformance, response_schema_conforma
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[schemathesis.BaseSchema]:
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with serve(Path(tmp_path_factory.mktemp("results")), idle=False) as served:
-        yield schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+        yield served.url
+
+
+@pytest.fixture(scope="module")
+def api(address: str) -> schemathesis.BaseSchema:
+    return schemathesis.openapi.from_url(f"{address}/openapi.json")
+
+
+@pytest.fixture(scope="module")
+def document(address: str) -> dict[str, Any]:
+    with httpx2.Client(base_url=address, trust_env=False) as http:
+        return dict(http.get("/openapi.json").json())
 
 
 def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None:
@@ -37,3 +51,28 @@ def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None
             case.call_and_validate(checks=CHECKS, timeout=10)
 
         keeps_its_promise()
+
+
+def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
+    bare = [
+        f"{method} {path} {status}"
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        for status, reply in operation["responses"].items()
+        for kind, content in reply.get("content", {}).items()
+        if kind == "application/json" and not content.get("schema", {}).keys() & {"properties", "additionalProperties"}
+        and "$ref" not in content.get("schema", {})
+    ]  # fmt: skip
+    assert bare == []
+    assert document["components"]["schemas"]["Event"]["properties"].keys() >= {"type", "stage", "step", "seq"}
+
+
+def test_the_page_fetches_nothing_from_elsewhere(address: str) -> None:
+    with httpx2.Client(base_url=address, trust_env=False) as http:
+        page = http.get("/docs")
+        fetched = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+
+        assert page.status_code == 200
+        assert fetched
+        assert "//" not in "".join(fetched)
+        assert [http.get(path).status_code for path in fetched] == [200] * len(fetched)

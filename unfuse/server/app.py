@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fastapi import Depends, FastAPI
+from fastapi_offline import FastAPIOffline
 
 from unfuse import __version__
 from unfuse.core.plan import Params
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import dead, health, images, models, requests, videos, workers
+from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, tenant_of
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
@@ -36,7 +38,7 @@ def create_app(
     seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is
     the kind of place where workers keep outputs.
     """
-    app = FastAPI(title="unfuse", version=__version__, responses=DOCUMENTED)
+    app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = dict(keys or {}), dict(names or {})
     app.state.gateway = Gateway(scheduler, results, own_keys, own_names, standard, loras, strict, time_limits, store)
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
@@ -45,4 +47,5 @@ def create_app(
     app.include_router(health.router)
     install(app)
     app.add_middleware(Edge)
+    app.openapi().setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT  # made once, and kept
     return app

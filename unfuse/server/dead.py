@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from unfuse.core.errors import NotFound
 from unfuse.queues.base import Filter
+from unfuse.server.answers import REQUEST, one, several
 from unfuse.server.auth import Tenant
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
@@ -20,7 +21,7 @@ router = APIRouter(prefix="/dead", tags=["dead"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
-@router.get("")
+@router.get("", responses=several(REQUEST))
 async def page(
     request: Request,
     gateway: Served,
@@ -33,7 +34,7 @@ async def page(
     return listed([gateway.view(request, record, evidence=True) for record in found], limit)
 
 
-@router.get("/{id}")
+@router.get("/{id}", responses=one(REQUEST))
 async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """One request that was given up, with the evidence."""
     record = await gateway.load(id, tenant)
@@ -42,7 +43,7 @@ async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> di
     return gateway.view(request, record, evidence=True)
 
 
-@router.post("/{id}/retry", status_code=202)
+@router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
 async def retry(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """Ask for the same again, as a new request with the same seed; the old one is dead no more.
 

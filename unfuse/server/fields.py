@@ -89,7 +89,3 @@ EDIT = _bodies(_body({"image": _HELD}, _nullable(_PICTURE)), _body({"image": _FI
 CREATE = _bodies(
     _body({}, _nullable({**_VIDEO, "input_reference": _HELD})), _body({}, {**_VIDEO, "input_reference": _FILE})
 )
-
-ACCEPTED: dict[int | str, Schema] = {202: {"description": "With `Prefer: respond-async`: the request object"}}
-_KINDS: Schema = {"application/json": {}, "text/event-stream": {}}
-PICTURES = ACCEPTED | {200: {"description": "The pictures, or with `stream` their events", "content": _KINDS}}

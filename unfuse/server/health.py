@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from unfuse import __version__
 from unfuse.core.errors import TransientError
+from unfuse.server.answers import READY
 from unfuse.server.errors import Refusal, envelope
 from unfuse.server.gateway import Gateway, gateway_of
 
@@ -23,7 +24,7 @@ async def health() -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/ready")
+@router.get("/ready", responses=READY)
 async def ready(gateway: Served) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 

@@ -18,10 +18,11 @@ from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.params import PICTURE
 from unfuse.core.request import Record, RequestContext, ResultFile
 from unfuse.server.accept import Call, respond_async
+from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_body, read_json
 from unfuse.server.errors import Refusal, envelope, refusal_of
-from unfuse.server.fields import EDIT, GENERATE, PICTURES
+from unfuse.server.fields import EDIT, GENERATE
 from unfuse.server.gateway import Gateway, base_of, gateway_of
 from unfuse.server.sse import stream
 from unfuse.server.view import result_url, size_of
@@ -39,14 +40,14 @@ _USAGE = {
 """Pictures are not counted in tokens; the `openai` client's type wants the fields."""
 
 
-@router.post("/images/generations", openapi_extra=GENERATE, responses=PICTURES)
+@router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing."""
     call = Call(gateway, request, tenant, await read_json(request), PICTURE)
     return await _answer(call, "image_generation")
 
 
-@router.post("/images/edits", openapi_extra=EDIT, responses=PICTURES)
+@router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
 async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Make pictures that start from another one, and wait for them, where a model is served that can."""
     given = await read_body(request)

@@ -10,13 +10,14 @@ from msgspec.structs import asdict
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import UnknownModel
+from unfuse.server.answers import MODEL, one, several
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(prefix="/models", tags=["models"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
-@router.get("")
+@router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served) -> dict[str, object]:
     """Every served model."""
     loras = await _loras(gateway)
@@ -24,7 +25,7 @@ async def page(gateway: Served) -> dict[str, object]:
     return {"object": "list", "data": [_model(name, card, loras) for name, card in served]}
 
 
-@router.get("/{name:path}")
+@router.get("/{name:path}", responses=one(MODEL))
 async def show(name: str, gateway: Served) -> dict[str, object]:
     """One served model; its name may hold slashes."""
     served = await gateway.models()

@@ -15,6 +15,7 @@ from unfuse.core.errors import NotFound
 from unfuse.core.event import Event
 from unfuse.core.request import TERMINAL, RequestStatus
 from unfuse.queues.base import Filter
+from unfuse.server.answers import HAPPENED, REQUEST, one, several
 from unfuse.server.auth import Tenant
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.sse import stream
@@ -24,7 +25,7 @@ router = APIRouter(prefix="/requests", tags=["requests"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
-@router.get("")
+@router.get("", responses=several(REQUEST))
 async def page(
     request: Request,
     gateway: Served,
@@ -40,13 +41,13 @@ async def page(
     return listed([gateway.view(request, record) for record in found], limit)
 
 
-@router.get("/{id}")
+@router.get("/{id}", responses=one(REQUEST))
 async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
     return gateway.view(request, await gateway.load(id, tenant), evidence=True)
 
 
-@router.post("/{id}/cancel")
+@router.post("/{id}/cancel", responses=one(REQUEST))
 async def cancel(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """End a request; what is over stays as it is."""
     await gateway.load(id, tenant)
@@ -74,7 +75,7 @@ async def preview(id: str, index: int, step: int, gateway: Served, tenant: Tenan
     return Response(data, media_type="image/jpeg")
 
 
-@router.get("/{id}/events", response_class=StreamingResponse)
+@router.get("/{id}/events", response_class=StreamingResponse, responses=HAPPENED)
 async def events(
     id: str,
     gateway: Served,

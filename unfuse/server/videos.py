@@ -17,10 +17,11 @@ from unfuse.core.params import VIDEO
 from unfuse.core.request import Record, is_video
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
+from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
-from unfuse.server.fields import ACCEPTED, CREATE
+from unfuse.server.fields import CREATE
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 from unfuse.server.view import status_of, video_object
@@ -32,8 +33,8 @@ POLL_MS = 500
 """How long a client waits before it asks again for a video that is not done."""
 
 
-@router.post("", openapi_extra=CREATE, responses=ACCEPTED)
-@router.post("/generations", openapi_extra=CREATE, responses=ACCEPTED)
+@router.post("", openapi_extra=CREATE, responses=FILMED)
+@router.post("/generations", openapi_extra=CREATE, responses=FILMED)
 async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
     call = Call(gateway, request, tenant, await read_body(request), VIDEO, "input_reference")
@@ -41,7 +42,7 @@ async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
     return respond_async(call, record) or _answer(record)
 
 
-@router.get("")
+@router.get("", responses=several(VIDEO_OBJECT))
 async def page(
     gateway: Served,
     tenant: Tenant,
@@ -61,13 +62,13 @@ async def page(
     return listed([video_object(record) for record in found[first : first + limit + 1]], limit)
 
 
-@router.get("/{id}")
+@router.get("/{id}", responses=one(VIDEO_OBJECT))
 async def show(id: str, gateway: Served, tenant: Tenant) -> JSONResponse:
     """One video."""
     return _answer(await _load(gateway, id, tenant))
 
 
-@router.delete("/{id}")
+@router.delete("/{id}", responses=DELETED)
 async def delete(id: str, gateway: Served, tenant: Tenant) -> dict[str, object]:
     """End a video if it is not done, and forget it."""
     await _load(gateway, id, tenant)

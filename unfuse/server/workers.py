@@ -6,13 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
+from unfuse.server.answers import POOL, WORKER, several
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(tags=["workers"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
-@router.get("/workers")
+@router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
     """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
     now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.workers()}
@@ -41,7 +42,7 @@ async def workers(gateway: Served) -> dict[str, object]:
     return {"object": "list", "data": data}
 
 
-@router.get("/pools")
+@router.get("/pools", responses=several(POOL, paged=False))
 async def pools(gateway: Served) -> dict[str, object]:
     """Pools of the served models: the models that share each, its healthy workers, and the tasks that wait in it.
 

@@ -1,0 +1,134 @@
+"""What calls answer, for /openapi.json: bodies and headers. A test throws things at them and holds each reply to it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+
+from unfuse.core.event import Event
+from unfuse.core.request import RequestStatus
+
+Schema = dict[str, Any]
+Answers = dict[int | str, Schema]
+
+TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
+ANY: Schema = {}
+"""What depends on the model, or on who asked."""
+
+UNIX = {**NUMBER, "description": "Unix seconds"}
+SECONDS = {**NUMBER, "description": "seconds"}
+BYTES = {**INTEGER, "description": "bytes"}
+
+
+def perhaps(schema: Schema) -> Schema:
+    """That, or null."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def array(items: Schema) -> Schema:
+    """Several of them."""
+    return {"type": "array", "items": items}
+
+
+def table(values: Schema) -> Schema:
+    """Values of that kind, by name."""
+    return {"type": "object", "additionalProperties": values}
+
+
+def thing(fields: Schema, **optional: Schema) -> Schema:
+    """An object that has all of these fields, and perhaps the optional ones."""
+    return {"type": "object", "required": list(fields), "properties": fields | optional}
+
+
+STAGE = thing(
+    {
+        "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
+        "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
+        "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
+        "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT,
+    }
+)  # fmt: skip
+ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
+REQUEST = thing(
+    {
+        "id": TEXT, "object": {"const": "request"}, "model": TEXT, "medium": {"enum": ["image", "video"]},
+        "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
+        "status": {"enum": list(get_args(RequestStatus))},
+        "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
+        "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
+        "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
+        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS)}),
+        "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
+        "stages": array(STAGE),
+        "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
+        "error": perhaps(ERROR), "metadata": table(TEXT),
+    }
+)  # fmt: skip
+VIDEO = thing(
+    {
+        "id": TEXT, "object": {"const": "video"}, "created_at": INTEGER, "completed_at": perhaps(INTEGER),
+        "status": {"enum": ["queued", "in_progress", "completed", "failed"]}, "progress": INTEGER, "prompt": TEXT,
+        "model": TEXT,
+        "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
+        "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
+    }
+)  # fmt: skip
+MODEL = thing(
+    {
+        "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
+        "takes_image": FLAG, "loras": array(TEXT), "limits": table(NUMBER), "defaults": table(ANY),
+        "quality": table(table(ANY)), "stages": table(TEXT),
+    }
+)  # fmt: skip
+WORKER = thing(
+    {
+        "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
+        "slots": INTEGER, "leased": INTEGER, "models": array(TEXT), "pid": INTEGER, "room": BYTES, "used": BYTES,
+        "high_water": BYTES, "fragmentation": NUMBER, "engines": table(TEXT), "healthy": FLAG, "seen_s": SECONDS,
+    }
+)  # fmt: skip
+POOL = thing(
+    {
+        "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
+        "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS,
+    }
+)  # fmt: skip
+PICTURES = thing(
+    {
+        "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
+        "data": array(thing({"seed": INTEGER}, b64_json=TEXT, url=TEXT)), "output_format": TEXT, "usage": table(ANY),
+    }
+)  # fmt: skip
+
+_HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
+_LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
+_LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
+
+
+def answer(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
+    """One reply: what it means, its body, its type."""
+    return {"description": says, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
+
+
+def one(schema: Schema, status: int = 200) -> Answers:
+    """A call that answers with one such object."""
+    return {status: answer("What was asked for", schema)}
+
+
+def several(schema: Schema, paged: bool = True) -> Answers:
+    """A call that answers with a list of them, page by page unless it is short."""
+    page = {"has_more": FLAG, "first_id": perhaps(TEXT), "last_id": perhaps(TEXT)} if paged else {}
+    return one(thing({"object": {"const": "list"}, "data": array(schema), **page}))
+
+
+ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
+DRAWN = ACCEPTED | one(PICTURES)
+DRAWN[200]["content"] |= {"text/event-stream": {"schema": TEXT}}
+FILMED = ACCEPTED | one(VIDEO)
+DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
+HAPPENED: Answers = {200: answer("Each event's data is an Event", TEXT, "text/event-stream")}
+EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
+"""The data of each event; it stands among the schemas under that name."""
+
+READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}))
