@@ -10,7 +10,8 @@ import pytest
 from tests.models import conftest as c
 from tests.models.tiny import KINDS
 from unfuse.core.errors import ConfigError
-from unfuse.models import find, pipeline_class, served_classes
+from unfuse.models import find, resolve_source, served_classes
+from unfuse.models.names import hub_name, pipeline_class
 
 
 @pytest.mark.parametrize(("name", "pipeline", "family"), [
@@ -36,7 +37,7 @@ def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline:
 
 
 def test_an_exact_name_goes_before_a_pattern_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.models.PLANS", {"a/b-*": "Pattern", "a/b-c": "Exact"})
+    monkeypatch.setattr("unfuse.models.names.PLANS", {"a/b-*": "Pattern", "a/b-c": "Exact"})
 
     assert pipeline_class("a/b-c") == "Exact"
     assert pipeline_class("a/b-d") == "Pattern"
@@ -90,3 +91,27 @@ def test_cards_of_all_families_are_made_without_torch(undivided: c.Undivided) ->
     done = subprocess.run(command, text=True, capture_output=True, check=True)
 
     assert done.stdout.split("\n")[0] == "unfuse/shapes []"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("Wan2.1-T2V-1.3B", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+        ("wan2.1-t2v-14b", "Wan-AI/Wan2.1-T2V-14B-Diffusers"),
+        ("Wan-AI/Wan2.1-I2V-14B-720P", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
+        ("HunyuanVideo", "hunyuanvideo-community/HunyuanVideo"),
+        ("FLUX.1-dev", "black-forest-labs/FLUX.1-dev"),
+        ("Wan2.1-T2V-fine-tune", "Wan-AI/Wan2.1-T2V-fine-tune"),
+        ("somebody/Wan2.1-T2V-1.3B", "somebody/Wan2.1-T2V-1.3B"),
+        ("FLUX.1-dev@v1", "FLUX.1-dev@v1"),
+        ("shapes", "unfuse/shapes"),
+        ("nothing", "nothing"),
+    ],
+)
+def test_a_known_model_may_be_called_in_short(name: str, found: str) -> None:
+    assert hub_name(name) == found
+
+
+def test_an_unknown_short_name_is_told_what_is_known() -> None:
+    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, FLUX\.1-dev.*Wan2\.1-T2V-1\.3B"):
+        resolve_source("Wan3-T2V")

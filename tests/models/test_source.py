@@ -129,7 +129,7 @@ def test_a_source_may_be_the_packaged_model_or_a_folder(tmp_path: Path, monkeypa
     assert resolve_source(NAME) == tmp_path / "owner" / "model"
 
 
-@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-at-all", "shapes", "a/b/c", ""])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./none", "~/none-at-all", "shape", "a/b/c", ""])
 def test_a_source_that_is_nothing_is_refused_before_any_network(name: str) -> None:
     with pytest.raises(ConfigError, match="is no folder, nor a hub name such as owner/model, nor one of unfuse/shapes"):
         resolve_source(name)

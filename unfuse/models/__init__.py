@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
-from unfuse.models.folder import INDEX, ModelFolder
+from unfuse.models.folder import ModelFolder
+from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
 
-__all__ = ["Family", "find", "pipeline_class", "resolve_source", "served_classes"]
+__all__ = ["Family", "find", "resolve_source", "served_classes"]
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
@@ -28,40 +28,10 @@ FAMILIES = {
 OUTSIDE = "unfuse.families"
 """Entry points under which other packages bring families, likewise by pipeline class; none replaces one of ours."""
 
-PLANS = {
-    "unfuse/shapes": "WanPipeline",
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "WanPipeline",
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "WanPipeline",
-    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": "WanImageToVideoPipeline",
-    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": "WanImageToVideoPipeline",
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": "WanPipeline",
-    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": "WanImageToVideoPipeline",
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": "WanPipeline",
-    "black-forest-labs/FLUX.1-dev": "FluxPipeline",
-    "black-forest-labs/FLUX.1-schnell": "FluxPipeline",
-    "black-forest-labs/FLUX.2-klein-*": "Flux2KleinPipeline",
-    "hunyuanvideo-community/HunyuanVideo": "HunyuanVideoPipeline",
-    "Qwen/Qwen-Image": "QwenImagePipeline",
-    "Wan-AI/Wan2.1-T2V-*": "WanPipeline",
-    "Wan-AI/Wan2.1-I2V-*": "WanImageToVideoPipeline",
-}
-"""Pipeline classes of models known by name, before anything of them is downloaded; a name may be a pattern."""
-
 
 def served_classes() -> tuple[str, ...]:
     """The pipeline classes that can be served."""
     return tuple(sorted(FAMILIES))
-
-
-def pipeline_class(name: str) -> str:
-    """The pipeline class of a model known by name: the exact name first, then the first pattern that fits.
-
-    Raises ConfigError for another name: it says what is known.
-    """
-    for pattern, found in PLANS.items():
-        if name == pattern or (name not in PLANS and fnmatchcase(name, pattern)):
-            return found
-    raise ConfigError(f"model {name!r} is not known by name; known are {', '.join(PLANS)}, and any folder with {INDEX}")
 
 
 def find(source: str | Path) -> Family:

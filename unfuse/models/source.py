@@ -8,30 +8,33 @@ from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import PLAIN, ModelFolder, hub_errors, unserved
+from unfuse.models.names import PLANS, SUFFIX, hub_name
 
 PACKAGED = {"unfuse/shapes": "shapes"}
 """Models that come with unfuse, and their folders beside this file."""
 
 
 def resolve_source(name: str, revision: str | None = None, components: Collection[str] | None = None) -> Path:
-    """The folder of a model: a packaged one by name, an existing folder, else a hub name.
+    """The folder of a model: a packaged one by name, an existing folder, else a hub name, or a known one in short.
 
     Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all). It
     is looked up, and downloaded, as the hub library does it: in its cache, with its token, offline when HF_HUB_OFFLINE
     is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files are of one commit.
     Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
     """
-    if name in PACKAGED:
-        return Path(__file__).parent / PACKAGED[name]
     path = Path(name).expanduser()
-    if name and path.is_dir():
+    if name and name not in PACKAGED and path.is_dir():
         return path.resolve()
     if path.is_file():
         reason = unserved([path.name]) or "not the folder of a model"
         raise ConfigError(f"model {name!r} is a single file: {reason}")
     name, _, pinned = name.partition("@")
+    name = hub_name(name)
+    if name in PACKAGED:
+        return Path(__file__).parent / PACKAGED[name]
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        known = ", ".join(PACKAGED)
+        short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
+        known = ", ".join([*PACKAGED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
     return _from_hub(name, revision or pinned or None, components)
 
