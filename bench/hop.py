@@ -19,6 +19,7 @@ import uvloop
 
 from bench.report import show, spread
 from bench.servers import redis_server
+from tests.meet import unix_address
 from unfuse.cli import logs
 from unfuse.core.card import Limits as CardLimits, ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
@@ -52,7 +53,7 @@ async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
     logs.to_stderr(logs.WARNING)
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
     desk = Desk(scheduler, [], Places(""))
-    router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
+    router = Router(unix_address(), desk.answer, desk.undelivered)
     await scheduler.start()
     return scheduler, router
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from tests.meet import address_of_server
+
 START_S = 120.0
 """How long anything may take to come about on a loaded machine; nothing is asserted about it."""
 
@@ -127,13 +129,11 @@ class Process:
 class Gateway(Process):
     """One `unfuse serve` without workers: a gateway and a scheduler."""
 
-    def __init__(
-        self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], listen: str = ""
-    ) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.port = free_port()
-        self.control = listen or f"tcp://127.0.0.1:{free_port()}"
+        self.control = address_of_server(self.port)
         command = [sys.executable, "-m", "unfuse", "serve", *arguments]
-        super().__init__(name, [*command, "--port", str(self.port), "--listen", self.control], log, environment)
+        super().__init__(name, [*command, "--port", str(self.port)], log, environment)
 
     @property
     def url(self) -> str:
@@ -194,7 +194,8 @@ class Cluster:
     ) -> None:
         self.folder, self._apart = folder, apart
         site, self.model = install(folder)
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
+        kept = "UNFUSE_RUN_DIR"
+        clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("UNFUSE_")}
         paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         self._environment = clean | {
             "PYTHONPATH": paths, "UNFUSE_DATA_DIR": str(folder / "data"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",

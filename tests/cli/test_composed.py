@@ -13,7 +13,6 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
-from tests.integration.harness import free_port
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
 from unfuse.cli.compose import Service, plan
@@ -47,15 +46,15 @@ async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[
 
     Its workers are not processes of their own: they are `working`.
     """
-    address = f"tcp://127.0.0.1:{free_port()}"
-    flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.listen": address, "serve.port": 0}
-    chosen = options(load({**flags, "serve.workers": False}, None, {"UNFUSE_DATA_DIR": str(folder)}))
+    flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.workers": False, "serve.port": 0}
+    environment = {"UNFUSE_DATA_DIR": str(folder), "UNFUSE_RUN_DIR": os.environ["UNFUSE_RUN_DIR"]}
+    chosen = options(load(flags, None, environment))
     service = Service(chosen, plan(chosen))
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(service.run(url.set_result))
     try:
         await asyncio.wait([running, url], return_when=asyncio.FIRST_COMPLETED)
-        yield url.result() if url.done() else str(await running), address
+        yield url.result() if url.done() else str(await running), service.addresses[0]
     finally:
         service.stop()
         service.stop()

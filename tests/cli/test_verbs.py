@@ -30,6 +30,7 @@ from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source
 from unfuse.queues.base import Limits
+from unfuse.wire.unix_socket import listening, server_socket
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
@@ -102,6 +103,17 @@ def test_doctor_says_what_the_machine_has(unfuse: Run) -> None:
     code, out, _ = unfuse("doctor")
     assert code == 0
     assert {"system", "processors", "memory", "GPUs", "libraries", "ports"} <= set(out.split())
+
+
+def test_doctor_says_which_servers_run_and_that_insecure_listen_is_open(unfuse: Run) -> None:
+    assert not re.search("WARNING|insecure", unfuse("doctor")[1])
+    with listening(server_socket(load().settings.run_dir, 12345)):
+        code, out, _ = unfuse("doctor", "--insecure-listen")
+        assert re.search(r"^servers .*\b12345\b", out, re.MULTILINE)
+        assert re.search(r"^WARNING +workers come in over TCP without keys: whoever", out, re.MULTILINE)
+        found = json.loads(unfuse("doctor", "--json")[1])
+        assert "12345" in found["servers"]
+        assert found["insecure_listen"] is False
 
 
 def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_split_gains_nothing(unfuse: Run) -> None:

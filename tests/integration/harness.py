@@ -21,6 +21,8 @@ from typing import Any
 import psutil
 from PIL import Image
 
+from tests.meet import address_of_server
+
 START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
 
@@ -61,7 +63,8 @@ def free_port() -> int:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_")}
+    kept = "UNFUSE_RUN_DIR"
+    clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("UNFUSE_")}
     return clean | {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
@@ -95,14 +98,14 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 class Server:
-    """One `unfuse serve` process on free ports; workers connect to it at the address `at`."""
+    """One `unfuse serve` process on a free port; workers come to its unix socket, or to that host `at` with keys."""
 
-    def __init__(self, folder: Path, *arguments: str, at: str = "127.0.0.1", **variables: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, at: str = "", **variables: str) -> None:
         self.folder = folder
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        self.control = f"tcp://{at}:{free_port()}"
+        self.control = f"tcp://{at}:{free_port()}" if at else address_of_server(port)
         self._log = (folder / "serve.log").open("wb")
-        command = unfuse("serve", *arguments, "--port", str(port), "--listen", self.control)
+        command = unfuse("serve", *arguments, "--port", str(port), *(("--listen", self.control) if at else ()))
         self._start = partial(
             subprocess.Popen,
             command,
@@ -220,7 +223,7 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, at: str = "127.0.0.1", **variables: str) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, at: str = "", **variables: str) -> Iterator[Server]:
     server = Server(folder, *arguments, at=at, **variables)
     try:
         yield server

@@ -101,7 +101,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_a_port_in_use_is_one_clear_line(server: Server, tmp_path: Path) -> None:
     port = server.url.rpartition(":")[2]
-    failed = run(tmp_path, "serve", "--no-workers", "--port", port, "--listen", f"tcp://127.0.0.1:{free_port()}")
+    failed = run(tmp_path, "serve", "--no-workers", "--port", port)
     assert failed.returncode == 1
     assert f"cannot listen on 127.0.0.1:{port}" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -31,6 +31,13 @@ def keys(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+@pytest.fixture
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data folder without keys."""
+    monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path / "data"))
+    return tmp_path / "data"
+
+
 def refusal(*arguments: str) -> str:
     ended = subprocess.run([*UNFUSE, *arguments], capture_output=True, text=True)
     assert ended.returncode == 1
@@ -77,13 +84,10 @@ def test_keys_are_made_once(keys: Path) -> None:
     assert (keys / "worker.key").read_text() == before
 
 
-def test_neither_side_starts_beyond_loopback_without_keys(tmp_path: Path) -> None:
-    model = outside.model(tmp_path / "model")
-    for command in (
-        ("serve", str(model), "--port", "0", "--listen", "tcp://0.0.0.0:0"),
-        ("worker", "--scheduler", "tcp://127.0.0.1:1", "--scheduler", "tcp://192.0.2.1:8001", "--arena", "1MiB"),
-    ):
-        assert "make keys by `unfuse keys new DIR`" in refusal(*command)
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+def test_a_worker_without_keys_does_not_start_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
+    refused = refusal("worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB")
+    assert "make keys by `unfuse keys new DIR`" in refused
 
 
 def test_a_key_that_others_can_read_starts_nothing(tmp_path: Path, keys: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 import structlog
 import structlog.testing
 
+from tests.meet import unix_address
 from unfuse.core.errors import ConfigError
 from unfuse.launch.local import LocalWorkers
 
@@ -19,10 +20,11 @@ from unfuse.launch.local import LocalWorkers
 @pytest.fixture
 async def nobody() -> AsyncIterator[str]:
     """An address where no scheduler answers: whoever asks there waits."""
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
+    address = unix_address()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(address.removeprefix("unix:"))
         silent.listen()
-        yield f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        yield address
 
 
 def command(scheduler: str, role: str = "encoder") -> list[str]:

@@ -15,6 +15,7 @@ import zmq.asyncio
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
+from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys, make, read
 from unfuse.wire.router import Router
@@ -33,7 +34,7 @@ def keys(folder: Path, side: str) -> Keys:
 
 
 @asynccontextmanager
-async def listening(keys: Keys | None, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[ToScheduler]]]:
+async def listening(keys: Trust, host: str = "127.0.0.1") -> AsyncIterator[tuple[str, list[ToScheduler]]]:
     seen: list[ToScheduler] = []
 
     async def answer(_: bytes, message: ToScheduler) -> ToWorker:
@@ -103,7 +104,7 @@ async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path
     async with listening(keys(folder, "scheduler")) as (address, seen):
         honest = Dealer(address, own)
         for stranger in strangers:
-            dealer = Dealer(address, stranger)
+            dealer = Dealer(address, stranger or INSECURE)
             with pytest.raises(ConnectionError):
                 await dealer.call(Beat(used=666), 60)
             await dealer.close()
@@ -113,7 +114,7 @@ async def test_whoever_lacks_the_right_key_is_not_heard_and_is_told(folder: Path
 
 
 async def test_one_with_keys_says_nothing_to_a_scheduler_without(folder: Path) -> None:
-    async with listening(None) as (address, seen):
+    async with listening(INSECURE) as (address, seen):
         dealer = Dealer(address, keys(folder, "worker"))
         with pytest.raises(ConnectionError):
             await dealer.call(Beat(), 60)
@@ -141,10 +142,10 @@ async def test_what_is_sent_cannot_be_read_on_the_way(folder: Path) -> None:
         await asyncio.gather(pump(reader, there_writer), pump(there_reader, writer))
 
     for used in (True, False):
-        async with listening(keys(folder, "scheduler") if used else None) as (address, seen):
+        async with listening(keys(folder, "scheduler") if used else INSECURE) as (address, seen):
             server = await asyncio.start_server(relay, "127.0.0.1", 0)
             between = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            dealer = Dealer(between, keys(folder, "worker") if used else None)
+            dealer = Dealer(between, keys(folder, "worker") if used else INSECURE)
             message = Beat(holding=("req_a-request-nobody-else-should-hear-of",))
             await dealer.call(message, 60)
             assert seen == [message]

@@ -10,10 +10,11 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from tests.meet import unix_address
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Granted, Pulse, Refused, ToScheduler, ToWorker
-from unfuse.wire.address import check, is_loopback
+from unfuse.wire.address import INSECURE, endpoint, is_loopback, keys_for
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import MAX_PENDING, Router
@@ -47,9 +48,9 @@ class Answers:
 
 
 @asynccontextmanager
-async def wire() -> AsyncIterator[tuple[Router, Answers]]:
+async def wire(address: str = "") -> AsyncIterator[tuple[Router, Answers]]:
     answers = Answers()
-    router = Router("tcp://127.0.0.1:0", answers.answer, answers.undeliverable)
+    router = Router(address or unix_address(), answers.answer, answers.undeliverable, INSECURE)
     try:
         yield router, answers
     finally:
@@ -59,7 +60,7 @@ async def wire() -> AsyncIterator[tuple[Router, Answers]]:
 async def raw(address: str) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(address)
+    socket.connect(endpoint(address))
     return socket
 
 
@@ -160,9 +161,10 @@ async def test_a_reply_whose_receiver_is_gone_is_told_to_the_answering_side() ->
         await other.close()
 
 
-async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_nobody_is_there() -> None:
-    async with wire() as (router, answers):
-        dealer = Dealer(router.address)
+@pytest.mark.parametrize("address", ["", "tcp://127.0.0.1:0"], ids=["unix", "tcp"])
+async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_nobody_is_there(address: str) -> None:
+    async with wire(address) as (router, answers):
+        dealer = Dealer(router.address, INSECURE)
         waiting = [asyncio.create_task(dealer.call(Ask(1, None, 9.0), 600)) for _ in range(3)]
         await answers.waiting.wait()
     for task in waiting:
@@ -172,31 +174,46 @@ async def test_whoever_waits_is_told_at_once_when_the_other_end_goes_and_when_no
         await dealer.call(Beat(), 600)
     await dealer.close()
 
-    nobody = Dealer(router.address)
+    nobody = Dealer(router.address, INSECURE)
     with pytest.raises(ConnectionError, match="nobody listens"):
         await nobody.call(Beat(), 600)
     await nobody.close()
 
 
 async def test_a_port_in_use_is_one_clear_sentence() -> None:
-    async with wire() as (router, answers):
+    async with wire("tcp://127.0.0.1:0") as (router, answers):
         with pytest.raises(ConfigError, match="cannot listen on .*choose another --listen"):
-            Router(router.address, answers.answer, answers.undeliverable)
+            Router(router.address, answers.answer, answers.undeliverable, INSECURE)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "0.0.0.0", "192.0.2.1", "[::]", "example.org"])
+def test_tcp_takes_keys_on_loopback_too_unless_everybody_is_trusted(host: str) -> None:
+    keys, address = Keys("s" * 40, "p" * 40), f"tcp://{host}:8001"
+    with pytest.raises(ConfigError, match="can be reached by others: make keys by `unfuse keys new DIR`"):
+        keys_for(address)
+    assert keys_for(address, keys) == keys
+    assert keys_for(address, INSECURE) is None
+
+
+def test_a_unix_socket_takes_no_keys() -> None:
+    assert keys_for("unix:/run/x", None) is keys_for("unix:/run/x", Keys("s" * 40, "p" * 40)) is None
 
 
 @pytest.mark.parametrize(
-    "address", ["tcp://0.0.0.0:8001", "tcp://192.0.2.1:80", "tcp://[::]:8001", "tcp://example.org:1"]
+    ("address", "hint"),
+    [
+        ("", "tcp://127.0.0.1:8001"),
+        ("10.0.0.1:8001", "tcp://10.0.0.1:8001"),
+        ("ipc:///tmp/x", "tcp://127.0.0.1:8001"),
+        ("tcp://127.0.0.1", "tcp://127.0.0.1:8001"),
+        ("tcp://127.0.0.1:http", "tcp://127.0.0.1:8001"),
+        ("unix:relative", "unix:/PATH"),
+        ("unix:/" + "x" * 100, "at most 100 bytes"),
+    ],
 )
-def test_no_start_beyond_loopback_without_keys(address: str) -> None:
-    with pytest.raises(ConfigError, match="can be reached from other machines: make keys by `unfuse keys new DIR`"):
-        check(address)
-    assert check(address, Keys("s" * 40, "p" * 40)) == address
-
-
-@pytest.mark.parametrize("address", ["", "127.0.0.1:8001", "ipc:///tmp/x", "tcp://127.0.0.1"])
-def test_an_address_that_is_none_says_how_one_is_written(address: str) -> None:
-    with pytest.raises(ConfigError, match="write tcp://"):
-        check(address)
+def test_an_address_that_is_none_says_how_one_is_written(address: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"is no control address: write .*{hint}"):
+        keys_for(address, INSECURE)
 
 
 def test_loopback_is_known_by_address_not_by_looks() -> None:

@@ -16,7 +16,7 @@ from unfuse.wire.router import Router
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
     desk = Desk(scheduler, [("none", "none", "auto")], Places("disk:/nowhere"))
-    router = Router("tcp://127.0.0.1:0", desk.answer, desk.undelivered)
+    router = Router(sys.argv[1], desk.answer, desk.undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")
     sys.stdout.flush()

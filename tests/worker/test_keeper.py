@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.graphs import object_for
+from tests.meet import unix_address
 from unfuse.core.messages import Accepted, Failed, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease, Task
@@ -105,7 +106,7 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     """Else whoever tries again would begin at the checkpoint before."""
     made, place, scheduler = keeper()
     place.written.clear()
-    worker: Any = Worker(WorkerOptions("all", ("tcp://127.0.0.1:1",), "node"))
+    worker: Any = Worker(WorkerOptions("all", (unix_address(),), "node"))
     await worker._link.close()
     worker._keeper, worker._link = made, scheduler
     await worker._hear(kept(10))

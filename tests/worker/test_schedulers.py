@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.meet import unix_address
 from tests.worker import outside
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
@@ -62,7 +63,7 @@ class Town:
         self.refuse_first: type | None = None
         self.heard: list[tuple[int, ToScheduler]] = []
 
-    async def open(self, address: str = "tcp://127.0.0.1:0") -> Router:
+    async def open(self, address: str = "") -> Router:
         number = len(self.routers)
         scheduler = Scheduler(self.queue, cards=[self.card])
         desk = Desk(scheduler, self.offered, Places(self.results))
@@ -80,7 +81,7 @@ class Town:
 
         await scheduler.start()
         self.schedulers.append(scheduler)
-        self.routers.append(Router(address, answer, desk.undelivered))
+        self.routers.append(Router(address or unix_address(), answer, desk.undelivered))
         return self.routers[-1]
 
     async def kill(self, number: int) -> None:
@@ -281,9 +282,9 @@ async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_
         await asyncio.gather(*found.workers)  # ends, without an error
 
 
-async def test_no_start_beyond_loopback_without_keys(model: Path) -> None:
+async def test_no_start_over_tcp_without_keys(model: Path) -> None:
     with pytest.raises(ConfigError, match="unfuse keys new"):
-        Worker(WorkerOptions("all", ("tcp://127.0.0.1:1", "tcp://192.0.2.1:1"), "node", arena=1 << 20))
+        Worker(WorkerOptions("all", (unix_address(), "tcp://127.0.0.1:1"), "node", arena=1 << 20))
 
 
 # -- the link alone
@@ -293,7 +294,7 @@ HELLO = Hello(WorkerInfo("worker-1", "node", "all", ("pool",), 1, "unix:@x", 1 <
 
 @asynccontextmanager
 async def process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    command = [sys.executable, str(Path(__file__).with_name("silent_scheduler.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("silent_scheduler.py")), unix_address()]
     child = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert child.stdout
@@ -329,7 +330,7 @@ async def linked(ahead: int) -> AsyncIterator[tuple[Link, list[asyncio.subproces
     async with AsyncExitStack() as stack:
         others = [await stack.enter_async_context(process()) for _ in range(ahead)]
         here = Here()
-        router = Router("tcp://127.0.0.1:0", here.answer, here.undelivered)
+        router = Router(unix_address(), here.answer, here.undelivered)
         stack.push_async_callback(router.close)
         renewed = asyncio.Event()
         link = Link([*(address for _, address in others), router.address], None, renewed.set)

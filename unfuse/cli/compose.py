@@ -37,9 +37,10 @@ from unfuse.server import create_app
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.transfer.base import TransferEngine
-from unfuse.wire.address import is_loopback
+from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
+from unfuse.wire.unix_socket import private_socket, server_socket
 from unfuse.worker.worker import Worker, WorkerOptions
 
 BUILT_IN = "unfuse/shapes"
@@ -55,12 +56,13 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
-    """What `serve` composes. `keys` maps API keys to tenants; `names` are what clients call the models, in order.
+    """What `serve` composes. `keys` maps API keys to tenants.
 
-    `worker_flags` are what the workers it starts are told beside how to compute, by flag; `worker_environment` by
-    variable. `standard` parameters go before the models' own; a `strict` gateway refuses what it would have to ignore.
-    The file `costs` remembers what stages take. Each worker has the `slots` of its role. `time_limits` are seconds that
-    a request's stages may run, by medium; 0 is any number.
+    `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
+    unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
+    told beside how to compute, by flag; `worker_environment` by variable; each has the `slots` of its role. `standard`
+    parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
+    seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
     """
 
     models: tuple[str, ...] = (BUILT_IN,)
@@ -71,8 +73,9 @@ class ServeOptions(msgspec.Struct, frozen=True):
     keys: Mapping[str, str] = {}
     queue: str = "memory"
     places: Places = Places("")
-    listen: str = "tcp://127.0.0.1:8001"
-    wire_keys: Keys | None = None
+    run_dir: str = ""
+    listen: tuple[str, ...] = ()
+    trust: Trust = None
     worker_flags: Mapping[str, object] = {}
     worker_environment: Mapping[str, str] = {}
     workers: Wanted = Wanted()
@@ -112,6 +115,8 @@ class Service:
 
     def __init__(self, options: ServeOptions, plan: Plan) -> None:
         self._options, self._plan = options, plan
+        self.addresses: list[str] = []
+        """Where workers come in, once that is so; a unix socket is first."""
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -130,7 +135,8 @@ class Service:
         listener = listen(options.host, options.port)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
-            scheduler, router = await stack.enter_async_context(self._scheduler())
+            port = listener.getsockname()[1]
+            scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
@@ -143,9 +149,9 @@ class Service:
             remains = remains_at(options.places.store, options.places.durable)
             sweeping = [_forget(scheduler.queue, results, options.retention), _drop_remains(scheduler, remains)]
             sweepers = [asyncio.create_task(sweep) for sweep in sweeping]
-            workers = LocalWorkers(self._commands(router.address), self._options.worker_environment)
+            workers = LocalWorkers(self._commands(), self._options.worker_environment)
             workers.start()
-            started(f"http://{options.host}:{listener.getsockname()[1]}")
+            started(f"http://{options.host}:{port}")
             try:
                 await _first(serving, self._stop.wait(), _raise(workers.failed), *sweepers)
                 await self._drain(scheduler)
@@ -155,7 +161,7 @@ class Service:
                 await serving
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self) -> AsyncIterator[tuple[Scheduler, Router]]:
+    async def _scheduler(self, port: int) -> AsyncIterator[Scheduler]:
         options, models = self._options, self._plan.models
         cards = [model.card for model in models]
         queue = queues.open(options.queue)
@@ -166,25 +172,30 @@ class Service:
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
-        router = Router(options.listen, desk.answer, desk.undelivered, options.wire_keys)
-        await scheduler.start()
+        own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
+        routers: list[Router] = []
         try:
-            yield scheduler, router
+            for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
+                routers.append(Router(address, desk.answer, desk.undelivered, options.trust))
+            self.addresses = [router.address for router in routers]
+            await scheduler.start()
+            yield scheduler
         finally:
-            await router.close()
+            for router in routers:
+                await router.close()
             await scheduler.close()
             await queue.close()
 
-    def _commands(self, scheduler: str) -> list[list[str]]:
+    def _commands(self) -> list[list[str]]:
         """Arguments of each worker. Which dtypes, it hears from the scheduler: each model has its own."""
         wanted, workers = self._options.workers, self._plan.workers
         threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
-        common |= self._options.worker_flags
+        pulled_by = self.addresses if isinstance(self._options.trust, Keys) else ()
+        common |= {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **self._options.worker_flags}
         commands = []
         for worker in workers:
-            own = common | {"role": worker.role, "scheduler": scheduler, "device": worker.device}
-            own["slots"] = self._options.slots[worker.role]
+            own = common | {"role": worker.role, "device": worker.device, "slots": self._options.slots[worker.role]}
             if worker.device == CPU:
                 own["offload"] = "none"
             pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in own.items()]
@@ -232,7 +243,8 @@ def local(options: ServeOptions) -> Iterator[Client]:
     """A private service of this process, on a free port behind a random key; ends with the block."""
     planned = plan(options)
     key = secrets.token_urlsafe(24)
-    options = msgspec.structs.replace(options, port=0, listen="tcp://127.0.0.1:0", keys={key: "default"})
+    own = f"{UNIX}{private_socket(options.run_dir)}"
+    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"})
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, planned, ready)), name="unfuse")
     thread.start()
@@ -297,6 +309,7 @@ def listen(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # from now on the port is nobody else's, and who comes early waits
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from unfuse.cli.machine import Machine
 
 
-@takes("serve.revision", *PLACING, *COMPUTE)
+@takes("serve.revision", "insecure_listen", *PLACING, *COMPUTE)
 def doctor(
     flags: dict[str, Any],
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
@@ -33,21 +33,28 @@ def doctor(
     """
     from unfuse.cli.components import plan
     from unfuse.cli.machine import devices, look
+    from unfuse.cli.meeting import AT_RISK
 
     loaded = load(flags, config)
     serve = loaded.settings.serve
-    machine = look((serve.port, int(serve.listen.rpartition(":")[2])))
+    ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
+    machine = look((serve.port, *ports))
     found = plan(models, serve.revision, wanted(loaded), devices()) if models else None
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
             "transfers": transfers(loaded.settings.transfer),
+            "servers": running(loaded.settings.run_dir),
+            "insecure_listen": loaded.settings.insecure_listen,
         }
         show.as_json({**facts, **(_report(found) if found else {})})
         return
     if clean:
         typer.echo("nothing to clean: tensors live in memory that ends with its last process")
     _print_machine(machine)
+    typer.echo(f"{'servers':12} {', '.join(running(loaded.settings.run_dir)) or 'none of this user runs here'}")
+    if loaded.settings.insecure_listen:
+        typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
     for name, state in transfers(loaded.settings.transfer).items():
         typer.echo(f"{'transfers':12} {name}: {state}")
     if found:
@@ -75,6 +82,16 @@ def transfers(wanted: Transfer) -> dict[str, str]:
             )
         states[name] = f"{listens}; {whom}"
     return states
+
+
+def running(folder: str) -> list[str]:
+    """The HTTP ports of this user's servers that run here; or why their folder cannot be used."""
+    from unfuse.wire.unix_socket import servers
+
+    try:
+        return [str(port) for port in servers(folder)]
+    except ConfigError as error:
+        return [str(error)]
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:

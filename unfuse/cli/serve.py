@@ -31,14 +31,12 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 
 
 @takes(
-    "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.queue",
-    "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode", "serve.checkpoint",
-    "serve.loras", "serve.workers", "serve.listen", "keys", "transfer.engine", "transfer.trusted_network",
-    *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s", "serve.slots", "serve.image_timeout",
-    "serve.video_timeout", "serve.max_active", "serve.max_queue",
-    "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
-    "serve.strict_params",
-    "serve.drain_timeout",
+    "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision",
+    "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode",
+    "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys", "insecure_listen",
+    "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s",
+    "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache",
+    "serve.feature_cache", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -68,10 +66,11 @@ def wanted(loaded: Loaded) -> Wanted:
 def options(loaded: Loaded) -> ServeOptions:
     """What is composed for these settings."""
     from unfuse.cli.compose import ServeOptions
+    from unfuse.cli.meeting import keys_folder, listens, trust
     from unfuse.queues.base import Limits
-    from unfuse.wire.keys import read as read_keys
 
     settings, serve = loaded.settings, loaded.settings.serve
+    listen = listens(settings)
     return ServeOptions(
         models=serve.models,
         revision=serve.revision,
@@ -81,16 +80,21 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=keys((*serve.api_key, *filter(None, [settings.api_key]))),
         queue=serve.queue,
         places=places(settings),
-        listen=serve.listen,
-        wire_keys=read_keys(settings.keys, "scheduler"),
+        run_dir=settings.run_dir,
+        listen=listen,
+        trust=trust(settings, "scheduler"),
         worker_environment={
             FIELDS[name].variable: FIELDS[name].written(value)
-            for name, value in ((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items())
+            for name, value in (
+                ("insecure_listen", settings.insecure_listen),
+                *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
+            )
         },
         worker_flags={
-            "keys": settings.keys,
+            "keys": keys_folder(settings, "worker"),
             "memory-limit": settings.worker.memory_limit,
             "stall-s": settings.lease.stall_s,
+            **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(loaded),
         slots=slots(serve.slots),
@@ -153,8 +157,8 @@ def places(settings: Settings) -> Places:
     )  # fmt: skip
 
 
-def keys(given: tuple[str, ...]) -> dict[str, str]:
-    """Tenants by key. What names a file stands for its lines, each `NAME KEY` or a key alone (tenant `default`)."""
+def keys(given: tuple[str, ...], tenant: str = "default") -> dict[str, str]:
+    """Tenants by key. What names a file stands for its lines, each `NAME KEY` or a key alone (that of `tenant`)."""
     tenants: dict[str, str] = {}
     for entry in given:
         path = Path(entry)
@@ -163,7 +167,7 @@ def keys(given: tuple[str, ...]) -> dict[str, str]:
             if len(words) > 2:
                 raise ConfigError(f"a line of the key file {entry} is not NAME KEY")
             if words:
-                tenants[words[-1]] = words[0] if len(words) == 2 else "default"
+                tenants[words[-1]] = words[0] if len(words) == 2 else tenant
     return tenants
 
 
@@ -183,6 +187,7 @@ def run(options: ServeOptions) -> None:
     import uvloop
 
     from unfuse.cli.compose import Service, plan
+    from unfuse.cli.meeting import invitations
 
     async def serving() -> None:
         service = Service(options, found)
@@ -193,7 +198,15 @@ def run(options: ServeOptions) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
-        await service.run(lambda url: typer.echo(f"unfuse serves {', '.join(options.models)} at {url}", err=True))
+
+        def started(url: str) -> None:
+            for line in (
+                *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
+                f"unfuse serves {', '.join(options.models)} at {url}",
+            ):
+                typer.echo(line, err=True)
+
+        await service.run(started)
 
     logs.to_stderr()
     stopped_by: list[int] = []

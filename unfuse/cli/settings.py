@@ -90,7 +90,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], says("KIND=bf16 or KIND=fp16: what such stages make travels in 16 bits; changes results.")
     ] = ()
     loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
-    listen: Annotated[str, says("Address that workers started by hand connect to.")] = "tcp://127.0.0.1:8001"
+    listen: Annotated[
+        tuple[str, ...],
+        says(
+            "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with "
+            "keys that are made if there are none; or another unix:PATH in its place."
+        ),
+    ] = ()
     workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
     denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
@@ -142,8 +148,12 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
     scheduler: Annotated[
-        tuple[str, ...], says("Address of a scheduler; when one is gone, the worker goes to the next.", min_length=1)
-    ] = ("tcp://127.0.0.1:8001",)
+        tuple[str, ...],
+        says(
+            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one "
+            "is gone, the worker goes to the next. Without any it is the server that runs here."
+        ),
+    ] = ()
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[
         int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
@@ -217,8 +227,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
     api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
     keys: Annotated[
-        str, says("Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by.")
+        str,
+        says(
+            "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; "
+            "by default those in the data folder."
+        ),
     ] = ""
+    insecure_listen: Annotated[
+        bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
+    ] = False
     serve: Serve = Serve()
     worker: Worker = Worker()
     compute: ComputeOptions = ComputeOptions()

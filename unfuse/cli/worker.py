@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 
 @takes(
-    "worker.role", "worker.scheduler", "keys", "worker.model", *COMPUTE, "worker.slots", "worker.node", "worker.listen",
-    "transfer.engine", "transfer.trusted_network", "arena.bytes",
+    "worker.role", "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE, "worker.slots",
+    "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network", "arena.bytes",
     "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
 def worker(
@@ -39,21 +39,23 @@ def worker(
     import uvloop
 
     from unfuse.cli.compose import work
+    from unfuse.cli.meeting import schedulers, trust
     from unfuse.transfer.base import TransferOptions
     from unfuse.wire.address import host_towards
-    from unfuse.wire.keys import read
+    from unfuse.wire.keys import Keys
     from unfuse.worker.worker import WorkerOptions
 
     settings = load(flags, config).settings
-    keys = read(settings.keys, "worker")
+    trusted = trust(settings, "worker")
     wanted, compute = settings.worker, settings.compute
     logs.to_stderr()
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
+    addresses = schedulers(settings)
     options = WorkerOptions(
         role=wanted.role,
-        schedulers=wanted.scheduler,
+        schedulers=addresses,
         node=wanted.node or socket.gethostname(),
-        keys=keys,
+        trust=trusted,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots or SLOTS.get(wanted.role, 1),
@@ -62,8 +64,8 @@ def worker(
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
         transfer=TransferOptions(
-            host=wanted.listen or host_towards(wanted.scheduler[0]),
-            secret=keys.secret if keys else "",
+            host=wanted.listen or host_towards(*addresses),
+            secret=trusted.secret if isinstance(trusted, Keys) else "",
             **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
         ),
     )

@@ -1,9 +1,12 @@
-"""Which addresses control messages may be sent and received on."""
+"""Which addresses control messages may be sent and received on, and who is trusted there."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+from pathlib import Path
+from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import zmq
@@ -12,12 +15,22 @@ import zmq.asyncio
 from unfuse.core.codec import MAX_BYTES
 from unfuse.core.errors import ConfigError
 from unfuse.wire.keys import Keys
+from unfuse.wire.run_folder import MAX_PATH, open_run_folder
+from unfuse.wire.unix_socket import leave, listening
 
 OUTSIDE = "192.0.2.1"
 """An address of nobody's (RFC 5737) beyond every network of ours."""
 
 HIGH_WATER = 1000
 """Messages that may wait in one direction of one connection."""
+
+UNIX = "unix:"
+
+INSECURE: Final = "insecure"
+"""Who reaches an address is trusted, whoever it is."""
+
+Trust = Keys | Literal["insecure"] | None
+"""Whom one believes over TCP: who holds the keys, everyone, or nobody. A unix socket is believed for its folder."""
 
 
 def is_loopback(host: str) -> bool:
@@ -28,25 +41,80 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def check(address: str, keys: Keys | None = None) -> str:
-    """Return a control address that may be used, beyond this machine only with keys; raises ConfigError otherwise."""
-    parts = urlsplit(address)
-    if parts.scheme != "tcp" or not parts.hostname or parts.port is None:
-        raise ConfigError(f"{address!r} is no control address: write tcp://127.0.0.1:8001")
-    if not is_loopback(parts.hostname) and keys is None:
+def keys_for(address: str, trust: Trust = None) -> Keys | None:
+    """The keys to speak by at a control address; None where none are needed. Raises ConfigError if it must not be used.
+
+    TCP can be reached by other users of this machine, on loopback too, so it takes keys, or INSECURE.
+    """
+    if unix_path(address):
+        return None
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme == "tcp" and parts.hostname and parts.port is not None
+    except ValueError:
+        known = False
+    if not known:
+        hint = f"tcp://{address}" if address.count(":") == 1 and "/" not in address else "tcp://127.0.0.1:8001"
+        raise ConfigError(f"{address!r} is no control address: write {hint} or unix:/PATH")
+    if trust is None:
         raise ConfigError(
-            f"{address} can be reached from other machines: make keys by `unfuse keys new DIR` and give them to "
-            "schedulers and workers as --keys DIR, or use 127.0.0.1"
+            f"{address} can be reached by others: make keys by `unfuse keys new DIR` and give them to schedulers and "
+            "workers as --keys DIR; or use a unix socket, or --insecure-listen where all who reach it may be trusted"
         )
+    return trust if isinstance(trust, Keys) else None
+
+
+def unix_path(address: str) -> Path | None:
+    """Where the socket of a unix address lies; None for another. Raises ConfigError for a path that none can have."""
+    if not address.startswith(UNIX):
+        return None
+    path = Path(address.removeprefix(UNIX))
+    if not path.is_absolute() or len(os.fsencode(path)) > MAX_PATH:
+        raise ConfigError(f"{address!r} is no control address: write unix:/PATH, of at most {MAX_PATH} bytes")
+    return path
+
+
+def bind(opened: zmq.asyncio.Socket, address: str) -> str:
+    """Listen at a control address; returns it with the port that port 0 became. Raises ConfigError."""
+    try:
+        if path := unix_path(address):
+            opened.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            opened.setsockopt(zmq.USE_FD, listening(path).detach())
+            opened.bind(f"ipc://{path}")
+            return address
+        opened.bind(address)
+        return str(opened.getsockopt_string(zmq.LAST_ENDPOINT))
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from error
+
+
+def unbind(address: str) -> None:
+    """Say before the socket is closed that nobody will listen there any more."""
+    if path := unix_path(address):
+        leave(path)
+
+
+def endpoint(address: str) -> str:
+    """A control address as the library connects to it.
+
+    Raises ConfigError for a unix socket in a folder where another user could have made it: this is how who listens is
+    known to be of this user.
+    """
+    if path := unix_path(address):
+        open_run_folder(path.parent)
+        return f"ipc://{path}"
     return address
 
 
-def host_towards(address: str) -> str:
-    """The host by which whoever listens at a control address, and others there, reach this machine.
+def host_towards(*addresses: str) -> str:
+    """The host by which whoever listens at these control addresses, and others there, reach this machine.
 
-    Raises ConfigError for an address that leads nowhere from here.
+    Of several the first counts that leads beyond this machine. Raises ConfigError for one that leads nowhere from here.
     """
-    parts = urlsplit(address)
+    outward = [one for one in addresses if not unix_path(one) and not is_loopback(urlsplit(one).hostname or "")]
+    if not outward:
+        return "127.0.0.1"
+    parts = urlsplit(outward[0])
     host = OUTSIDE if parts.hostname == "0.0.0.0" else parts.hostname  # of all our addresses, the one that leads out
     try:
         ((family, _, _, _, there), *_) = socket.getaddrinfo(host, parts.port, type=socket.SOCK_DGRAM)
@@ -54,7 +122,7 @@ def host_towards(address: str) -> str:
             way.connect(there)  # sends nothing: it only chooses the way
             return str(way.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"there is no way from here to {address}: {error.strerror}") from error
+        raise ConfigError(f"there is no way from here to {outward[0]}: {error.strerror}") from error
 
 
 def open_socket(kind: int, context: zmq.asyncio.Context | None = None) -> zmq.asyncio.Socket:

@@ -12,8 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import ToScheduler, ToWorker
-from unfuse.wire.address import check, open_socket
-from unfuse.wire.keys import Keys
+from unfuse.wire.address import Trust, endpoint, keys_for, open_socket
 
 LOST: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -30,8 +29,8 @@ log = structlog.get_logger(__name__)
 class Dealer:
     """A connection to one scheduler. Once lost it stays so: whoever calls then, or waits, gets a ConnectionError."""
 
-    def __init__(self, address: str, keys: Keys | None = None) -> None:
-        self.address = check(address, keys)
+    def __init__(self, address: str, trust: Trust = None) -> None:
+        keys, there, self.address = keys_for(address, trust), endpoint(address), address
         self._lost = ""
         self._numbers = itertools.count(1)
         self._waiting: dict[bytes, asyncio.Future[ToWorker]] = {}
@@ -39,7 +38,7 @@ class Dealer:
         if keys:
             keys.secure(self._socket, server=False)
         self._monitor = self._socket.get_monitor_socket(sum(LOST))
-        self._socket.connect(address)
+        self._socket.connect(there)
         self._tasks = [asyncio.create_task(self._read(), name="dealer"), asyncio.create_task(self._watch())]
 
     async def call(self, message: ToScheduler, timeout: float) -> ToWorker:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
+from contextlib import suppress
 from pathlib import Path
+from shutil import rmtree
 
 import msgspec
 import structlog
@@ -57,14 +60,30 @@ class Keys(msgspec.Struct, frozen=True):
 
 def make(folder: Path) -> None:
     """Write a new pair for each side into a folder, for its owner's eyes only. Raises ConfigError if there are some."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.chmod(0o700)
     pairs = [zmq.curve_keypair() for _ in SIDES]
-    if existing := [path for side in SIDES if (path := _file(folder, side)).exists()]:
-        raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")
-    for side, (_, secret), (peer, _) in zip(SIDES, pairs, pairs[::-1], strict=True):
-        with open(os.open(_file(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(f"secret {secret.decode()}\npeer {peer.decode()}\n")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        if existing := [path for side in SIDES if (path := _file(folder, side)).exists()]:
+            raise ConfigError(f"{existing[0]} is there already, and is not overwritten: name another folder")
+        for side, (_, secret), (peer, _) in zip(SIDES, pairs, pairs[::-1], strict=True):
+            with open(os.open(_file(folder, side), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(f"secret {secret.decode()}\npeer {peer.decode()}\n")
+    except OSError as error:
+        raise ConfigError(f"keys cannot be written to {folder} ({error.strerror}): name another folder") from error
+
+
+def make_once(folder: Path) -> None:
+    """Have keys in a folder, whole and the same for all who ask at once. Raises ConfigError when it cannot be."""
+    if any(_file(folder, side).exists() for side in SIDES):
+        return
+    draft = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    try:
+        make(draft)
+        with suppress(OSError):  # another process was faster, and its keys hold
+            draft.rename(folder)
+    finally:
+        rmtree(draft, ignore_errors=True)
 
 
 def read(folder: str, side: str) -> Keys | None:

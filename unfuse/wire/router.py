@@ -14,8 +14,7 @@ import zmq.asyncio
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
-from unfuse.wire.address import check, open_socket
-from unfuse.wire.keys import Keys
+from unfuse.wire.address import Trust, bind, keys_for, open_socket, unbind
 
 MAX_PENDING = 64
 """Unanswered messages one worker may have; beyond it, it is told to slow down."""
@@ -33,12 +32,13 @@ class Router:
     """Receives workers' messages on one address.
 
     `answer(peer, message)` makes the reply, or None for a message that wants none; `undelivered(peer, reply)` hears
-    of a reply whose receiver is gone, or does not read. `peer` is the connection's identity, given by this end. With
-    `keys`, whoever does not hold the workers' key is not heard at all.
+    of a reply whose receiver is gone, or does not read. `peer` is the connection's identity, given by this end: no
+    other router's connection has it. Over TCP who does not hold the workers' key is not heard at all, unless `trust`
+    is INSECURE; over a unix socket no other user is.
     """
 
-    def __init__(self, address: str, answer: Answer, undelivered: Undelivered, keys: Keys | None = None) -> None:
-        check(address, keys)
+    def __init__(self, address: str, answer: Answer, undelivered: Undelivered, trust: Trust = None) -> None:
+        keys = keys_for(address, trust)
         self._context = zmq.asyncio.Context()  # of its own, as there can be one doorkeeper in each
         self._socket = open_socket(zmq.ROUTER, self._context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -47,11 +47,10 @@ class Router:
             if keys:
                 keys.secure(self._socket, server=True)
                 self._tasks.add(keys.keep_door(self._context))
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
+            self.address = bind(self._socket, address)
+        except ConfigError:
             self._context.destroy(linger=0)
-            raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from error
-        self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            raise
         self._answer, self._undelivered = answer, undelivered
         self._pending: Counter[bytes] = Counter()
         self._reader = asyncio.create_task(self._read(), name="router")
@@ -61,6 +60,7 @@ class Router:
         for task in (self._reader, *self._tasks):
             task.cancel()
         await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
+        unbind(self.address)
         self._context.destroy(linger=0)
 
     async def _read(self) -> None:
@@ -93,7 +93,7 @@ class Router:
             log.warning("refused a message", reason=str(error))
             return Refused(str(error))
         try:
-            return await self._answer(peer, message)
+            return await self._answer(self._named(peer), message)
         except TransientError as error:
             log.warning("a message has to be said again", message=type(message).__name__, reason=str(error))
             return Refused(str(error))
@@ -106,4 +106,7 @@ class Router:
         try:
             await self._socket.send_multipart([peer, number, encode(reply)], flags=zmq.NOBLOCK)
         except zmq.ZMQError:
-            await self._undelivered(peer, reply)
+            await self._undelivered(self._named(peer), reply)
+
+    def _named(self, peer: bytes) -> bytes:
+        return self.address.encode() + peer

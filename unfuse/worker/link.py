@@ -9,9 +9,8 @@ from contextlib import suppress
 import structlog
 
 from unfuse.core.messages import Ask, Beat, Hello, Stranger, ToScheduler, ToWorker, Welcome
-from unfuse.wire.address import check
+from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
-from unfuse.wire.keys import Keys
 
 ANSWER_S = 10.0
 """How long an answer may take, beside what it was asked to wait, before the scheduler is taken for gone."""
@@ -35,10 +34,11 @@ class Link:
     twice. `renewed` is called whenever a scheduler has welcomed us, which then knows nothing of what was asked before.
     """
 
-    def __init__(self, addresses: Sequence[str], keys: Keys | None, renewed: Callable[[], None]) -> None:
-        self._addresses = [check(address, keys) for address in addresses]
-        self._keys, self._renewed = keys, renewed
-        self._dealer = Dealer(self._addresses[0], keys)
+    def __init__(self, addresses: Sequence[str], trust: Trust, renewed: Callable[[], None]) -> None:
+        for address in addresses:
+            keys_for(address, trust)
+        self._addresses, self._trust, self._renewed = list(addresses), trust, renewed
+        self._dealer = Dealer(self._addresses[0], trust)
         self._hello: Hello
         self._welcome: Welcome | None = None
         self._turn = asyncio.Lock()
@@ -118,4 +118,4 @@ class Link:
         if not more:
             await asyncio.sleep(min(RETRY_S * rounds, RETRY_MOST_S))
         following = self._addresses.index(left) + 1
-        self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._keys)
+        self._dealer = Dealer(self._addresses[following % len(self._addresses)], self._trust)

@@ -38,7 +38,7 @@ from unfuse.core.plan import kinds_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.wire.keys import Keys
+from unfuse.wire.address import Trust
 from unfuse.worker.channel import Kept, Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.keeper import Keeper
@@ -79,7 +79,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     role: str
     schedulers: tuple[str, ...]
     node: str
-    keys: Keys | None = None
+    trust: Trust = None
     models: tuple[str, ...] = ()
     compute: ComputeOptions = ComputeOptions(threads=1)
     slots: int = 2
@@ -102,7 +102,7 @@ class Worker:
         self._active: dict[Claim, Lease] = {}
         self._reporting, self._loaded = 0, ""
         self._changed = asyncio.Event()
-        self._link = Link(options.schedulers, options.keys, self._changed.set)
+        self._link = Link(options.schedulers, options.trust, self._changed.set)
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()

@@ -1,0 +1,158 @@
+"""Who is no worker of ours gets nothing from a server as it is started: no task, no prompt."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests import stranger
+from tests.launch.test_keys import UNFUSE, data, serving
+from tests.worker import outside
+from unfuse.client import Client, connect
+from unfuse.wire.keys import make
+
+__all__ = ["data"]
+
+ROLES = ["decoder", "denoiser", "encoder"]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    outside.install(monkeypatch)
+    return outside.model(tmp_path / "model")
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="run-") as made:
+        monkeypatch.setenv("UNFUSE_RUN_DIR", made)
+        yield Path(made)
+
+
+def said(model: Path) -> str:
+    return (model / "serve.log").read_text()
+
+
+def roles(client: Client) -> list[str]:
+    return sorted(worker["role"] for worker in client.workers())
+
+
+def tcp_of(model: Path) -> str:
+    (address,) = re.findall(r"tcp://127\.0\.0\.1:\d+", said(model))
+    return str(address)
+
+
+@contextmanager
+def working(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*UNFUSE, "worker", "--role", "encoder", "--arena", "1MiB", *arguments]
+    worker = subprocess.Popen(command, env=os.environ | variables)
+    try:
+        yield worker
+    finally:
+        worker.terminate()
+        worker.wait()
+
+
+def joined(client: Client, count: int) -> list[str]:
+    """The roles once there are so many workers."""
+    while len(found := roles(client)) < count:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+async def test_another_user_of_the_machine_gets_nothing_from_a_server_with_defaults(model: Path, run: Path) -> None:
+    with serving(model) as (_, url), connect(url) as client:
+        assert client.generate("hello").data == [b"olleh"]
+        (socket,) = run.glob("*.sock")
+        assert socket.name == f"serve-{url.rpartition(':')[2]}.sock"
+        assert not stranger.HEARD & {*await stranger.says(f"ipc://{socket}", uid=4321)}
+        assert (await stranger.says(f"ipc://{socket}"))[-1] in stranger.HEARD, "this user's would be heard"
+        assert client.generate("again").data == [b"niaga"]
+        assert set(ROLES) <= {*roles(client)} <= {*ROLES, "all"}
+    assert not list(run.glob("*.sock"))
+
+
+async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said_at_the_start_lets_one_in(
+    model: Path, run: Path, data: Path, tmp_path: Path
+) -> None:
+    with serving(model, "--listen", "tcp://127.0.0.1:0", "--encoders", "0") as (_, url), connect(url) as client:
+        address = tcp_of(model)
+        assert not stranger.HEARD & {*await stranger.says(address)}
+        assert f"copy {data}/keys/worker.key" in said(model)
+        assert "scheduler.key" not in said(model)
+        copied = tmp_path / "copied"
+        copied.mkdir(mode=0o700)
+        shutil.copy(data / "keys" / "worker.key", copied)
+        elsewhere = {"UNFUSE_RUN_DIR": str(tmp_path / "r"), "UNFUSE_DATA_DIR": str(tmp_path / "d")}
+        with working("--scheduler", address, "--keys", str(copied), **elsewhere):
+            assert client.generate("hello").data == [b"olleh"]
+            assert roles(client) == ROLES
+        make(tmp_path / "others")
+        shutil.copy(tmp_path / "others" / "worker.key", copied)
+        refused = subprocess.run(
+            [*UNFUSE, "worker", "--scheduler", address], env=os.environ | elsewhere, capture_output=True, text=True
+        )
+        assert refused.returncode == 1
+        assert "make keys by `unfuse keys new DIR`" in refused.stderr
+
+
+async def test_only_with_insecure_listen_is_a_stranger_heard_and_the_start_says_so(
+    model: Path, run: Path, data: Path
+) -> None:
+    arguments = ("--listen", "tcp://127.0.0.1:0", "--insecure-listen", "--encoders", "0")
+    with serving(model, *arguments) as (_, url), connect(url) as client:
+        address = tcp_of(model)
+        assert f"WARNING: {address} is open: whoever reaches it may be a worker" in said(model)
+        assert (await stranger.says(address))[-1] == "Welcome"
+        assert not (data / "keys").exists()
+        with working("--scheduler", address, "--insecure-listen"):
+            assert client.generate("hello").data == [b"olleh"]
+
+
+def test_a_worker_without_a_flag_finds_the_server_and_comes_back_to_one_that_was_killed(model: Path, run: Path) -> None:
+    with serving(model, "--encoders", "0") as (server, url), connect(url) as client, working() as worker:
+        assert client.generate("hello").data == [b"olleh"]
+        port = url.rpartition(":")[2]
+        server.kill()
+        server.wait()
+        assert (run / f"serve-{port}.sock").is_socket(), "a killed one leaves it"
+        with serving(model, "--encoders", "0", "--port", port) as (_, again), connect(again) as other:
+            assert again == url
+            assert other.generate("again").data == [b"niaga"]
+            assert worker.poll() is None
+
+
+def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, run: Path) -> None:
+    with serving(model) as (_, url), connect(url) as client:
+        port = url.rpartition(":")[2]
+        for host in ("127.0.0.1", "127.0.0.2"):  # the second would have the port
+            command = [*UNFUSE, "serve", str(model), "--no-workers", "--port", port, "--host", host]
+            refused = subprocess.run(command, capture_output=True, text=True)
+            assert refused.returncode == 1
+            assert "cannot listen" in refused.stderr
+            assert "Traceback" not in refused.stderr
+        assert client.generate("hello").data == [b"olleh"]
+        with working():
+            assert "encoder" in joined(client, 4)
+
+
+def test_of_two_servers_a_worker_takes_the_one_that_is_named(model: Path, run: Path, tmp_path: Path) -> None:
+    other = outside.model(tmp_path / "other")
+    with serving(model, "--no-workers") as (_, url), serving(other, "--no-workers") as (_, second):
+        ports = sorted(int(one.rpartition(":")[2]) for one in (url, second))
+        refused = subprocess.run([*UNFUSE, "worker"], capture_output=True, text=True)
+        assert refused.returncode == 2
+        assert f"of {ports[0]}, {ports[1]}" in refused.stderr
+        with connect(url) as client, connect(second) as idle, working("--scheduler", url.rpartition(":")[2]):
+            assert joined(client, 1) == ["encoder"]
+            assert roles(idle) == []

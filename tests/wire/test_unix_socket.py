@@ -1,0 +1,158 @@
+"""Sockets in a run folder: one listens at each, nobody takes it from them, and the dead leave none for long."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests import stranger
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Beat, Pulse, ToScheduler, ToWorker
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.router import Router
+from unfuse.wire.unix_socket import answers, listening, private_socket, server_socket, servers
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="run-") as made:
+        yield Path(made)
+
+
+def dead(path: Path) -> Path:
+    """A socket as a killed process leaves it."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+        left.listen()
+    assert path.is_socket()
+    return path
+
+
+async def answer(_: bytes, __: ToScheduler) -> ToWorker:
+    return Pulse((), ())
+
+
+async def undelivered(_: bytes, __: ToWorker) -> None:
+    """Nothing was granted."""
+
+
+def test_servers_that_run_are_found_by_their_ports_and_nothing_else_is(folder: Path) -> None:
+    dead(server_socket(folder, 8002))
+    own = private_socket(folder)
+    with listening(server_socket(folder, 8010)), listening(server_socket(folder, 8000)), listening(own):
+        assert list(servers(folder).items()) == [(port, server_socket(folder, port)) for port in (8000, 8010)]
+    assert servers(folder) == {}
+
+
+def test_what_the_dead_left_is_replaced_and_swept(folder: Path) -> None:
+    path = dead(server_socket(folder, 8000))
+    others = [dead(server_socket(folder, 8001)), dead(private_socket(folder))]
+    note = folder / "serve-8002.sock"
+    note.write_text("no socket, somebody's file")
+
+    with listening(path) as listener, socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))
+        listener.accept()[0].close()
+
+    assert not any(other.exists() for other in others)
+    assert note.exists()
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["idle", "with a full line"])
+def test_one_that_is_listened_at_is_not_taken(folder: Path, full: bool) -> None:
+    path = server_socket(folder, 8000)
+    with ExitStack() as stack:
+        listener = stack.enter_context(listening(path))
+        if full:
+            listener.listen(0)
+            stack.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        assert answers(path)
+        before = path.stat().st_ino
+        with pytest.raises(ConfigError, match="it is taken"):
+            listening(path)
+        assert path.stat().st_ino == before
+
+
+def test_of_many_that_find_a_dead_one_at_once_a_single_one_listens(folder: Path) -> None:
+    path = dead(server_socket(folder, 8000))
+
+    def attempt(_: int) -> socket.socket | None:
+        try:
+            return listening(path)
+        except ConfigError:
+            return None
+
+    with ThreadPoolExecutor(16) as pool:
+        (won,) = [found for found in pool.map(attempt, range(64)) if found]
+    with won, socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(path))
+        won.accept()[0].close()
+
+
+def test_a_file_or_a_link_in_its_place_is_left_alone(folder: Path) -> None:
+    (folder / "real").write_text("mine")
+    (folder / "link.sock").symlink_to("real")
+    for name in ("real", "link.sock"):
+        with pytest.raises(ConfigError, match="it is taken"):
+            listening(folder / name)
+    assert (folder / "real").read_text() == "mine"
+
+
+async def test_a_router_takes_its_socket_with_it_and_its_place_is_free_at_once(folder: Path) -> None:
+    address = f"unix:{server_socket(folder, 8000)}"
+    for _ in range(2):
+        router = Router(address, answer, undelivered)
+        with pytest.raises(ConfigError, match="it is taken"):
+            Router(address, answer, undelivered)
+        dealer = Dealer(address)
+        assert await dealer.call(Beat(), 60) == Pulse((), ())
+        await dealer.close()
+        await router.close()
+        assert list(folder.iterdir()) == []
+
+
+async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: Path) -> None:
+    (folder / "open").mkdir()
+    (folder / "open").chmod(0o777)
+    (folder / "real").mkdir(mode=0o700)
+    (folder / "link").symlink_to(folder / "real")
+    reasons = {"open": r"mode 777.*chmod 700", "link": "is no folder"}
+    if os.geteuid() == 0:
+        (folder / "theirs").mkdir(mode=0o700)
+        os.chown(folder / "theirs", 4321, 4321)
+        reasons["theirs"] = f"belongs to uid 4321.*uid {os.geteuid()}"
+    for name, reason in reasons.items():
+        address = f"unix:{folder / name}/serve-8000.sock"
+        with pytest.raises(ConfigError, match=reason):
+            Router(address, answer, undelivered)
+        with pytest.raises(ConfigError, match=reason):
+            Dealer(address)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+async def test_another_user_is_not_heard_even_where_somebody_opened_the_folder(folder: Path) -> None:
+    heard: list[ToScheduler] = []
+
+    async def hear(_: bytes, message: ToScheduler) -> ToWorker:
+        heard.append(message)
+        return Pulse((), ())
+
+    path = server_socket(folder, 8000)
+    router = Router(f"unix:{path}", hear, undelivered)
+    try:
+        folder.chmod(0o777)
+        path.chmod(0o777)
+        happened = await stranger.says(f"ipc://{path}", uid=4321)
+        assert happened[0] == "CONNECTED"
+        assert not stranger.HEARD & {*happened}
+        assert heard == []
+        assert (await stranger.says(f"ipc://{path}"))[-1] == "Pulse"
+    finally:
+        await router.close()

@@ -1,0 +1,88 @@
+"""Where the processes of an installation meet, and whom they believe there, by its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+
+from unfuse.cli.settings import Settings
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, unix_path
+from unfuse.wire.keys import make_once, read
+from unfuse.wire.unix_socket import server_socket, servers
+
+AT_RISK = "whoever reaches it may be a worker, see prompts and pictures, and forge results (--insecure-listen)"
+
+log = structlog.get_logger(__name__)
+
+
+def own_keys(settings: Settings) -> Path:
+    """The folder of keys that are made where none are named."""
+    return Path(settings.data_dir, "keys")
+
+
+def keys_folder(settings: Settings, side: str) -> str:
+    """The folder of keys to use: the one that is named, else the data folder's if the side's are there; else ""."""
+    if settings.keys or settings.insecure_listen or not (own_keys(settings) / f"{side}.key").exists():
+        return settings.keys
+    return str(own_keys(settings))
+
+
+def trust(settings: Settings, side: str) -> Trust:
+    """Whom that side believes over TCP. Raises ConfigError for keys that cannot be used."""
+    return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
+
+
+def listens(settings: Settings) -> tuple[str, ...]:
+    """Where `serve` listens beside the unix socket; keys for that are made if there are none. Raises ConfigError."""
+    addresses = tuple(_absolute(address) for address in settings.serve.listen)
+    if any(not unix_path(address) for address in addresses) and not (settings.keys or settings.insecure_listen):
+        make_once(own_keys(settings))
+    return addresses
+
+
+def schedulers(settings: Settings) -> tuple[str, ...]:
+    """Where a worker finds its schedulers. Raises InvalidParameter when it could be any of several."""
+    if settings.worker.scheduler:
+        return tuple(_named(settings, name) for name in settings.worker.scheduler)
+    running = servers(settings.run_dir)
+    if len(running) > 1:
+        ports = ", ".join(map(str, running))
+        raise InvalidParameter(f"several servers run here: choose by --scheduler PORT, of {ports}", "scheduler")
+    if not running:
+        awaited = f"{UNIX}{server_socket(settings.run_dir, settings.serve.port)}"
+        log.warning("no server of this user runs here, waiting for one", scheduler=awaited)
+        return (awaited,)
+    return tuple(f"{UNIX}{path}" for path in running.values())
+
+
+def _named(settings: Settings, name: str) -> str:
+    port = name.removeprefix(":")
+    return f"{UNIX}{server_socket(settings.run_dir, int(port))}" if port.isdecimal() else _absolute(name)
+
+
+def _absolute(address: str) -> str:
+    if not address.startswith(UNIX):
+        return address
+    return f"{UNIX}{Path(address.removeprefix(UNIX)).expanduser().absolute()}"
+
+
+def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
+    """What to say at the start of those addresses at which others come in: how, or that anybody does."""
+    open_to = [address for address in addresses if not unix_path(address)]
+    if trusted == INSECURE:
+        return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
+    return [
+        f"workers elsewhere: copy {folder}/worker.key, a secret, there into a folder of its own (chmod 600), and run: "
+        f"unfuse worker --role denoiser --keys FOLDER --scheduler {_from_elsewhere(address)}"
+        for address in open_to
+    ]
+
+
+def _from_elsewhere(address: str) -> str:
+    with suppress(ConfigError):
+        return address.replace("0.0.0.0", host_towards(address))
+    return address.replace("0.0.0.0", "HOST")
