@@ -8,6 +8,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -19,7 +20,7 @@ from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
-from unfuse.cli.serve import SHARED_ARENA, keys, options
+from unfuse.cli.serve import SHARED_ARENA, key_notes, keys, options
 from unfuse.cli.settings import Transfer, load
 from unfuse.client import Client, connect
 from unfuse.core.codec import decode, encode
@@ -48,8 +49,13 @@ def test_version_is_the_package_s(unfuse: Run) -> None:
     assert json.loads(unfuse("version", "--json")[1]) == {"version": package.__version__}
 
 
-def test_config_show_says_where_a_value_comes_from_and_hides_keys(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UNFUSE_API_KEY", "sesame")
+def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
+    unfuse: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("API_KEY", "SERVE__API_KEY", "SERVE__ADMIN_KEY"):
+        monkeypatch.setenv(f"UNFUSE_{name}", "sesame")
+    monkeypatch.setenv("UNFUSE_SERVE__QUEUE", "redis://:sesame@127.0.0.1:6379/0")
+    monkeypatch.setenv("UNFUSE_SERVE__STORE", "spill:shared_memory+redis://ada:sesame@h/0")
 
     rows = {row["setting"]: row for row in json.loads(unfuse("config", "show", "--json")[1])}
     text = unfuse("config", "show")[1]
@@ -59,6 +65,8 @@ def test_config_show_says_where_a_value_comes_from_and_hides_keys(unfuse: Run, m
     assert rows["arena.bytes"]["value"] == 2 << 30
     assert "2.0 GiB" in text
     assert "sesame" not in text + str(rows)
+    assert rows["serve.queue"]["value"] == "redis://:********@127.0.0.1:6379/0"
+    assert rows["serve.store"]["value"] == "spill:shared_memory+redis://ada:********@h/0"
 
 
 def test_an_unknown_setting_is_one_line_and_exit_1(unfuse: Run, tmp_path: Path) -> None:
@@ -316,6 +324,52 @@ def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
     file.write_text("ada k1 surprise\n")
     with pytest.raises(ConfigError, match="NAME KEY"):
         keys((str(file),))
+
+
+@pytest.mark.parametrize("entry", ["one two three", "k" * 5000])
+def test_a_key_is_no_file_s_name_and_is_not_told(entry: str) -> None:
+    if " " not in entry:
+        assert keys((entry,)) == {entry: "default"}
+    else:
+        with pytest.raises(ConfigError, match="NAME KEY") as refused:
+            keys((entry,))
+        assert "two" not in str(refused.value)
+
+
+def test_a_key_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        keys((str(file),))
+
+
+@pytest.mark.parametrize(
+    ("flags", "tenants", "admins", "note"),
+    [
+        ({}, {}, set(), ""),
+        ({"api_key": "a"}, {"a": "default"}, set(), "the one API key is an admin's"),
+        (
+            {"serve.api_key": ["a", "b"]},
+            {"a": "default", "b": "default"},
+            set(),
+            "no key .*--admin-key\\)",
+        ),
+        ({"serve.admin_key": ["a"]}, {"a": "admin"}, {"a"}, ""),
+        ({"serve.admin_key": ["a"], "serve.api_key": ["b"]}, {"a": "admin", "b": "default"}, {"a"}, ""),
+        ({"serve.admin_key": ["FILE"], "serve.api_key": ["FILE", "b"]}, {"k": "ada", "b": "default"}, {"k"}, ""),
+    ],
+)
+def test_who_is_an_admin_is_settled_by_settings_and_said(
+    flags: dict[str, Any], tenants: dict[str, str], admins: set[str], note: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("ada k\n")
+    given = {
+        name: [str(tmp_path / "file") if one == "FILE" else one for one in value] if isinstance(value, list) else value
+        for name, value in flags.items()
+    }
+    composed = options(load(given, None, {"UNFUSE_DATA_DIR": "/d"}))
+    assert (composed.keys, composed.admins) == (tenants, admins)
+    assert re.fullmatch(note, "".join(key_notes(composed.keys, composed.admins)))
 
 
 def test_settings_become_what_is_composed() -> None:

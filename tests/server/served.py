@@ -228,6 +228,7 @@ def serve(
     standard: Params | None = None,
     loras: str = "",
     store: str = "shared_memory",
+    admins: Sequence[str] = (),
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -240,7 +241,9 @@ def serve(
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
-        app = create_app(scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store)
+        app = create_app(
+            scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins
+        )
         await scheduler.start()
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
         serving = asyncio.create_task(server.serve(sockets=[listener]))

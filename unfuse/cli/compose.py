@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True):
-    """What `serve` composes. `keys` maps API keys to tenants.
+    """What `serve` composes. `keys` maps API keys to tenants, `admins` are those of them that see all.
 
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
     unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
@@ -71,6 +71,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Mapping[str, str] = {}
+    admins: frozenset[str] = frozenset()
     queue: str = "memory"
     places: Places = Places("")
     run_dir: str = ""
@@ -139,7 +140,7 @@ class Service:
             scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
             app = create_app(
-                scheduler, results, keys=options.keys, names=names, standard=options.standard,
+                scheduler, results, keys=options.keys, admins=options.admins, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
             )  # fmt: skip
@@ -244,7 +245,7 @@ def local(options: ServeOptions) -> Iterator[Client]:
     planned = plan(options)
     key = secrets.token_urlsafe(24)
     own = f"{UNIX}{private_socket(options.run_dir)}"
-    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"})
+    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"}, admins=frozenset())
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
     thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, planned, ready)), name="unfuse")
     thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
@@ -13,6 +14,9 @@ from unfuse.cli.settings import FIELDS, Field, Settings, Size, load
 app = typer.Typer(no_args_is_help=True, help="What is set, and where.")
 
 HIDDEN = "********"
+
+PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
+"""What follows the user in an address, of Redis or another store."""
 
 
 @app.callback()
@@ -45,4 +49,6 @@ def _value(field: Field, settings: Settings) -> Any:
         value = getattr(value, part)
     if field.in_bytes:
         return Size(value)
-    return HIDDEN if field.secret and value else value
+    if field.secret and value:
+        return HIDDEN
+    return PASSWORD.sub(rf"\1{HIDDEN}@", value) if isinstance(value, str) else value

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,17 +28,21 @@ if TYPE_CHECKING:
 SHARED_ARENA = 512 << 20
 """Memory of each worker that shares its machine with the others of one `serve`, unless it is set."""
 
+ADMIN = "admin"
+"""The tenant of an admin key that has no name."""
+
 PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders", "arena.bytes")
 """Which workers run where, beside how they compute."""
 
 
 @takes(
-    "serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision",
+    "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
     "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode",
     "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys", "insecure_listen",
     "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s",
-    "serve.max_active", "serve.max_queue", "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache",
-    "serve.feature_cache", "serve.drain_timeout",
+    "serve.slots", "serve.image_timeout", "serve.video_timeout", "serve.max_active", "serve.max_queue",
+    "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
+    "serve.strict_params", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
@@ -71,13 +77,15 @@ def options(loaded: Loaded) -> ServeOptions:
 
     settings, serve = loaded.settings, loaded.settings.serve
     listen = listens(settings)
+    admins = keys(serve.admin_key, ADMIN)
     return ServeOptions(
         models=serve.models,
         revision=serve.revision,
         names=serve.served_model_name,
         host=serve.host,
         port=serve.port,
-        keys=keys((*serve.api_key, *filter(None, [settings.api_key]))),
+        keys=admins | keys((*serve.api_key, *filter(None, [settings.api_key]))),
+        admins=frozenset(admins),
         queue=serve.queue,
         places=places(settings),
         run_dir=settings.run_dir,
@@ -161,14 +169,28 @@ def keys(given: tuple[str, ...], tenant: str = "default") -> dict[str, str]:
     """Tenants by key. What names a file stands for its lines, each `NAME KEY` or a key alone (that of `tenant`)."""
     tenants: dict[str, str] = {}
     for entry in given:
-        path = Path(entry)
-        for line in path.read_text().splitlines() if path.is_file() else [entry]:
+        for line in _key_lines(entry):
             words = line.split()
             if len(words) > 2:
-                raise ConfigError(f"a line of the key file {entry} is not NAME KEY")
+                raise ConfigError("a line of a key file, or a key that is given, is not NAME KEY")
             if words:
                 tenants[words[-1]] = words[0] if len(words) == 2 else tenant
     return tenants
+
+
+def _key_lines(entry: str) -> list[str]:
+    try:
+        return Path(entry).read_text().splitlines() if os.path.isfile(entry) else [entry]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the key file {entry} cannot be read: {error}") from error
+
+
+def key_notes(keys: Mapping[str, str], admins: Collection[str]) -> list[str]:
+    """What to say at the start of who may see workers, pools and other tenants' requests."""
+    if keys and not admins:
+        nobody = "no key is an admin's: workers, pools and other tenants' requests are closed (--admin-key)"
+        return ["the one API key is an admin's" if len(keys) == 1 else nobody]
+    return []
 
 
 def tell(plan: Plan, err: bool) -> None:
@@ -201,6 +223,7 @@ def run(options: ServeOptions) -> None:
 
         def started(url: str) -> None:
             for line in (
+                *key_notes(options.keys, options.admins),
                 *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
                 f"unfuse serves {', '.join(options.models)} at {url}",
             ):

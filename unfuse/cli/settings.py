@@ -69,6 +69,10 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
     api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
+    admin_key: Annotated[
+        tuple[str, ...],
+        says("A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does."),
+    ] = ()
     queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     store: Annotated[
@@ -258,7 +262,7 @@ class Field(msgspec.Struct, frozen=True):
     @property
     def secret(self) -> bool:
         """Whether its value must not be shown."""
-        return self.name.endswith("api_key")
+        return self.name.endswith(("api_key", "admin_key"))
 
     @property
     def variable(self) -> str:

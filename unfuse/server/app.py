@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
@@ -29,18 +29,22 @@ def create_app(
     strict: bool = False,
     time_limits: Mapping[str, float] | None = None,
     store: str = "shared_memory",
+    admins: Collection[str] = (),
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
-    `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `names` maps the names that
+    `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `admins` are those of them
+    that also open workers, pools and every tenant's requests; a sole key does anyway. `names` maps the names that
     clients use to the names of models that go by another one here; `standard` goes before the models' defaults; `loras`
     is the folder of adapters, if any; a `strict` gateway refuses fields that it would have to ignore. `time_limits` are
-    seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is
-    the kind of place where workers keep outputs.
+    seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is the kind of
+    place where workers keep outputs.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = dict(keys or {}), dict(names or {})
-    app.state.gateway = Gateway(scheduler, results, own_keys, own_names, standard, loras, strict, time_limits, store)
+    app.state.gateway = Gateway(
+        scheduler, results, own_keys, own_names, standard, loras, strict, time_limits, store, admins
+    )
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)

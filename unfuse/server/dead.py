@@ -12,7 +12,7 @@ from starlette.requests import Request
 from unfuse.core.errors import NotFound
 from unfuse.queues.base import Filter
 from unfuse.server.answers import REQUEST, one, several
-from unfuse.server.auth import Tenant
+from unfuse.server.auth import Sight
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
@@ -25,31 +25,31 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 async def page(
     request: Request,
     gateway: Served,
-    tenant: Tenant,
+    sees: Sight,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests that were given up after too many failures, newest first, with the evidence."""
-    found = await gateway.queue.list(Filter(tenant=tenant, dead=True), after=after, limit=limit + 1)
+    found = await gateway.queue.list(Filter(tenant=sees, dead=True), after=after, limit=limit + 1)
     return listed([gateway.view(request, record, evidence=True) for record in found], limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
     """One request that was given up, with the evidence."""
-    record = await gateway.load(id, tenant)
+    record = await gateway.load(id, sees)
     if not record.context.dead:
         raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
     return gateway.view(request, record, evidence=True)
 
 
 @router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
-async def retry(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+async def retry(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
     """Ask for the same again, as a new request with the same seed; the old one is dead no more.
 
     The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
     """
-    old = await gateway.load(id, tenant)
+    old = await gateway.load(id, sees)
     if not old.context.dead:
         message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
@@ -57,7 +57,7 @@ async def retry(id: str, request: Request, gateway: Served, tenant: Tenant) -> d
     if "image" in old.context.params:
         picture = await to_thread.run_sync(gateway.results.attached, id, "image")
         await to_thread.run_sync(gateway.results.attach, fresh, "image", picture)
-    with gateway.refusals_told(tenant, old.context.model):
+    with gateway.refusals_told(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh)
     gateway.release(old.context)
     return gateway.view(request, record)

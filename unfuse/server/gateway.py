@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import structlog
@@ -37,8 +37,9 @@ log = structlog.get_logger(__name__)
 class Gateway(Observer):
     """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
 
-    `standard` is what every request gets beside its model's defaults, where it does not say otherwise. A `strict` one
-    refuses what it would have to ignore. `store` is the kind of place where workers keep outputs.
+    `admins` are those keys that open workers, pools and every tenant's requests; a sole key is one. `standard` is what
+    every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it would
+    have to ignore. `store` is the kind of place where workers keep outputs.
     What the scheduler does it counts and logs.
     """
 
@@ -53,11 +54,13 @@ class Gateway(Observer):
         strict: bool = False,
         time_limits: Mapping[str, float] | None = None,
         store: str = "shared_memory",
+        admins: Collection[str] = (),
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
         self.results = results
         self.keys = keys
+        self.admins = admins or (keys if len(keys) == 1 else ())
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names, self._standard, self.strict = names, standard or {}, strict
@@ -170,10 +173,10 @@ class Gateway(Observer):
         with suppress(OSError):
             await to_thread.run_sync(self.results.detach, request)
 
-    async def load(self, request: str, tenant: str) -> Record:
-        """A tenant's own request. Raises NotFound, also for another's."""
+    async def load(self, request: str, tenant: str | None) -> Record:
+        """A tenant's own request, or with None anyone's. Raises NotFound, also for another's."""
         record = await self.queue.load(request)
-        if record.context.tenant != tenant:
+        if tenant not in (None, record.context.tenant):
             raise NotFound(f"no request {request} is known (any more)")
         return record
 
@@ -217,7 +220,7 @@ def base_of(request: Request) -> str:
     return str(request.base_url).rstrip("/")
 
 
-def gateway_of(request: Request) -> Gateway:
-    """The gateway behind a request: a dependency of every route."""
+async def gateway_of(request: Request) -> Gateway:
+    """The gateway behind a request: a dependency of every route; a coroutine, which needs no thread."""
     gateway: Gateway = request.app.state.gateway
     return gateway

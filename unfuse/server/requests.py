@@ -16,7 +16,7 @@ from unfuse.core.event import Event
 from unfuse.core.request import TERMINAL, RequestStatus
 from unfuse.queues.base import Filter
 from unfuse.server.answers import HAPPENED, REQUEST, one, several
-from unfuse.server.auth import Tenant
+from unfuse.server.auth import Sight
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.sse import stream
 from unfuse.server.view import status_of
@@ -29,35 +29,35 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 async def page(
     request: Request,
     gateway: Served,
-    tenant: Tenant,
+    sees: Sight,
     status: RequestStatus | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
     over = None if status is None else status in TERMINAL
-    which = Filter(over=over, tenant=tenant, status=status if over else None)
+    which = Filter(over=over, tenant=sees, status=status if over else None)
     found = await gateway.find(which, lambda record: status in (None, status_of(record)), after, limit + 1)
     return listed([gateway.view(request, record) for record in found], limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
-    return gateway.view(request, await gateway.load(id, tenant), evidence=True)
+    return gateway.view(request, await gateway.load(id, sees), evidence=True)
 
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
-async def cancel(id: str, request: Request, gateway: Served, tenant: Tenant) -> dict[str, object]:
+async def cancel(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
     """End a request; what is over stays as it is."""
-    await gateway.load(id, tenant)
+    await gateway.load(id, sees)
     return gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
-async def result(id: str, index: int, gateway: Served, tenant: Tenant) -> FileResponse:
+async def result(id: str, index: int, gateway: Served, sees: Sight) -> FileResponse:
     """One picture or video of a request, or a range of its bytes."""
-    files = {file.index: file for file in (await gateway.load(id, tenant)).context.result}
+    files = {file.index: file for file in (await gateway.load(id, sees)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     path = await to_thread.run_sync(gateway.results.path, id, index)
@@ -65,9 +65,9 @@ async def result(id: str, index: int, gateway: Served, tenant: Tenant) -> FileRe
 
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def preview(id: str, index: int, step: int, gateway: Served, tenant: Tenant) -> Response:
+async def preview(id: str, index: int, step: int, gateway: Served, sees: Sight) -> Response:
     """What a picture or video looked like after a step, while its request runs: asked for with `preview_every`."""
-    plan = (await gateway.load(id, tenant)).context.plan
+    plan = (await gateway.load(id, sees)).context.plan
     stages = [stage.name for stage in plan.stages if stage.kind == "denoise" and stage.params.get("index") == index]
     if not stages:
         raise NotFound(f"request {id} has no picture {index}")
@@ -79,11 +79,11 @@ async def preview(id: str, index: int, step: int, gateway: Served, tenant: Tenan
 async def events(
     id: str,
     gateway: Served,
-    tenant: Tenant,
+    sees: Sight,
     last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0,
 ) -> StreamingResponse:
     """What happens to a request, as server-sent events, from behind `Last-Event-ID` to its end."""
-    await gateway.load(id, tenant)
+    await gateway.load(id, sees)
     return stream(written(gateway.queue.watch(id, last_event_id)))
 
 

@@ -18,7 +18,7 @@ from unfuse.core.request import Record, is_video
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
-from unfuse.server.auth import Tenant
+from unfuse.server.auth import Sight, Tenant
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
@@ -45,16 +45,16 @@ async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
 @router.get("", responses=several(VIDEO_OBJECT))
 async def page(
     gateway: Served,
-    tenant: Tenant,
+    sees: Sight,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
     if order == "desc":
-        found = await gateway.find(Filter(tenant=tenant), _is_video, after, limit + 1)
+        found = await gateway.find(Filter(tenant=sees), _is_video, after, limit + 1)
         return listed([video_object(record) for record in found], limit)
-    found = (await gateway.find(Filter(tenant=tenant), _is_video, None, float("inf")))[::-1]
+    found = (await gateway.find(Filter(tenant=sees), _is_video, None, float("inf")))[::-1]
     ids = [record.context.id for record in found]
     if after is not None and after not in ids:
         raise NotFound(f"no video {after} is known (any more)")
@@ -63,25 +63,25 @@ async def page(
 
 
 @router.get("/{id}", responses=one(VIDEO_OBJECT))
-async def show(id: str, gateway: Served, tenant: Tenant) -> JSONResponse:
+async def show(id: str, gateway: Served, sees: Sight) -> JSONResponse:
     """One video."""
-    return _answer(await _load(gateway, id, tenant))
+    return _answer(await _load(gateway, id, sees))
 
 
 @router.delete("/{id}", responses=DELETED)
-async def delete(id: str, gateway: Served, tenant: Tenant) -> dict[str, object]:
+async def delete(id: str, gateway: Served, sees: Sight) -> dict[str, object]:
     """End a video if it is not done, and forget it."""
-    await _load(gateway, id, tenant)
+    await _load(gateway, id, sees)
     await gateway.delete(id)
     return {"id": id, "object": "video.deleted", "deleted": True}
 
 
 @router.get("/{id}/content", response_class=FileResponse)
 async def content(
-    id: str, gateway: Served, tenant: Tenant, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
+    id: str, gateway: Served, sees: Sight, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
 ) -> Response:
     """The file of a video, or a range of its bytes; or its first frame, as WebP."""
-    record = await _load(gateway, id, tenant)
+    record = await _load(gateway, id, sees)
     if variant == "spritesheet":
         raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
     if record.context.status != "completed":
@@ -103,7 +103,7 @@ async def unknown(rest: str) -> None:
     raise NotFound(f"/v1/videos/{rest} is not served: make a new video with POST /v1/videos")
 
 
-async def _load(gateway: Gateway, id: str, tenant: str) -> Record:
+async def _load(gateway: Gateway, id: str, tenant: str | None) -> Record:
     record = await gateway.load(id, tenant)
     if not _is_video(record):
         raise NotFound(f"request {id} is no video: read /v1/requests/{id}")

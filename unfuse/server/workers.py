@@ -7,9 +7,10 @@ from typing import Annotated
 from fastapi import APIRouter, Depends
 
 from unfuse.server.answers import POOL, WORKER, several
+from unfuse.server.auth import admin_only
 from unfuse.server.gateway import Gateway, gateway_of
 
-router = APIRouter(tags=["workers"])
+router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 

@@ -1,0 +1,112 @@
+"""Admin keys: what they open, and what stays closed to a tenant's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.server.served import IDLE, POISON, Served, serve
+
+ASYNC = {"prefer": "respond-async"}
+URL = "/v1/images/generations"
+KEYS = {"key-a": "anna", "key-b": "bert", "key-root": "admin"}
+CLOSED = ("/v1/workers", "/v1/pools")
+
+
+@pytest.fixture
+def guarded(tmp_path: Path) -> Iterator[Served]:
+    with serve(tmp_path, keys=KEYS, admins=["key-root"]) as running:
+        yield running
+
+
+def as_(served: Served, key: str = "") -> httpx2.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(base_url=served.url, headers=headers, trust_env=False)
+
+
+def submitted(http: httpx2.Client, path: str = URL, **asked: object) -> str:
+    answer = http.post(path, json={"model": IDLE.name, "prompt": "a circle", **asked}, headers=ASYNC)
+    assert answer.status_code < 300, answer.text
+    return str(answer.json()["id"])
+
+
+def ids(http: httpx2.Client, path: str = "/v1/requests") -> list[str]:
+    return sorted(one["id"] for one in http.get(path).json()["data"])
+
+
+def test_workers_and_pools_are_an_admin_s(guarded: Served) -> None:
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-root") as root, as_(guarded, "key-rooted") as stranger:
+        for path in CLOSED:
+            answer = anna.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_only")
+            assert "--admin-key" in answer.json()["error"]["message"]
+            assert root.get(path).status_code == 200
+            assert stranger.get(path).status_code == 401
+        assert anna.get("/v1/models").status_code == anna.get("/metrics").status_code == 200
+
+
+def test_an_admin_sees_and_ends_everybody_s_requests_and_a_tenant_its_own(guarded: Served) -> None:
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
+        first, second, third = submitted(anna), submitted(bert), submitted(root)
+        assert ids(anna) == [first]
+        assert ids(bert) == [second]
+        assert ids(root) == sorted((first, second, third))
+        for path in ("", "/result/9", "/events"):
+            assert anna.get(f"/v1/requests/{third}{path}").status_code == 404
+        assert anna.post(f"/v1/requests/{third}/cancel").status_code == 404
+        assert root.get(f"/v1/requests/{first}").json()["id"] == first
+        assert root.post(f"/v1/requests/{first}/cancel").json()["status"] == "cancelled"
+        assert "cancelled" in root.get(f"/v1/requests/{first}/events").text
+        assert bert.get(f"/v1/requests/{second}").json()["status"] == "queued"
+
+
+def test_an_admin_retries_another_s_dead_request_for_its_tenant(guarded: Served) -> None:
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
+        dead = submitted(anna, model="test/pictures", prompt=POISON)
+        guarded.next_event(dead, "failed")
+        assert ids(bert, "/v1/dead") == []
+        assert ids(root, "/v1/dead") == ids(anna, "/v1/dead") == [dead]
+        with guarded.held():
+            fresh = root.post(f"/v1/dead/{dead}/retry").json()["id"]
+            assert anna.get(f"/v1/requests/{fresh}").status_code == 200
+            assert bert.get(f"/v1/requests/{fresh}").status_code == 404
+        guarded.next_event(fresh, "failed")
+
+
+def test_an_admin_sees_and_deletes_everybody_s_videos(guarded: Served) -> None:
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert, as_(guarded, "key-root") as root:
+        film = submitted(anna, "/v1/videos")
+        for order in ("asc", "desc"):
+            assert ids(root, f"/v1/videos?order={order}") == [film]
+            assert ids(bert, f"/v1/videos?order={order}") == []
+        assert bert.delete(f"/v1/videos/{film}").status_code == 404
+        assert root.delete(f"/v1/videos/{film}").json()["deleted"]
+        assert ids(anna, "/v1/videos") == []
+
+
+def test_one_key_alone_is_an_admin_s(tmp_path: Path) -> None:
+    with serve(tmp_path, keys={"key-a": "anna"}) as served, as_(served, "key-a") as anna, as_(served) as nobody:
+        assert [anna.get(path).status_code for path in CLOSED] == [200, 200]
+        assert [nobody.get(path).status_code for path in CLOSED] == [401, 401]
+
+
+def test_of_several_keys_none_is_an_admin_s_unless_it_is_said(tmp_path: Path) -> None:
+    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}) as served:
+        for key in ("key-a", "key-b"):
+            with as_(served, key) as http:
+                assert [http.get(path).status_code for path in CLOSED] == [403, 403]
+
+
+def test_without_keys_workers_are_open_and_requests_are_the_default_tenant_s(tmp_path: Path) -> None:
+    queue = f"sqlite:{tmp_path}/queue.db"
+    with serve(tmp_path, keys={"key-a": "anna"}, queue=queue) as served, as_(served, "key-a") as anna:
+        kept = submitted(anna)
+    with serve(tmp_path, queue=queue) as served, as_(served) as http:
+        assert [http.get(path).status_code for path in CLOSED] == [200, 200]
+        assert ids(http) == []
+        assert http.get(f"/v1/requests/{kept}").status_code == 404
+        assert ids(http) != [own := submitted(http)]
+        assert ids(http) == [own]
