@@ -58,6 +58,9 @@ def test_what_the_dead_left_is_replaced_and_swept(folder: Path) -> None:
     note.write_text("no socket, somebody's file")
 
     with listening(path) as listener, socket.socket(socket.AF_UNIX) as caller:
+        assert path.stat().st_mode & 0o777 == 0o600
+        with pytest.raises(BlockingIOError):
+            listener.accept()
         caller.connect(str(path))
         listener.accept()[0].close()
 

@@ -52,7 +52,7 @@ def answers(path: Path) -> bool:
 
 
 def listening(path: Path) -> socket.socket:
-    """A socket that listens at that path, in place of what a dead process left there.
+    """A socket that listens at that path and blocks nobody, in place of what a dead process left there.
 
     Raises ConfigError where another process listens, or where something is that is no socket.
     """
@@ -62,7 +62,9 @@ def listening(path: Path) -> socket.socket:
         listener = socket.socket(socket.AF_UNIX)
         try:
             listener.bind(os.fspath(path))
+            path.chmod(0o600)
             listener.listen(BACKLOG)
+            listener.setblocking(False)
         except OSError as error:
             listener.close()
             reason = "it is taken" if path.exists() else error.strerror
