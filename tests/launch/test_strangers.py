@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 
+import unfuse
 from tests import stranger
 from tests.launch.test_keys import UNFUSE, data, serving
 from tests.worker import outside
 from unfuse.client import Client, connect
 from unfuse.wire.keys import make
+from unfuse.wire.unix_socket import servers
 
 __all__ = ["data"]
 
@@ -130,6 +132,17 @@ def test_a_worker_without_a_flag_finds_the_server_and_comes_back_to_one_that_was
             assert again == url
             assert other.generate("again").data == [b"niaga"]
             assert worker.poll() is None
+
+
+def test_a_private_service_is_found_by_nobody_and_leaves_nothing(model: Path, run: Path) -> None:
+    with unfuse.local(str(model), threads=1) as client:
+        assert client.generate("hello").data == [b"olleh"]
+        (socket,) = run.glob("*.sock")
+        assert socket.name.startswith("own-")
+        assert socket.is_socket()
+        assert servers(run) == {}
+        assert set(ROLES) <= {*roles(client)} <= {*ROLES}
+    assert not list(run.glob("*.sock"))
 
 
 def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, run: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +139,16 @@ async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: P
             Router(address, answer, undelivered)
         with pytest.raises(ConfigError, match=reason):
             Dealer(address)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_who_may_not_enter_is_told_its_uid_and_the_fix(folder: Path) -> None:
+    script = (
+        "import os, sys; from unfuse.wire.unix_socket import ConfigError, servers; os.setuid(4321)\n"
+        "try: servers(sys.argv[1])\nexcept ConfigError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", script, folder / "unfuse"], capture_output=True, text=True, check=True)
+    assert "cannot be used by uid 4321 (Permission denied): set UNFUSE_RUN_DIR" in said.stdout
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")

@@ -50,7 +50,7 @@ def worker(
     wanted, compute = settings.worker, settings.compute
     logs.to_stderr()
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
-    addresses = schedulers(settings)
+    addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
     options = WorkerOptions(
         role=wanted.role,
         schedulers=addresses,
@@ -64,8 +64,8 @@ def worker(
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
         transfer=TransferOptions(
-            host=wanted.listen or host_towards(*addresses),
-            secret=trusted.secret if isinstance(trusted, Keys) else "",
+            host=wanted.listen or host_towards(*(addresses if secret else ())),
+            secret=secret,
             **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
         ),
     )
