@@ -38,9 +38,9 @@ class Gateway(Observer):
     """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
 
     `admins` are those keys that open workers, pools and every tenant's requests; a sole key is one. `standard` is what
-    every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it would
-    have to ignore. `store` is the kind of place where workers keep outputs.
-    What the scheduler does it counts and logs.
+    every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it
+    would have to ignore. `store` is the kind of place where workers keep outputs. What the scheduler does it counts
+    and logs.
     """
 
     def __init__(
