@@ -16,7 +16,6 @@ from unfuse.core.codec import MAX_BYTES
 from unfuse.core.errors import ConfigError
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import MAX_PATH, open_run_folder
-from unfuse.wire.unix_socket import leave, listening
 
 OUTSIDE = "192.0.2.1"
 """An address of nobody's (RFC 5737) beyond every network of ours."""
@@ -72,26 +71,6 @@ def unix_path(address: str) -> Path | None:
     if not path.is_absolute() or len(os.fsencode(path)) > MAX_PATH:
         raise ConfigError(f"{address!r} is no control address: write unix:/PATH, of at most {MAX_PATH} bytes")
     return path
-
-
-def bind(opened: zmq.asyncio.Socket, address: str) -> str:
-    """Listen at a control address; returns it with the port that port 0 became. Raises ConfigError."""
-    try:
-        if path := unix_path(address):
-            opened.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
-            opened.setsockopt(zmq.USE_FD, listening(path).detach())
-            opened.bind(f"ipc://{path}")
-            return address
-        opened.bind(address)
-        return str(opened.getsockopt_string(zmq.LAST_ENDPOINT))
-    except zmq.ZMQError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another --listen") from error
-
-
-def unbind(address: str) -> None:
-    """Say before the socket is closed that nobody will listen there any more."""
-    if path := unix_path(address):
-        leave(path)
 
 
 def endpoint(address: str) -> str:

@@ -16,6 +16,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.pace import Seldom
 
 SIDES = ("scheduler", "worker")
 """Who talks: each has a file of its own, in which the other's public key is all it knows of the other."""
@@ -50,11 +51,12 @@ class Keys(msgspec.Struct, frozen=True):
 
     async def _admit(self, door: zmq.asyncio.Socket) -> None:
         """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
+        seldom = Seldom()
         while True:
             version, number, _, _, _, *shown = await door.recv_multipart()
             known = shown == [b"CURVE", z85.decode(self.peer)]
-            if not known:
-                log.warning("refused a connection without the workers' key")
+            if not known and (times := seldom.times("key")):
+                log.warning("refused a connection without the workers' key", times=times)
             await door.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
 
