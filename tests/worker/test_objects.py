@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -115,6 +117,28 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near
     assert await near.bring(lease, granted(far)) == lease
     near.let_go(lease.claim)
     assert near.usage().used == 0
+
+
+async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanwhile(far: Objects) -> None:
+    patient = msgspec.structs.replace(OPTIONS, heartbeat_s=15.0, max_missed=4)
+    near = Objects("near", "near", CAPACITY, Places(""), {"tcp": open_engine("tcp", patient)}, patient)
+    with socket.create_server(("127.0.0.1", 0), backlog=200) as silent:
+        address = {"tcp": f"tcp://127.0.0.1:{silent.getsockname()[1]}"}
+        waiting = []
+        for number in range(100):
+            name = f"silent-{number}"
+            lost = msgspec.structs.replace(made(far, request=name, nbytes=8), owner=name)
+            told = Granted((), {name: (name, "unix:@nowhere")}, {name: address})
+            waiting.append(asyncio.create_task(near.bring(reading(lost, request=name), told)))
+        while len(near._copies) < len(waiting):
+            await asyncio.sleep(0)
+        brought = await near.bring(reading(made(far)), granted(far))
+        assert brought and read(near, brought.task.inputs[0]) == {7}
+        assert not any(task.done() for task in waiting)
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await near.close()
 
 
 async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Objects, near: Objects) -> None:

@@ -193,7 +193,9 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_network: Annotated[
         bool, says("Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its tensors.")
     ] = False
-    threads: Annotated[int, says("Threads of a worker that move tensors here.", ge=1, le=256)] = 4
+    threads: Annotated[
+        int, says("Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
+    ] = 4
     queues: Annotated[int, says("Connections to each other worker.", ge=1, le=256)] = 4
     bootstrap_s: Annotated[float, says("Seconds to reach an owner, or find room, before a transfer fails.", gt=0)] = (
         30.0

@@ -29,7 +29,7 @@ class TransferOptions(msgspec.Struct, frozen=True):
     """How engines listen, and when they give up.
 
     `host` is the address other nodes reach this process by; `secret` is what all peers share (workers' secret CURVE
-    key): needed beyond loopback. `queues` connections lead to each peer and `threads` threads move sessions. A peer is
+    key): needed beyond loopback. `queues` connections lead to each peer, `threads` threads move its sessions. A peer is
     pinged every `heartbeat_s` seconds and gone after `max_missed` of them without an answer or a byte. A session has
     `bootstrap_s` seconds to reach its owner or find room, and `attempts` tries in a row that bring nothing.
     """

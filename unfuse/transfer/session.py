@@ -7,8 +7,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import closing, suppress
-from sched import scheduler
 from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,7 @@ from unfuse.core.messages import Moved
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.movers import Movers
 from unfuse.transfer.sinks import Sink
 from unfuse.transfer.tally import Tally
 
@@ -64,11 +65,13 @@ class Session:
         self._failures = 0
         self._trouble_since: float | None = None
         self._cancelled = False
-        self._over = Event()
+        self.over: Future[None] = Future()
+        """Has the result when it is over; cannot be cancelled."""
+        self.over.set_running_or_notify_cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it is over, one way or the other, after at most `timeout` seconds."""
-        return self._over.wait(timeout)
+        return bool(wait([self.over], timeout).done)
 
     def result(self, timeout: float | None = None) -> None:
         """Return when everything is here. Raises what it failed with (ObjectLost, ArenaFull, …), or TimeoutError."""
@@ -210,18 +213,22 @@ class Session:
                 self._sink.fail(error)
         self.error = error
         self._move("failed" if error else "success")
-        self._over.set()
+        if error:
+            self.over.set_exception(error)
+        else:
+            self.over.set_result(None)
         return None
 
 
 class Links:
-    """The ways to peers, which sessions share. A thread pings them, and drops those whose owner is gone."""
+    """The ways to peers, which sessions share. They are pinged, and those are dropped whose owner is gone."""
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._engines, self._peers, self._options = engines, peers, options
         self.tally = Tally()
         self._links: dict[tuple[str, str], Link] = {}
         self._missed: Counter[tuple[str, str]] = Counter()
+        self._pinged: dict[tuple[str, str], Thread] = {}
         self._lock = Lock()
         self._stop = Event()
         self._thread = Thread(target=self._beat, name="transfer-heartbeat", daemon=True)
@@ -254,20 +261,31 @@ class Links:
     def close(self) -> None:
         """Disconnect."""
         self._stop.set()
+        self._thread.join()
         for key in list(self._links):
             self._drop(key)
-        self._thread.join()
+        for thread in self._pinged.values():
+            thread.join()
 
     def _beat(self) -> None:
+        """Ping all that answered the last time, each beside the others: a silent one takes its time."""
         while not self._stop.wait(self._options.heartbeat_s):
+            self._pinged = {key: thread for key, thread in self._pinged.items() if thread.is_alive()}
             for key, link in list(self._links.items()):
-                try:
-                    link.ping()
-                    self._missed.pop(key, None)
-                except LinkBroken:
-                    self._missed[key] += 1
-                if self._missed[key] >= self._options.max_missed:
-                    self._drop(key)
+                if key not in self._pinged:
+                    thread = Thread(target=self._ping, args=(key, link), name="transfer-ping", daemon=True)
+                    self._pinged[key] = thread
+                    thread.start()
+
+    def _ping(self, key: tuple[str, str], link: Link) -> None:
+        try:
+            link.ping()
+            self._missed.pop(key, None)
+        except LinkBroken:
+            if self._links.get(key) is link:
+                self._missed[key] += 1
+        if self._missed[key] >= self._options.max_missed:
+            self._drop(key)
 
     def _drop(self, key: tuple[str, str]) -> None:
         with self._lock:
@@ -278,9 +296,10 @@ class Links:
 
 
 class Transfers:
-    """The reader's end of a node: fetches objects, each in a session that one of `threads` threads moves on.
+    """The reader's end of a node: fetches objects, each in a session that one of its owner's `threads` moves on.
 
-    A session that waits, for room, for its owner or after a failure, keeps no other one waiting.
+    A session that waits for room, for its object to be written or after a failure keeps no other one waiting; one whose
+    owner is silent or slow keeps none of another owner's.
     """
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
@@ -288,56 +307,16 @@ class Transfers:
         self._links = Links(engines, peers, options)
         self.tally = self._links.tally
         """What came by which engine."""
-        self._shards = [Shard() for _ in range(options.threads)]
+        self._movers = Movers(options.threads)
 
     def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0) -> Session:
         """Begin to bring an object here; the first `good` bytes, whole chunks, are here already."""
         session = Session(ref, sink, self._links, self._options, good)
-        self._shards[int(session.id, 16) % len(self._shards)].add(session)
+        self._movers.add(ref.owner, session)
         return session
 
     def close(self) -> None:
         """End every session that is not over, and disconnect."""
-        for shard in self._shards:
-            shard.stop()
+        self._movers.stop()
         self._links.close()
-        for shard in self._shards:
-            shard.join()
-
-
-class Shard:
-    """A thread that moves its sessions on, each when its time has come."""
-
-    def __init__(self) -> None:
-        self._plan = scheduler(time.monotonic)
-        self._wake, self._stopped = Event(), False
-        self._thread = Thread(target=self._run, name="transfer", daemon=True)
-        self._thread.start()
-
-    def add(self, session: Session, delay: float = 0) -> None:
-        """Move a session on until it is over."""
-        self._plan.enter(delay, 0, self._go, (session,))
-        self._wake.set()
-
-    def stop(self) -> None:
-        """End every session soon."""
-        self._stopped = True
-        self._wake.set()
-
-    def join(self) -> None:
-        """Wait until that is so."""
-        self._thread.join()
-        for event in self._plan.queue:
-            self._go(*event.argument)
-
-    def _run(self) -> None:
-        while not self._stopped:
-            self._wake.wait(self._plan.run(blocking=False))
-            self._wake.clear()
-
-    def _go(self, session: Session) -> None:
-        if self._stopped:
-            session.cancel()
-        delay = session.step()
-        if delay is not None:
-            self._plan.enter(delay, 0, self._go, (session,))
+        self._movers.join()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -23,9 +22,6 @@ from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tally import Tally
 from unfuse.worker.channel import Stopped
-
-MOST_WAITING = 64
-"""Transfers that are waited for at a time."""
 
 Outcome = Stopped | Done | Failed
 
@@ -73,7 +69,6 @@ class Objects:
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
         self._elsewhere: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
-        self._waiters = ThreadPoolExecutor(MOST_WAITING, "transfer-wait")
 
     @property
     def capacity(self) -> int:
@@ -201,7 +196,6 @@ class Objects:
     def _close(self) -> None:
         if "_transfers" in self.__dict__:
             self._transfers.close()
-        self._waiters.shutdown()
         for engine in self._engines.values():
             engine.close()
         self.store.close()
@@ -237,7 +231,7 @@ class Objects:
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self.store.reserve)
         session = self._transfers.fetch(ref, sink)
-        over = asyncio.get_running_loop().run_in_executor(self._waiters, session.result)
+        over = asyncio.wrap_future(session.over)
         over.add_done_callback(_looked_at)
         copy = self._copies[key] = _Copy(ref, session, sink, over)
         return copy

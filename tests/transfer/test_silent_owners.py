@@ -1,0 +1,165 @@
+"""Owners that are silent, slow or not there keep nobody waiting but who wants something of them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+
+import msgspec
+import pytest
+
+from tests.transfer.conftest import OPTIONS
+from unfuse.arena.arena import Arena
+from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
+from unfuse.testing.transfer_owner import ArenaOwner, pattern
+from unfuse.transfer import open_engine
+from unfuse.transfer.movers import Movers
+from unfuse.transfer.session import Transfers
+from unfuse.transfer.sinks import ArenaSink
+
+Kind = Callable[[], AbstractContextManager[str]]
+
+PATIENT = msgspec.structs.replace(OPTIONS, threads=4, heartbeat_s=15.0, max_missed=4, bootstrap_s=600.0)
+"""A silent owner is given up after a minute, long after what must not wait for it is over."""
+
+
+@contextmanager
+def silent() -> Iterator[str]:
+    """Connections are taken, and nothing is said."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def black_hole() -> Iterator[str]:
+    """Nobody answers who wants to connect."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener, ExitStack() as filling:
+        port = listener.getsockname()[1]
+        for _ in range(4):
+            filler = filling.enter_context(socket.socket())
+            filler.setblocking(False)
+            with suppress(BlockingIOError):
+                filler.connect(("127.0.0.1", port))
+        yield f"tcp://127.0.0.1:{port}"
+
+
+@contextmanager
+def trickling() -> Iterator[str]:
+    """A byte comes each second, of a message that is never whole."""
+    over = threading.Event()
+
+    def trickle(peer: socket.socket) -> None:
+        with peer, suppress(OSError):
+            peer.sendall(b"\0\0\x20\0")
+            while not over.wait(1):
+                peer.sendall(b"x")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=trickle, args=(listener.accept()[0],)).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        over.set()
+        listener.shutdown(socket.SHUT_RDWR)
+        accepting.join()
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("tcp", (silent, black_hole, trickling)), ("zmq", (silent, black_hole))])
+def test_what_live_owners_have_comes_while_silent_ones_are_waited_for(name: str, kinds: tuple[Kind, ...]) -> None:
+    """More of each kind of them than there are threads; not one of their sessions has even failed once."""
+    owner = ArenaOwner(lambda: open_engine(name, PATIENT))
+    known = {"live": {name: owner.start()}}
+    refs = [msgspec.structs.replace(owner.put(n, CHUNK_BYTES), owner="live") for n in range(8)]
+    arena = Arena(256 << 20)
+    engine = open_engine(name, PATIENT)
+    engine.register(arena.memory)
+    with ExitStack() as stack:
+        fetching = Transfers({name: engine}, known.__getitem__, PATIENT)
+        stack.callback(fetching.close)
+        waiting = []
+        for number in range(2 * PATIENT.threads):
+            for kind in kinds:
+                gone = f"{kind.__name__}-{number}"
+                known[gone] = {name: stack.enter_context(kind())}
+                lost = msgspec.structs.replace(refs[0], owner=gone)
+                waiting.append(fetching.fetch(lost, ArenaSink(arena, lost)))
+        for number, ref in enumerate(refs):
+            sink = ArenaSink(arena, ref)
+            fetching.fetch(ref, sink).result(50)
+            assert sink.extent
+            assert bytes(arena.view[sink.extent.offset :][: ref.nbytes]) == bytes(pattern(number, ref.nbytes))
+        assert [(session.wait(0), session.setbacks) for session in waiting] == [(False, 0)] * len(waiting)
+    assert all(session.wait(0) for session in waiting)
+    engine.close()
+    owner.stop()
+    owner.arena.close()
+    arena.close()
+
+
+class Walk:
+    """Something that takes steps, each said to `took`."""
+
+    def __init__(self, took: Callable[[], object], steps: int) -> None:
+        self._took, self._left = took, steps
+
+    def step(self) -> float | None:
+        self._took()
+        self._left -= 1
+        return 0 if self._left else None
+
+    def cancel(self) -> None:
+        self._left = 1
+
+
+def test_an_owner_s_sessions_take_turns_and_its_threads_go_with_the_last() -> None:
+    movers, order, over = Movers(1), list[str](), threading.Event()
+    gate = threading.Event()
+    movers.add("owner", Walk(lambda: gate.wait(60), 1))
+    for name in "abc":
+        movers.add("owner", Walk(lambda name=name: order.append(name), 3))  # type: ignore[misc]
+    movers.add("owner", Walk(over.set, 1))
+    gate.set()
+    assert over.wait(60)
+    movers.add("another", Walk(over.set, 1))
+    while movers._crews:
+        pass
+    assert order == list("abc" * 3)
+    movers.stop()
+    movers.join()
+
+
+def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessions() -> None:
+    movers, gate, begun = Movers(2), threading.Event(), threading.Semaphore(0)
+
+    def step() -> None:
+        begun.release()
+        assert gate.wait(60)
+
+    for owner, count in (("one", 1), ("many", 5)):
+        for _ in range(count):
+            movers.add(owner, Walk(step, 1))
+    for _ in range(3):
+        assert begun.acquire(timeout=60)
+    assert {owner: len(crew.threads) for owner, crew in movers._crews.items()} == {"one": 1, "many": 2}
+    assert not begun.acquire(blocking=False)
+    gate.set()
+    while movers._crews:
+        pass
+    movers.stop()
+    movers.join()
+
+
+def test_what_is_not_over_when_they_are_stopped_is_cancelled() -> None:
+    movers, taken = Movers(1), list[ObjectRef | None]()
+    walks = [Walk(lambda: taken.append(None), 10**9) for _ in range(3)]
+    for walk in walks:
+        movers.add("owner", walk)
+    movers.stop()
+    movers.join()
+    assert [walk._left for walk in walks] == [0, 0, 0]
