@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 import zmq.asyncio
@@ -27,6 +29,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Moved,
     Places,
     Progress,
     Pulse,
@@ -124,6 +127,20 @@ def body(text: bytes) -> bytes:
     return bytes([VERSION]) + text
 
 
+def said(message: object) -> bytes:
+    """As a peer writes it that checks nothing."""
+    return body(msgspec.msgpack.encode(message))
+
+
+def hello(**fields: float) -> Hello:
+    return Hello(msgspec.structs.replace(HELLO.worker, **fields))
+
+
+UNCOUNTABLE: list[tuple[str, float]] = [
+    ("wait", math.nan), ("wait", -math.inf), ("fragmentation", math.nan), ("fragmentation", math.inf),
+    ("fragmentation", -0.1), ("fragmentation", 7.0), ("used", -1), ("used", math.nan), ("used", 2**63),
+    ("high_water", -1),
+]  # fmt: skip
 BEAT = body(b"\x82\xa4type\xa4Beat")
 BAD = {
     "nothing": b"",
@@ -142,6 +159,10 @@ BAD = {
     "maps in maps": BEAT + b"\xa5extra" + b"\x81\xa1a" * 1_000_000,
     "text that is none": body(b"\x82\xa4type\xa4Beat\xa7holding\x91\xa2\xff\xfe"),
     "a negative number of slots": encode(Ask(-5, None, 0.0))[:-1],
+    **{f"a heartbeat with {name} of {number}": said(Beat(**{name: number})) for name, number in UNCOUNTABLE},
+    **{f"a hello with {name} of {number}": said(hello(**{name: number})) for name, number in UNCOUNTABLE[2:]},
+    "seconds that are none": said(Beat(moved={"tcp": Moved(1, math.nan)})),
+    "endless seconds": said(Beat(moved={"tcp": Moved(1, math.inf)})),
 }
 
 

@@ -14,6 +14,11 @@ from unfuse.core.task import Claim, Lease
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 
+Count = Annotated[int, Meta(ge=0, le=1 << 60)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+"""What a worker says of itself is drawn and added up: no NaN, no infinity, nothing below 0."""
+
 
 class Places(msgspec.Struct, frozen=True):
     """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
@@ -47,14 +52,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     node: str
     role: str
     pools: tuple[str, ...]
-    slots: int
+    slots: Count
     arena: str
-    room: int
-    pid: int = 0
-    used: int = 0
+    room: Count
+    pid: Count = 0
+    used: Count = 0
     proof: bytes = b""
-    high_water: int = 0
-    fragmentation: float = 0.0
+    high_water: Count = 0
+    fragmentation: Share = 0.0
     engines: dict[str, str] = {}
     device: str = ""
 
@@ -84,9 +89,9 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 class Moved(msgspec.Struct, frozen=True):
     """What came here by a transfer engine: verified bytes, the seconds they took, and how often it failed."""
 
-    bytes: Annotated[int, Meta(ge=0)] = 0
-    seconds: Annotated[float, Meta(ge=0)] = 0.0
-    failures: Annotated[int, Meta(ge=0)] = 0
+    bytes: Count = 0
+    seconds: Seconds = 0.0
+    failures: Count = 0
 
     def __add__(self, other: Moved) -> Moved:
         return Moved(self.bytes + other.bytes, self.seconds + other.seconds, self.failures + other.failures)
@@ -101,10 +106,10 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     claims: tuple[Claim, ...] = ()
     holding: tuple[str, ...] = ()
-    used: int = 0
-    wait: float = 0.0
-    high_water: int = 0
-    fragmentation: float = 0.0
+    used: Count = 0
+    wait: Seconds = 0.0
+    high_water: Count = 0
+    fragmentation: Share = 0.0
     moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from unfuse.core.messages import Moved
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Filter, Member, TaskQueue
+from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
@@ -100,7 +101,7 @@ class Metrics:
     def moved(self, engine: str, moved: Moved) -> None:
         """Tensors came from one node to another."""
         for counter, count in zip(self._moved, msgspec.structs.astuple(moved), strict=True):
-            counter.labels(engine).inc(count)
+            counter.labels(engine if engine in PREFERENCE else "other").inc(count)
 
     def looked_up(self, hits: int, misses: int) -> None:
         """The encoder cache was looked through for an accepted request."""
