@@ -38,9 +38,9 @@ def plain(address: str, kind: str) -> None:
     """One connection after another, by hand."""
     parts = urlsplit(address)
     while True:
-        with socket.socket(socket.AF_UNIX if parts.scheme == "ipc" else socket.AF_INET) as peer, suppress(OSError):
+        with socket.socket(socket.AF_UNIX if parts.scheme == "unix" else socket.AF_INET) as peer, suppress(OSError):
             peer.settimeout(60)
-            peer.connect(parts.path if parts.scheme == "ipc" else (parts.hostname, parts.port))
+            peer.connect(parts.path if parts.scheme == "unix" else (parts.hostname, parts.port))
             peer.sendall(GREETING + READY)
             peer.recv(len(GREETING), socket.MSG_WAITALL)
             while True:

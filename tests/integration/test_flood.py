@@ -96,7 +96,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with keys in the folder beside its own."""
     folder = tmp_path_factory.mktemp("keyed")
     make(folder / "keys")
-    with serving(folder, "--arena", "64MiB", "--keys", str(folder / "keys")) as server:
+    with serving(folder, "--arena", "64MiB", "--keys", str(folder / "keys"), at="127.0.0.1") as server:
         yield server.ready()
 
 

@@ -40,6 +40,7 @@ from unfuse.transfer.base import TransferEngine
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
+from unfuse.wire.run_folder import open_run_folder
 from unfuse.wire.unix_socket import private_socket, server_socket
 from unfuse.worker.worker import Worker, WorkerOptions
 
@@ -174,10 +175,10 @@ class Service:
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
-        routers: list[Router] = []
+        folder, routers = open_run_folder(options.run_dir), list[Router]()
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
-                routers.append(Router(address, desk.answer, desk.undelivered, options.trust))
+                routers.append(Router(address, desk.answer, desk.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await scheduler.start()
             yield scheduler
