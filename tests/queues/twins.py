@@ -211,7 +211,7 @@ class Twins(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 1000),
         damage=st.sampled_from(["", "", "", "", "token", "attempt", "stage"]),
-        verb=st.sampled_from(["renew", "progress", "progress", "hand_back"]),
+        verb=st.sampled_from(["renew", "progress", "progress", "hand_back", "turn_down", "turn_down"]),
     )
     def use_a_claim(self, number: int, damage: str, verb: str) -> None:
         self.step()
@@ -225,6 +225,8 @@ class Twins(RuleBasedStateMachine):
                 case "progress":
                     events = [Event("progress", step=number % 5, steps=5), Event("preview", message="x")][: number % 3]
                     return await side.queue.progress(claim, events)
+                case "turn_down":
+                    return await side.queue.turn_down(claim)
             return await side.queue.hand_back(claim)
 
         self.both(ask)

@@ -357,3 +357,16 @@ async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
         with pytest.raises(LeaseLost):
             await desk.scheduler.complete(done(lease), "worker-1")
         assert await desk.answer(PEER, done(second)) == Accepted()
+
+
+async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
+    """Given a worker that hands back as it leaves, which never counts, then it is given no other task, ever so often
+    as it asks; another worker is."""
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        answer = await desk.answer(PEER, Failed(lease.claim, "hand_back", "leaving", reason="drain"))
+        assert answer == Accepted()
+        assert await granted(desk) == []
+        await desk.answer(OTHER, Hello(info("worker-2", ENCODE), (CARD,)))
+        assert [lease.task.request for lease in await granted(desk, peer=OTHER)] == [request]

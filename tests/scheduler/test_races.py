@@ -158,7 +158,7 @@ class Fate:
         await self.scheduler._end(lease)
 
     async def hand_back(self, lease: Lease) -> None:
-        await self.scheduler.fail(Failed(lease.claim, "hand_back", "leaving"), lease.worker)
+        await self.scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)
 
     async def impersonate(self, lease: Lease) -> None:
         self.leases.append(lease)

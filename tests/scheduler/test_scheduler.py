@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
+from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
-from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
+from unfuse.core.event import Event
+from unfuse.core.messages import Done, Failed, Saved, ToScheduler, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Filter, Limits, Wanted
+from unfuse.queues.base import MOST_RETURNS, Filter, Limits, Wanted
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 
@@ -186,16 +191,72 @@ async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
         await heir.close()
 
 
-async def test_a_handed_back_task_is_charged_nothing() -> None:
+@pytest.mark.parametrize("reason", sorted(BLAMELESS))
+async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str) -> None:
     async with scheduling() as (scheduler, _):
         record = await scheduler.submit(CARD, params())
         for _ in range(10):
             (lease,) = await take(scheduler)
-            await scheduler.fail(Failed(lease.claim, "hand_back", "leaving"), WORKER)
+            await scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason=reason), WORKER)
         context = (await scheduler.queue.load(record.context.id)).context
         assert (context.status, context.stages["text_encode"].failures) == ("queued", 0)
         with pytest.raises(LeaseLost):
             await scheduler.fail(Failed(lease.claim, "hand_back", "again"), WORKER)
+
+
+async def take_as(scheduler: Scheduler, worker: str) -> list[Lease]:
+    return await scheduler.queue.lease(worker, Wanted(frozenset((ENCODE, DENOISE, DECODE))), scheduler.lease_ttl)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("uvwxy"), st.sampled_from(["", "", "", "any", "drain", "full", "step"])), max_size=40
+    )
+)
+@settings(deadline=None)
+async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_workers_end_it(
+    acts: list[tuple[str, str]],
+) -> None:
+    """Given workers that hand one task back in any order and for any reason, then one that did so MOST_RETURNS times
+    without a reason that counts, and without a step, is not leased it again, and what GIVEN_UP workers gave up is dead;
+    other requests are leased to all of them throughout.
+    """
+    async with scheduling() as (scheduler, _):
+        request = (await scheduler.submit(CARD, params())).context.id
+        returned: Counter[str] = Counter()
+        for worker, reason in acts:
+            shunned = {name for name, times in returned.items() if times >= MOST_RETURNS}
+            leases = await take_as(scheduler, worker)
+            assert len(leases) == (worker not in shunned and len(shunned) < GIVEN_UP)
+            for lease in leases:
+                if reason == "step":
+                    await scheduler.queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
+                elif reason not in BLAMELESS:
+                    returned[worker] += 1
+                await scheduler.fail(Failed(lease.claim, "hand_back", "no", reason=reason), worker)
+            other = await scheduler.submit(CARD, params(), priority=-1)
+            (lease,) = await take_as(scheduler, worker) if worker in shunned or len(shunned) >= GIVEN_UP else [None]
+            assert lease is None or lease.task.request == other.context.id
+            await scheduler.cancel(other.context.id)
+        context = (await scheduler.queue.load(request)).context
+        over = sum(times >= MOST_RETURNS for times in returned.values()) >= GIVEN_UP
+        assert (context.status, context.dead) == (("failed", True) if over else ("queued", False))
+        assert (context.error is not None and context.error.code) == (over and "handed_back")
+        assert context.stages["text_encode"].failures == 0
+
+
+async def test_a_worker_of_yesterday_gives_no_reason_and_is_understood() -> None:
+    """Given a hand-back as it was written before there were reasons, then it is one, and counts."""
+    async with scheduling() as (scheduler, _):
+        record = await scheduler.submit(CARD, params())
+        (lease,) = await take(scheduler)
+        told = msgspec.structs.asdict(Failed(lease.claim, "hand_back", "leaving"))
+        told = {name: value for name, value in told.items() if name != "reason"} | {"type": "Failed"}
+        message = decode(encode(told), ToScheduler)
+        assert isinstance(message, Failed) and message.reason == ""
+        await scheduler.fail(message, WORKER)
+        assert (await take(scheduler))[0].task.attempt == 2
+        assert (await scheduler.queue.load(record.context.id)).context.status == "queued"
 
 
 async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> None:

@@ -147,6 +147,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it.
 
     After a crash, `company` says that others had begun in the compute process that died: it may have been their doing.
+    `reason` says why a task is handed back: drain, preempted, full (no room for it), producer (an input's is gone) or
+    compute (it died of something else) are nobody's fault; for anything else a worker gets a task but so often.
     """
 
     claim: Claim
@@ -155,6 +157,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     evidence: str = ""
     object_id: str = ""
     company: bool = False
+    reason: str = ""
 
 
 class Bye(msgspec.Struct, frozen=True, tag=True):

@@ -66,6 +66,9 @@ PREFERENCE_S = 0.02
 """Among how many tasks a preference chooses, and how long one that may be leased can be passed over for it."""
 
 
+MOST_RETURNS = 3
+"""So often a worker may turn a task down; from then on it gets that one no more."""
+
 MAX_CACHED = 512
 """Encoder outputs that are kept, at most: whoever owns them names each with every heartbeat."""
 
@@ -205,6 +208,14 @@ class TaskQueue(ABC):
     @abstractmethod
     async def hand_back(self, claim: Claim) -> bool:
         """Return a leased task to its old place in the queue, under the next attempt. False if it is not held."""
+
+    @abstractmethod
+    async def turn_down(self, claim: Claim) -> int:
+        """Hand a leased task back, and count that its worker did, unless a step of it was reported under this lease.
+
+        A worker that has turned a task down MOST_RETURNS times is not leased it any more, until the task is pushed
+        again. Returns how many such workers there are. Raises LeaseLost if the claim is not held.
+        """
 
     @abstractmethod
     async def expired(self, ttl: float) -> list[Lease]:

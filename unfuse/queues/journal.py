@@ -37,13 +37,14 @@ LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
-    """A task that is queued, or leased to the worker it names."""
+    """A task that is queued, or leased to the worker it names, and how often workers have turned it down."""
 
     arrival: int
     task: Task
     worker: str = ""
     token: bytes = b""
     since: float = 0.0
+    returned: dict[str, int] = {}
 
 
 class Row(msgspec.Struct, frozen=True):

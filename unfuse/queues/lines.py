@@ -45,28 +45,35 @@ class Lines:
         """How many of its pool go before a task."""
         return bisect_left(self._lines[rank[3].pool], rank)
 
-    def next(self, wanted: Wanted, full: frozenset[str], now: float, used: int = 0) -> Rank | None:
-        """The task that such a worker takes, having taken `used` bytes; `full` are pools that are held back.
+    def next(
+        self, wanted: Wanted, full: frozenset[str], others: frozenset[tuple[str, str]], now: float, used: int = 0
+    ) -> Rank | None:
+        """The task that such a worker takes, having taken `used` bytes.
 
+        `full` are pools that are held back, `others` the keys of tasks that are for others.
         Where one has no room, only pools that are later than its own go on.
         """
         pools = [pool for pool in wanted.pools - full if pool in self._lines]
-        while (rank := self._first(wanted, pools, now)) is not None:
+        while (rank := self._first(wanted, pools, others, now)) is not None:
             task = rank[3]
             if wanted.room is None or used + task.room + wanted.keep.get(task.pool, 0) <= wanted.room:
                 return rank
             pools = [pool for pool in pools if _later(wanted, pool) > _later(wanted, task.pool)]
         return None
 
-    def _first(self, wanted: Wanted, pools: list[str], now: float) -> Rank | None:
-        heads = ((self._lines[pool][0], pool) for pool in pools if self._lines[pool])
+    def _first(self, wanted: Wanted, pools: list[str], others: frozenset[tuple[str, str]], now: float) -> Rank | None:
+        firsts = (
+            (next((rank for rank in self._lines[pool] if rank[3].key not in others), None), pool) for pool in pools
+        )
+        heads = ((rank, pool) for rank, pool in firsts if rank is not None)
         found = min(((rank[0], -_later(wanted, pool), rank) for rank, pool in heads), default=None)
         if found is None or (wanted.above is not None and -found[0] <= wanted.above):
             return None
         priority, later, first = found
         if (wanted.near or wanted.affinity) and now - self._since[first[3].key] < PREFERENCE_S:
             lines = [self._lines[pool][:PREFERENCE_AMONG] for pool in pools if -_later(wanted, pool) == later]
-            among = [rank for rank in islice(heapq.merge(*lines), PREFERENCE_AMONG) if rank[0] == priority]
+            front = islice(heapq.merge(*lines), PREFERENCE_AMONG)
+            among = [rank for rank in front if rank[0] == priority and rank[3].key not in others]
             first = max(among, key=lambda rank: _liking(wanted, rank[3]))
         return first
 

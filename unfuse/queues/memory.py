@@ -18,19 +18,16 @@ from itertools import count, islice
 
 import msgspec
 
-from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
-from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, Wanted, check_storable
-from unfuse.queues.cached import CacheInMemory
+from unfuse.queues.base import Filter, Limits, Renewal, Wanted, check_storable
 from unfuse.queues.history import History
 from unfuse.queues.lines import Lines, Rank
-
-Key = tuple[str, str]
+from unfuse.queues.registry import RegistryInMemory
+from unfuse.queues.returned import Key, Returned
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +48,7 @@ class _Held:
 class _Waiter:
     """A caller of `lease` that waits. `pools` are all whose changes concern it."""
 
+    worker: str
     wanted: Wanted
     pools: frozenset[str]
     woken: asyncio.Future[None]
@@ -70,12 +68,11 @@ class _Entry:
     history: History = field(default_factory=History)
 
 
-class MemoryQueue(CacheInMemory):
+class MemoryQueue(RegistryInMemory):
     """A queue of one process and one event loop; it ends with them."""
 
     def __init__(self, clock: Clock) -> None:
-        super().__init__()
-        self._clock = clock
+        super().__init__(clock)
         self._requests: dict[str, _Entry] = {}
         self._by_idempotency_key: dict[tuple[str, str], _Entry] = {}
         self._active = 0
@@ -85,7 +82,7 @@ class MemoryQueue(CacheInMemory):
         self._queued: dict[Key, _Place] = {}
         self._leased: dict[Key, _Held] = {}
         self._waiters: dict[_Waiter, None] = {}
-        self._members: dict[str, Member] = {}
+        self._returned = Returned()
         self._arrivals = count()
         self._swept = -math.inf
         self._closed = False
@@ -127,7 +124,7 @@ class MemoryQueue(CacheInMemory):
             leases = self._claim(worker, wanted, ttl)
             if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
                 return leases
-            await self._wait(wanted, until)
+            await self._wait(worker, wanted, until)
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
         """Extend what is held."""
@@ -185,6 +182,16 @@ class MemoryQueue(CacheInMemory):
         self._put((priority, order, arrival, msgspec.structs.replace(task, attempt=task.attempt + 1)))
         return True
 
+    async def turn_down(self, claim: Claim) -> int:
+        """Put a leased task back where it stood, and remember whose it was."""
+        mine = self._held(claim)
+        if mine is None:
+            raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {claim.request} does not hold its lease")
+        if not mine.running.step:
+            self._returned.count(claim.key, mine.lease.worker)
+        await self.hand_back(claim)
+        return self._returned.done_with(claim.key)
+
     async def expired(self, ttl: float) -> list[Lease]:
         """Leases whose time has passed; none after a gap, which all of them are forgiven."""
         now = self._clock.now()
@@ -221,21 +228,6 @@ class MemoryQueue(CacheInMemory):
         """Follow a request's history."""
         return self._entry(request).history.follow(after)
 
-    async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker; cards it brought before are kept when it brings none."""
-        known = self._members.get(worker.id)
-        kept = tuple(cards) or (known.cards if known is not None else ())
-        self._members[worker.id] = Member(worker, kept, self._clock.now())
-
-    async def bye(self, worker: str) -> None:
-        """Forget a worker."""
-        self._members.pop(worker, None)
-
-    async def workers(self) -> Sequence[Member]:
-        """The registry, in order of arrival."""
-        leased = Counter(held.lease.worker for held in self._leased.values())
-        return [msgspec.structs.replace(m, leased=leased[name]) for name, m in self._members.items()]
-
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""
         contexts = [entry.context for entry in self._requests.values()]
@@ -268,6 +260,9 @@ class MemoryQueue(CacheInMemory):
         if entry is None:
             raise NotFound(f"no request {request}")
         return entry
+
+    def _leased_by_worker(self) -> Counter[str]:
+        return Counter(held.lease.worker for held in self._leased.values())
 
     def _size(self, pool: str) -> int:
         return self._lines.size(pool) + self._delayed[pool]
@@ -335,6 +330,7 @@ class MemoryQueue(CacheInMemory):
     def _drop(self, key: Key) -> None:
         """Take a task out of the queue, and end its lease."""
         self._leased.pop(key, None)
+        self._returned.forget(key)
         place = self._queued.pop(key, None)
         if place is None:
             return
@@ -345,16 +341,16 @@ class MemoryQueue(CacheInMemory):
             self._lines.remove(place.rank)
         self._wake(place.rank[3].pool)
 
-    def _next(self, wanted: Wanted, used: int = 0) -> Rank | None:
+    def _next(self, worker: str, wanted: Wanted, used: int = 0) -> Rank | None:
         """The task that such a worker takes, having taken `used` bytes; pools that feed a full one are held back."""
         fed = ((pool, name, most) for pool, names in wanted.behind.items() for name, most in names.items())
         full = frozenset(pool for pool, name, most in fed if self._size(name) > most)
-        return self._lines.next(wanted, full, self._clock.now(), used)
+        return self._lines.next(wanted, full, self._returned.kept_from(worker), self._clock.now(), used)
 
     def _claim(self, worker: str, wanted: Wanted, ttl: float) -> builtins.list[Lease]:
         leases: list[Lease] = []
         used = 0
-        while len(leases) < wanted.slots and (rank := self._next(wanted, used)) is not None:
+        while len(leases) < wanted.slots and (rank := self._next(worker, wanted, used)) is not None:
             task = rank[3]
             used += task.room
             self._lines.remove(rank)
@@ -375,12 +371,12 @@ class MemoryQueue(CacheInMemory):
         Called after every change of a pool. One waiter is enough: what it claims is a change again.
         """
         for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
-            if pool in waiter.pools and not waiter.woken.done() and self._next(waiter.wanted) is not None:
+            if pool in waiter.pools and not waiter.woken.done() and self._next(waiter.worker, waiter.wanted):
                 waiter.wake()
                 return
 
-    async def _wait(self, wanted: Wanted, until: float) -> None:
-        waiter = _Waiter(wanted, wanted.concerned(), asyncio.get_running_loop().create_future())
+    async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
+        waiter = _Waiter(worker, wanted, wanted.concerned(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
         withdraw_alarm = self._call_at(until, waiter.wake)
         try:

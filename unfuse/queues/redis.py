@@ -27,6 +27,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
     MAX_CACHED,
+    MOST_RETURNS,
     PREFERENCE_AMONG,
     PREFERENCE_S,
     Filter,
@@ -148,6 +149,10 @@ class RedisQueue(TaskQueue):
     async def hand_back(self, claim: Claim) -> bool:
         """Put a leased task back where it stood."""
         return bool(await self._call("hand_back", claim=script.shown(claim)))
+
+    async def turn_down(self, claim: Claim) -> int:
+        """Put a leased task back where it stood, and remember whose it was."""
+        return int(await self._call("turn_down", claim=script.shown(claim)))
 
     async def expired(self, ttl: float) -> list[Lease]:
         """Leases whose time has passed; none after a gap, which all of them are forgiven."""
@@ -279,6 +284,7 @@ class RedisQueue(TaskQueue):
         if self._closed and "undo" not in args:
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
+        args |= {"most_returns": MOST_RETURNS}
         if isinstance(self._clock, AlarmClock):
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -17,7 +17,7 @@ from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim, Task
 
-PARTS = ("common", "requests", "history", "cached", "leases", "tasks")
+PARTS = ("common", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and what Redis knows it by once it is loaded."""

@@ -208,13 +208,16 @@ class SqliteQueue(MemoryQueue):
         if self._writing is None and self._coming is not None:
             batch, self._coming = self._coming, None
             self._writing = batch
-            rows = [(number, self._row(entry)) for number, entry in batch.entries.items()]
-            loop = asyncio.get_running_loop()
-            writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable)
-            writing.add_done_callback(self._written)
+            try:
+                rows = [(number, self._row(entry)) for number, entry in batch.entries.items()]
+                loop = asyncio.get_running_loop()
+                writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable)
+                writing.add_done_callback(lambda written: self._written(written.exception()))
+            except Exception as error:  # or everyone would wait for what nobody writes
+                self._written(error)
 
-    def _written(self, written: asyncio.Future[None]) -> None:
-        if error := written.exception():
+    def _written(self, error: BaseException | None) -> None:
+        if error:
             self._broken = (
                 f"the queue's file {self._path} cannot be written ({error}): make room or repair the disk, then start "
                 "the server again; all that was accepted is kept"
@@ -234,10 +237,11 @@ class SqliteQueue(MemoryQueue):
         standing = []
         for key in ((context.id, stage) for stage in entry.stages):
             if place := self._queued.get(key):
-                standing.append(Standing(place.rank[2], place.rank[3]))
+                standing.append(Standing(place.rank[2], place.rank[3], returned=dict(self._returned.by(key))))
             if held := self._leased.get(key):
                 lease, since = held.lease, held.running.since
-                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, since))
+                returned = dict(self._returned.by(key))
+                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, since, returned))
         return Row(context, tuple(entry.stages), tuple(standing), entry.history.lasting(), entry.history.last)
 
     def _restore(self, number: int, row: Row) -> None:
@@ -257,6 +261,8 @@ class SqliteQueue(MemoryQueue):
         """Take in a task. Its lease gets a full time at the first sweep, as after any gap."""
         task = stood.task
         rank = (-task.priority, task.order, stood.arrival, task)
+        for worker, times in stood.returned.items():
+            self._returned.count(task.key, worker, times)
         if not stood.token:
             self._put(rank)
             return

@@ -60,11 +60,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A worker's connection: who it is, the Ask that waits, and claims that were seen to be its own."""
+    """A worker's connection: who it is, the Ask that waits, and claims that were seen to be its own.
+
+    One that hands a task back because it `leaves` gets no other.
+    """
 
     hello: Hello
     ask: asyncio.Task[list[Lease]] | None = None
     claims: set[Claim] = field(default_factory=set)
+    leaves: bool = False
     silence: asyncio.TimerHandle | None = None
 
     @property
@@ -181,6 +185,8 @@ class Desk:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
         wanted = (await self._look()).wanted(peer.worker, ask, self._dispatch)
         peer.withdraw()
+        if peer.leaves:
+            return Granted((), {})
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
         try:
@@ -254,6 +260,7 @@ class Desk:
                     case Done():
                         await self.scheduler.complete(_computed_on(peer.worker.device, message), worker)
                     case Failed():
+                        peer.leaves |= message.reason == "drain"
                         log.warning("task failed", kind=message.kind, reason=message.message, **about)
                         await self.scheduler.fail(message, worker)
             except (LeaseLost, NotFound) as error:

@@ -31,6 +31,12 @@ BUDGETS: dict[Charge, int] = {"failures": 3, "crashes": 1, "recomputes": 3}
 CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_crashed", "recomputes": "object_lost"}
 """Error codes of requests that ended by a charge."""
 
+BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})
+"""Why a task may be handed back any number of times."""
+
+GIVEN_UP = 3
+"""A task that so many workers get no more, because each handed it back again and again, is dead."""
+
 BACKOFF_S = 0.5
 """Wait before the first retry of a transient failure; each further one waits twice as long."""
 
@@ -120,6 +126,16 @@ def failed(
             draft.error = ErrorInfo("stage_failed", failed.message, stage, failed.evidence)
             return draft.end("failed", claim)
     raise ValueError("a task is handed back to the queue, not failed")
+
+
+def turned_down(context: RequestContext, stage: str, message: str, wall: float) -> Change | None:
+    """No worker is left to try a stage that several have handed back without a step. None if it is over, or done."""
+    if context.over or context.stages[stage].status != "queued":
+        return None
+    draft = _Draft(context, wall)
+    says = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
+    draft.error = ErrorInfo("handed_back", says, stage)
+    return draft.end("failed", dead=True)
 
 
 def expired_lease(context: RequestContext, lease: Lease, wall: float, running: Sequence[Running] = ()) -> Change | None:

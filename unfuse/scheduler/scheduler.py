@@ -219,9 +219,7 @@ class Scheduler:
         """Record a task's failure. Raises LeaseLost as `complete` does."""
         claim = failed.claim
         if failed.kind == "hand_back":
-            if not await self.holds(worker, claim) or not await self.queue.hand_back(claim):
-                raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
-            return await self.queue.load(claim.request)
+            return await self._handed_back(failed, worker)
         queue_now, now = await self.queue.now(), self._clock.wall()
         record, _ = await self._apply(
             claim.request,
@@ -231,6 +229,18 @@ class Scheduler:
             with self._background.besides("giving up a lost output"):
                 await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record
+
+    async def _handed_back(self, failed: Failed, worker: str) -> Record:
+        """Let others have a task; who returns it again and again for no good reason gets it no more."""
+        claim, blameless = failed.claim, failed.reason in lifecycle.BLAMELESS
+        if not await self.holds(worker, claim) or (blameless and not await self.queue.hand_back(claim)):
+            raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
+        if not blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
+            await self._apply(
+                claim.request,
+                lambda record: lifecycle.turned_down(record.context, claim.stage, failed.message, self._clock.wall()),
+            )
+        return await self.queue.load(claim.request)
 
     async def holds(self, worker: str, claim: Claim) -> bool:
         """Whether that worker was given the task, as far as the queue tells; whether its token is right, commits do."""

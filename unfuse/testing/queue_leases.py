@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from unfuse.core.errors import LeaseLost
-from unfuse.queues.base import PREFERENCE_S, TaskQueue
+from unfuse.core.event import Event
+from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     TTL,
@@ -14,6 +15,7 @@ from unfuse.testing.queue_samples import (
     drained,
     leased,
     passing,
+    raised,
     started,
     submitted,
     task,
@@ -160,6 +162,45 @@ async def handing_back_keeps_the_place(queue: TaskQueue, clock: ManualClock) -> 
     assert (await queue.load("a")).context.version == 0
 
 
+async def who_turns_a_task_down_for_ever_gets_it_no_more(queue: TaskQueue, clock: ManualClock) -> None:
+    """A worker that hands a task back MOST_RETURNS times without a step is passed over for it, and gets what stands
+    behind; others get it in its old place. Who made a step, or hands back otherwise, is not counted, and a task that is
+    pushed again is a new one. The answer is how many get it no more.
+    """
+    await submitted(queue, "a")
+    await submitted(queue, "b")
+    for times in range(MOST_RETURNS):
+        lease = await leased(queue, worker="v")
+        assert (lease.task.request, lease.task.attempt) == ("a", 1 + times)
+        assert await queue.turn_down(lease.claim) == (times == MOST_RETURNS - 1)
+    await raised(LeaseLost, queue.turn_down(lease.claim))
+    assert [waiting.request for waiting in await queue.peek("p")] == ["a", "b"]
+    behind = await queue.lease("v", wanted("p", slots=9, affinity="x", near="n"), TTL)
+    assert [lease.task.request for lease in behind] == ["b"]
+    for _ in range(MOST_RETURNS):
+        assert await queue.hand_back((await leased(queue, worker="w")).claim)
+        lease = await leased(queue, worker="w")
+        assert await queue.progress(lease.claim, [Event("progress", step=1, steps=2)])
+        assert await queue.turn_down(lease.claim) == 1
+    assert (await leased(queue, worker="w")).task == task("a", attempt=1 + 3 * MOST_RETURNS)
+    await queue.commit(change(await queue.load("a"), push=(task("a", attempt=99),)))
+    assert (await leased(queue, worker="v")).task.attempt == 99
+
+
+async def a_preference_does_not_bring_back_what_was_turned_down(queue: TaskQueue, clock: ManualClock) -> None:
+    """Among a whole line of such, the one that was not is found; when there is none, nothing is leased."""
+    names = [f"{number:02}" for number in range(PREFERENCE_AMONG + 4)]
+    for name in names:
+        await submitted(queue, name, affinity="x")
+    for _ in range(MOST_RETURNS):
+        for lease in await queue.lease("v", wanted("p", slots=len(names)), TTL):
+            await queue.turn_down(lease.claim)
+    assert await queue.lease("v", wanted("p", affinity="x"), TTL) == []
+    await submitted(queue, "new", affinity="x")
+    assert (await leased(queue, worker="v")).task.request == "new"
+    assert await drained(queue) == names
+
+
 async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> None:
     """Passed over before `not_before`, in its place of the order from then on, counted all along."""
     soon = await queue.now() + 5
@@ -278,6 +319,8 @@ LEASE_RULES = (
     renewing_extends_a_lease,
     an_old_claim_is_worth_nothing,
     handing_back_keeps_the_place,
+    who_turns_a_task_down_for_ever_gets_it_no_more,
+    a_preference_does_not_bring_back_what_was_turned_down,
     a_task_waits_for_its_time,
     what_is_more_urgent_can_be_asked_for,
     a_preference_chooses_among_equals_for_a_moment,

@@ -7,7 +7,7 @@ local function ahead(a, b)
 end
 
 -- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
-local function open_lines(wanted)
+local function open_lines(worker, wanted)
   local full, lines = {}, {}
   for pool, fed in pairs(wanted.behind) do
     for name, most in pairs(fed) do
@@ -18,7 +18,7 @@ local function open_lines(wanted)
     end
   end
   for _, pool in ipairs(wanted.pools) do
-    local head = not full[pool] and call('ZRANGE', ready_key(pool), 0, 0)[1]
+    local head = not full[pool] and head_for(worker, pool)
     if head then
       lines[#lines + 1] = {pool = pool, head = head, later = wanted.later[pool] or 0, keep = wanted.keep[pool] or 0}
     end
@@ -28,7 +28,7 @@ end
 
 -- Of the first tasks of the first one's priority, in lines as late as its own, the one the worker likes best: inputs
 -- that are near, then company.
-local function liked(wanted, lines, first)
+local function liked(worker, wanted, lines, first)
   local among, best, most = {}, {first.head, first}, -1
   for _, line in ipairs(lines) do
     for _, member in ipairs(line.later == first.later and call('ZRANGE', ready_key(line.pool), 0, A.among - 1) or {}) do
@@ -40,15 +40,16 @@ local function liked(wanted, lines, first)
     local near, affinity = unpack(call('HMGET', task_of(among[i][1]), 'near', 'affinity'))
     local liking = wanted.affinity ~= '' and affinity == wanted.affinity and 1 or 0
     if wanted.near ~= '' and near == wanted.near then liking = 2 end
-    if liking > most and not before(first.head, among[i][1], 8) then best, most = among[i], liking end
+    local is_fit = not before(first.head, among[i][1], 8) and not is_kept_from(worker, string.sub(among[i][1], RANK + 1))
+    if liking > most and is_fit then best, most = among[i], liking end
   end
   return unpack(best)
 end
 
 -- The place of the task that a worker takes next, having taken `used` bytes. Where one has no room, only pools that are
 -- later than its own go on; who waits is told when a task leaves that pool.
-local function next_for(wanted, used)
-  local lines = open_lines(wanted)
+local function next_for(worker, wanted, used)
+  local lines = open_lines(worker, wanted)
   while #lines > 0 do
     local line = lines[1]
     for _, other in ipairs(lines) do
@@ -57,7 +58,7 @@ local function next_for(wanted, used)
     local member, priority, since = line.head, unpack(call('HMGET', task_of(line.head), 'priority', 'since'))
     if wanted.above and tonumber(priority) <= wanted.above then return end
     if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
-      member, line = liked(wanted, lines, line)
+      member, line = liked(worker, wanted, lines, line)
     end
     local room = tonumber(call('HGET', task_of(member), 'room'))
     if not wanted.room or used + room + line.keep <= wanted.room then return member, room end
@@ -90,7 +91,7 @@ function verbs.lease()
     local claims, used, wanted = {}, 0, ask.wanted
     for _, pool in ipairs(wanted.pools) do ripen(pool) end
     while #claims < #ask.tokens / 16 do
-      local member, room = next_for(wanted, used)
+      local member, room = next_for(ask.worker, wanted, used)
       if not member then break end
       used = used + room
       claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))

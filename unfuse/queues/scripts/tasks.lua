@@ -19,16 +19,10 @@ function verbs.progress()
   return 1
 end
 
--- With `undo`, nobody has ever heard of the claim, and the attempt is the same again.
 function verbs.hand_back()
   local name = held(A.claim)
   if not name then return 0 end
-  local key = task_key(name)
-  local pool, member, worker = unpack(call('HMGET', key, 'pool', 'member', 'worker'))
-  end_lease(name, worker)
-  call('HDEL', key, 'worker', 'mark', 'started', 'step', 'steps')
-  if not A.undo then call('HINCRBY', key, 'attempt', 1) end
-  put(name, pool, member, now)
+  put_back(name, A.undo)
   return 1
 end
 
