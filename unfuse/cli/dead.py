@@ -16,7 +16,7 @@ def ls(
     limit: Limit = 100, after: After = None, server: Server = None, api_key: ApiKey = None, config: Config = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """List requests that were given up, newest first."""
+    """List what cannot be read of the queue, and requests that were given up, newest first."""
     with reach.client(server, api_key, config) as client:
         rows = client.dead(limit, after)
     columns = ["id", "completed_at", "stage", "code", "message", "model"]
@@ -28,6 +28,14 @@ def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config =
     """Show one request that was given up, with the evidence: how it ended, the last lines of its log."""
     with reach.client(server, api_key, config) as client:
         requests.tell(client.get(f"/v1/dead/{id}"), json)
+
+
+@app.command()
+def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
+    """Forget a request that was given up, or what cannot be read."""
+    with reach.client(server, api_key, config) as client:
+        client.forget_dead(id)
+    shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is forgotten")
 
 
 @app.command()

@@ -155,6 +155,10 @@ class Client:
         """
         return Request(self, self.post(f"/v1/dead/{id}/retry"))
 
+    def forget_dead(self, id: str) -> None:
+        """Forget what was given up, or what cannot be read. Raises NotFound for anything else."""
+        self._send("DELETE", f"/v1/dead/{id}")
+
     def workers(self) -> list[dict[str, Any]]:
         """Registered workers."""
         return self._list("/v1/workers")

@@ -30,6 +30,10 @@ class NotFound(UnfuseError):
     """No request, result or object of that name exists (any more)."""
 
 
+class Damaged(UnfuseError):
+    """What is stored of a request cannot be read: it stands still until somebody drops it. Others are not touched."""
+
+
 class Overloaded(UnfuseError):
     """Refused before acceptance because too much is already waiting. The client retries after `retry_after` seconds."""
 

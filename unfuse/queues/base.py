@@ -97,6 +97,14 @@ class Member(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
+class Damage(msgspec.Struct, frozen=True):
+    """Something stored that cannot be read: the `id` of a request or worker or the name of a task, its kind, why."""
+
+    id: str
+    kind: str
+    reason: str
+
+
 class Renewal(msgspec.Struct, frozen=True):
     """What became of renewed claims: those still held, and those that ended (lost, or their request is over)."""
 
@@ -227,7 +235,7 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def load(self, request: str) -> Record:
-        """The stored request. Raises NotFound.
+        """The stored request. Raises NotFound, and Damaged for one that cannot be read.
 
         Its position is the number of tasks that would be leased from the pool before the first of its own (the least
         over its queued tasks); None unless it waits: something is queued and nothing runs.
@@ -235,7 +243,10 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> list[Record]:
-        """Up to `limit` requests, newest first, starting behind the one of id `after`. Raises NotFound for that one."""
+        """Up to `limit` requests, newest first, starting behind the one of id `after`. Raises NotFound for that one.
+
+        One that cannot be read is left out, here and wherever several things are answered: see `damaged`.
+        """
 
     @abstractmethod
     async def size(self, pool: str) -> int:
@@ -296,6 +307,14 @@ class TaskQueue(ABC):
     @abstractmethod
     async def drop(self, request: str) -> None:
         """Forget one request that is over, now; one that is not stays. Idempotent."""
+
+    async def damaged(self) -> Sequence[Damage]:
+        """What was met that is stored here and cannot be read, and still is."""
+        return ()
+
+    async def discard(self, id: str) -> None:
+        """Drop what cannot be read of a request, or a worker, of that id, with all that is known to belong to it."""
+        await self.drop(id)
 
     @abstractmethod
     async def close(self) -> None:

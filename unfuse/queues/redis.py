@@ -12,13 +12,20 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ConfigError, Conflict, LeaseLost, NotFound, Overloaded, TransientError, UnfuseError
+from unfuse.core.errors import (
+    ConfigError,
+    Damaged,
+    NotFound,
+    ProtocolError,
+    TransientError,
+)
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
@@ -30,6 +37,7 @@ from unfuse.queues.base import (
     MOST_RETURNS,
     PREFERENCE_AMONG,
     PREFERENCE_S,
+    Damage,
     Filter,
     Limits,
     Member,
@@ -38,8 +46,10 @@ from unfuse.queues.base import (
     Wanted,
     check_storable,
 )
+from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
+from unfuse.supervision.supervisor import Supervisor
 
 try:
     from redis.asyncio import Redis
@@ -49,12 +59,6 @@ try:
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
-REFUSALS: dict[str, type[UnfuseError]] = {
-    "NOTFOUND": NotFound,
-    "LEASELOST": LeaseLost,
-    "CONFLICT": Conflict,
-    "OVERLOADED": Overloaded,
-}
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
 
 SWEEP_S = 5.0
@@ -80,7 +84,8 @@ class RedisQueue(TaskQueue):
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
         self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
         self._background = Background()
-        self._waiting = Waiting(self._call, self._background, clock)
+        self._met, self._supervisor = Met(), Supervisor()
+        self._waiting = Waiting(self._call, self._background, clock, self._met)
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
         self._latest = 0.0
@@ -156,14 +161,17 @@ class RedisQueue(TaskQueue):
 
     async def expired(self, ttl: float) -> list[Lease]:
         """Leases whose time has passed; none after a gap, which all of them are forgiven."""
-        return [
-            Lease(script.task(task, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
-            for task, attempt, worker, mark, expires in await self._call("expired", ttl=ttl)
-        ]
+        found = await self._call("expired", ttl=ttl)
+        leases = (self._met.sound("lease", script.shown_text(one[5]), partial(script.lease, *one)) for one in found)
+        return [lease for lease in leases if lease]
 
     async def load(self, request: str) -> Record:
         """The stored request."""
-        return self._record(await self._call("load", id=request))
+        try:
+            return self._record(await self._call("load", id=request))
+        except (ProtocolError, TypeError, Damaged) as error:
+            self._met.note("request", request, str(error))
+            raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it") from error
 
     async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
         """Requests, newest first."""
@@ -171,10 +179,15 @@ class RedisQueue(TaskQueue):
         found: list[Record] = []
         below: str | None = "+inf"
         while below is not None and len(found) < limit:
-            last, page = await self._call(
+            last, page, damaged = await self._call(
                 "list", which=fields, after=after, below=below, limit=limit - len(found), scan=SCANNED
             )
-            found += [self._record(one) for one in page]
+            records = (
+                self._met.sound("request", script.shown_text(one[3]), partial(self._record, one)) for one in page
+            )
+            found += [record for record in records if record]
+            for id in damaged:
+                self._met.note("request", script.shown_text(id), "it is not what is stored of a request")
             after, below = None, last and last.decode()
         return found
 
@@ -184,7 +197,8 @@ class RedisQueue(TaskQueue):
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks that would be leased next."""
-        return [script.task(*found) for found in await self._call("peek", pool=pool, limit=limit)]
+        found = await self._call("peek", pool=pool, limit=limit)
+        return [one for kept in found if (one := self._met.sound("task", pool, partial(script.task, *kept)))]
 
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """Follow a request's history."""
@@ -205,9 +219,10 @@ class RedisQueue(TaskQueue):
                     continue
                 is_known, is_over = True, over == b"1"
                 for event in events:
-                    found: Event = decode(event, Event)
-                    yield found
-                    after = found.seq
+                    found = self._met.sound("event", request, partial(decode, event, Event))
+                    if found:
+                        yield found
+                        after = found.seq
                 if not is_over:
                     await news
         finally:
@@ -221,7 +236,9 @@ class RedisQueue(TaskQueue):
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
         """Look handles up."""
         found = await self._call("cached", keys=keys, use=use)
-        return {key: decode(ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
+        kept = {key: partial(decode, ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
+        refs = {key: self._met.sound("cached output", key, read) for key, read in kept.items()}
+        return {key: ref for key, ref in refs.items() if ref}
 
     async def cached_bytes(self) -> int:
         """Their sum."""
@@ -243,16 +260,36 @@ class RedisQueue(TaskQueue):
     async def workers(self) -> Sequence[Member]:
         """The registry, in order of arrival."""
         found: list[Member] = []
-        for info, brought, seen, leased in await self._call("workers"):
-            known = script.cards(brought) if brought else ()
-            found.append(Member(decode(info, WorkerInfo), known, float(seen), int(leased or 0)))
+        for id, info, brought, seen, leased in await self._call("workers"):
+            name = script.shown_text(id)
+            cards = self._met.sound("card", name, partial(script.cards, brought)) if brought else ()
+            member = self._met.sound("worker", name, partial(script.member, info, cards or (), seen, leased))
+            found += [member] if member else []
         return found
+
+    async def damaged(self) -> Sequence[Damage]:
+        """What was met, as far as it is still there, and what the scripts have put aside."""
+        await self.workers()
+        for one in [one for one in self._met.all() if one.kind == "request"]:
+            with suppress(Damaged):
+                with suppress(NotFound):
+                    await self.load(one.id)
+                self._met.forget(one.id)
+        aside = await self._call("damaged")
+        pairs = zip(aside[::2], aside[1::2], strict=True)
+        found = [Damage(script.shown_text(name), kind.decode(), "its task is not whole") for name, kind in pairs]
+        return [*(one for one in self._met.all() if one.kind in script.DROPPABLE), *found]
+
+    async def discard(self, id: str) -> None:
+        """Drop it, whatever it is."""
+        await self._call("discard", id=script.stored(id))
+        self._met.forget(id)
 
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""
         old: list[str] = []
         while some := await self._call("forget", before=before, scan=SCANNED):
-            old += [request.decode() for request in some]
+            old += [script.shown_text(request) for request in some]
         return old
 
     async def drop(self, request: str) -> None:
@@ -271,12 +308,14 @@ class RedisQueue(TaskQueue):
     def _error(self, error: Exception) -> Exception:
         """What a refusal of the script or of the server is here."""
         kind, _, text = str(error).partition(" ")
-        if kind in REFUSALS:
-            return REFUSALS[kind](text)
+        if kind in script.REFUSALS:
+            return script.REFUSALS[kind](text)
+        if script.BROKEN.search(str(error)):
+            return Damaged(f"the queue at {self._url.rpartition('@')[2]} holds something else than it should: {error}")
         return TransientError(f"the queue at {self._url.rpartition('@')[2]} does not answer: {error}")
 
     def _record(self, reply: builtins.list[Any]) -> Record:
-        context, running, position = reply
+        context, running, position, _ = reply
         return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
 
     async def _call(self, verb: str, **args: Any) -> Any:
@@ -298,13 +337,15 @@ class RedisQueue(TaskQueue):
             batch, self._unsent = self._unsent[:TOGETHER], self._unsent[TOGETHER:]
             try:
                 replies = await self._execute([(verb, args) for verb, args, _ in batch])
-            except (RedisError, OSError) as error:
+            except Exception as error:  # whatever it is, those who wait must hear of it
                 replies = [error] * len(batch)
             for (_, _, answer), reply in zip(batch, replies, strict=True):
                 if answer.done():
                     continue
-                if isinstance(reply, Exception):
+                if isinstance(reply, RedisError | OSError):
                     answer.set_exception(self._error(reply))
+                elif isinstance(reply, Exception):
+                    answer.set_exception(reply)
                 else:
                     answer.set_result(reply)
 
@@ -320,7 +361,10 @@ class RedisQueue(TaskQueue):
         return replies
 
     async def _listen(self) -> None:
-        """Hear what changed. On a new connection, and when it is quiet, everyone looks."""
+        await self._supervisor.repeat("hearing what changed", self._hear_changes)
+
+    async def _hear_changes(self) -> None:
+        """On a new connection, and when it is quiet, everyone looks."""
         while not self._closed:
             with suppress(RedisError, OSError):
                 async with self._redis.pubsub() as ear:
@@ -334,7 +378,7 @@ class RedisQueue(TaskQueue):
             self._waiting.serve()
             self._wake_followers(*self._followers)
             return
-        kind, _, name = message["data"].decode().partition(":")
+        kind, _, name = message["data"].decode(errors="replace").partition(":")
         if kind == "request":
             self._wake_followers(name)
         elif self._waiting.concerns(name):

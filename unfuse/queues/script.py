@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,14 +14,31 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
+from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded, UnfuseError
 from unfuse.core.event import Event
+from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import RequestContext
-from unfuse.core.task import Claim, Task
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.base import Member
 
 PARTS = ("common", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and what Redis knows it by once it is loaded."""
+
+
+REFUSALS: dict[str, type[UnfuseError]] = {
+    "NOTFOUND": NotFound,
+    "LEASELOST": LeaseLost,
+    "CONFLICT": Conflict,
+    "OVERLOADED": Overloaded,
+    "DAMAGED": Damaged,
+}
+DROPPABLE = ("request", "worker", "card", "lease")
+"""What of it there is to be dropped: an event, say, is only passed over."""
+
+BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
+"""What a server says of a script that met what it did not expect."""
 
 
 def raw(data: bytes) -> msgspec.Raw:
@@ -46,6 +64,26 @@ def shown(claim: Claim) -> dict[str, Any]:
 def task(task: bytes, attempt: bytes) -> Task:
     """The stored task; its attempt is kept beside it."""
     return msgspec.structs.replace(decode(task, Task), attempt=int(attempt))
+
+
+def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: bytes, _: bytes) -> Lease:
+    """A lease as it is answered."""
+    return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
+
+
+def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:
+    """A worker as it is answered, with its cards."""
+    return Member(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
+
+
+def shown_text(name: bytes) -> str:
+    """A name that may hold anything, for people."""
+    return name.decode(errors="backslashreplace")
+
+
+def stored(shown: str) -> msgspec.Raw:
+    """The name that `shown_text` shows so."""
+    return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), shown.encode()))
 
 
 @lru_cache(maxsize=64)

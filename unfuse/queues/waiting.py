@@ -13,10 +13,11 @@ import msgspec
 
 from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.codec import encode
-from unfuse.core.errors import TransientError, UnfuseError
+from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
 from unfuse.queues.base import Wanted
+from unfuse.queues.damage import Met
 
 RETRY_S = 0.2
 """How long until a server that did not answer is asked again."""
@@ -66,11 +67,12 @@ class Waiter:
         self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
         self.asked = False
 
-    def leases(self, claims: list[list[bytes]], now: float) -> list[Lease]:
+    def leases(self, claims: list[list[bytes]], now: float, met: Met) -> list[Lease]:
         """What the script claimed for it, one token after the other."""
         tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
         found = zip(claims, tokens, strict=False)
-        return [Lease(script.task(*claim), self.worker, token, now + self.ttl) for claim, token in found]
+        read = ((met.sound("task", f"of {self.worker}", partial(script.task, *claim)), token) for claim, token in found)
+        return [Lease(task, self.worker, token, now + self.ttl) for task, token in read if task]
 
     def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
         """A call for it has ended."""
@@ -86,8 +88,8 @@ class Waiter:
 class Waiting:
     """All who wait. `serve` is for whenever there may be something for them."""
 
-    def __init__(self, call: Call, background: Background, clock: Clock) -> None:
-        self._call, self._background, self._clock = call, background, clock
+    def __init__(self, call: Call, background: Background, clock: Clock, met: Met) -> None:
+        self._call, self._background, self._clock, self._met = call, background, clock, met
         self._waiters: dict[Waiter, None] = {}
         self._stale = False
         self._withdraw_alarm: Callable[[], None] = lambda: None
@@ -142,13 +144,13 @@ class Waiting:
             waiter.asked = True
         try:
             now, ripens, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
-        except UnfuseError as error:
+        except Exception as error:  # whatever it is, those who wait must hear of it
             for waiter in asking:
                 waiter.settle([], error)
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
             return
         for waiter, claims in zip(asking, answers, strict=True):
-            waiter.settle(waiter.leases(claims, float(now)))
+            waiter.settle(waiter.leases(claims, float(now), self._met))
         if ripens is not None:
             self._withdraw_alarm = self._call_at(float(now), float(ripens), self.serve)
 

@@ -10,7 +10,7 @@ from hashlib import blake2b
 import msgspec
 import structlog
 
-from unfuse.core.errors import LeaseLost, NotFound, TransientError
+from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
     Accepted,
@@ -263,7 +263,7 @@ class Desk:
                         peer.leaves |= message.reason == "drain"
                         log.warning("task failed", kind=message.kind, reason=message.message, **about)
                         await self.scheduler.fail(message, worker)
-            except (LeaseLost, NotFound) as error:
+            except (LeaseLost, NotFound, Damaged) as error:
                 log.info("report refused", reason=str(error), **about)
                 return Refused(str(error), lease_lost=True)
             except TransientError:

@@ -14,7 +14,7 @@ import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
@@ -210,7 +210,7 @@ class Scheduler:
         task = lease.task
         if task.attempt == 1:
             return lease
-        with suppress(NotFound):
+        with suppress(NotFound, Damaged):
             state = (await self.queue.load(task.request)).context.stages[task.stage]
             return msgspec.structs.replace(lease, checkpoint=state.checkpoint)
         return lease
@@ -246,7 +246,7 @@ class Scheduler:
         """Whether that worker was given the task, as far as the queue tells; whether its token is right, commits do."""
         try:
             return lifecycle.held_by(worker, claim, (await self.queue.load(claim.request)).running)
-        except NotFound:
+        except (NotFound, Damaged):
             return False
 
     def eta(self, record: Record) -> float | None:
@@ -291,6 +291,8 @@ class Scheduler:
             return (await self.queue.load(request)).context.over
         except NotFound:
             return True
+        except Damaged:
+            return False
 
     async def _apply(self, request: str, decide: Callable[[Record], Change | None]) -> tuple[Record, bool]:
         """Load, decide, commit, again while others move the same context; says whether this changed it.

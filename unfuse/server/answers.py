@@ -65,6 +65,7 @@ REQUEST = thing(
         "error": perhaps(ERROR), "metadata": table(TEXT),
     }
 )  # fmt: skip
+DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
 VIDEO = thing(
     {
         "id": TEXT, "object": {"const": "video"}, "created_at": INTEGER, "completed_at": perhaps(INTEGER),
@@ -131,4 +132,5 @@ HAPPENED: Answers = {200: answer("Each event's data is an Event", TEXT, "text/ev
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
 """The data of each event; it stands among the schemas under that name."""
 
+FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
 READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}))

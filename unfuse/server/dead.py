@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Annotated
+from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound
-from unfuse.queues.base import Filter
-from unfuse.server.answers import REQUEST, one, several
-from unfuse.server.auth import Sight
+from unfuse.queues.base import Damage, Filter
+from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
+from unfuse.server.auth import Known, Sight
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
@@ -21,17 +22,33 @@ router = APIRouter(prefix="/dead", tags=["dead"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
-@router.get("", responses=several(REQUEST))
+@router.get("", responses=several({"anyOf": [REQUEST, DAMAGE]}))
 async def page(
     request: Request,
     gateway: Served,
-    sees: Sight,
+    caller: Known,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
-    """Requests that were given up after too many failures, newest first, with the evidence."""
-    found = await gateway.queue.list(Filter(tenant=sees, dead=True), after=after, limit=limit + 1)
-    return listed([gateway.view(request, record, evidence=True) for record in found], limit)
+    """Requests that were given up, newest first, with the evidence; for an admin what cannot be read, before them."""
+    found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
+    views = [gateway.view(request, record, evidence=True) for record in found]
+    damaged = await gateway.queue.damaged() if caller.admin and not after else ()
+    return _with_damage(listed(views, limit), damaged)
+
+
+def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, object]:
+    """The first page, before which stands what cannot be read: nobody knows whose it is."""
+    entries = [
+        {
+            "id": entry.id,
+            "object": "damaged",
+            "kind": entry.kind,
+            "error": {"code": "damaged", "message": f"this {entry.kind} cannot be read: {entry.reason}"},
+        }
+        for entry in damaged
+    ]
+    return page | {"data": [*entries, *page["data"]]}
 
 
 @router.get("/{id}", responses=one(REQUEST))
@@ -41,6 +58,18 @@ async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[
     if not record.context.dead:
         raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
     return gateway.view(request, record, evidence=True)
+
+
+@router.delete("/{id}", responses=FORGOTTEN)
+async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
+    """Forget a request that was given up, with its files, or as an admin what cannot be read of the queue."""
+    if caller.admin and any(entry.id == id for entry in await gateway.queue.damaged()):
+        await gateway.queue.discard(id)
+    elif (await gateway.load(id, caller.sees)).context.dead:
+        await gateway.delete(id)
+    else:
+        raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
+    return {"id": id, "object": "request", "deleted": True}
 
 
 @router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))

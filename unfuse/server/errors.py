@@ -18,7 +18,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, TransientError, UnfuseError, UnknownModel
+from unfuse.core.errors import (
+    Damaged,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    TransientError,
+    UnfuseError,
+    UnknownModel,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -84,6 +92,8 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(404, "not_found", str(error))
         case Overloaded():
             return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+        case Damaged():
+            return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
         case TransientError():
             log.error("unavailable", reason=str(error))
             message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"

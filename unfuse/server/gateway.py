@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, UnknownModel
+from unfuse.core.errors import Damaged, InvalidParameter, NotFound, Overloaded, UnknownModel
 from unfuse.core.messages import Moved
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
@@ -25,6 +25,7 @@ from unfuse.server.metrics import Metrics
 from unfuse.server.view import request_object
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import ResultStore
+from unfuse.supervision.supervisor import Supervisor
 
 PICTURES_AT_ONCE = 2
 """Uploads decoded at a time: each may take 160 MB while it is. Adapters are read by as many."""
@@ -67,6 +68,7 @@ class Gateway(Observer):
         self.time_limits = time_limits or {}
         self.loras = Loras(loras) if loras else None
         self._releasing: dict[str, asyncio.Task[None]] = {}
+        self._background = Supervisor()
         scheduler.observer = self
 
     async def models(self) -> dict[str, ModelCard]:
@@ -157,7 +159,7 @@ class Gateway(Observer):
         """Seconds that the one which waits longest of the first few tasks in a pool's line has waited; 0 for none."""
         waits = [0.0]
         for task in await self.queue.peek(pool, _FIRST):
-            with suppress(NotFound):
+            with suppress(NotFound, Damaged):
                 state = (await self.queue.load(task.request)).context.stages[task.stage]
                 waits.append(time.time() - state.queued_at)
         return max(waits)
@@ -170,7 +172,7 @@ class Gateway(Observer):
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
     async def _release(self, request: str) -> None:
-        with suppress(OSError):
+        with self._background.besides("letting go of an upload"):
             await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str | None) -> Record:

@@ -3,17 +3,17 @@ local CACHED, USED = P .. ':cached', P .. ':used'
 
 local function found(key)
   local entry = call('HGET', CACHED, key)
-  return entry and cmsgpack.unpack(entry)
+  local kept = entry and sound(cmsgpack.unpack, entry)
+  return type(kept) == 'table' and tonumber(kept.nbytes) and kept.ref and kept
 end
 
 local function used(key) call('ZADD', USED, call('HINCRBY', META, 'uses', 1), key) end
 
 local function give_up(key)
   local entry = found(key)
-  if not entry then return end
   call('HDEL', CACHED, key)
   call('ZREM', USED, key)
-  call('HINCRBY', META, 'cached', 0 - entry.nbytes) -- a zero of its own sign is no integer to Redis
+  if entry then call('HINCRBY', META, 'cached', 0 - entry.nbytes) end -- a zero of its own sign is no integer to Redis
 end
 
 function verbs.cache()
@@ -22,7 +22,7 @@ function verbs.cache()
   call('HSET', CACHED, A.key, cmsgpack.pack({id = A.id, nbytes = A.nbytes, ref = A.ref}))
   used(A.key)
   local bytes = call('HINCRBY', META, 'cached', A.nbytes)
-  while bytes > A.room or call('ZCARD', USED) > A.most do
+  while (bytes > A.room or call('ZCARD', USED) > A.most) and call('ZCARD', USED) > 0 do
     give_up(call('ZRANGE', USED, 0, 0)[1])
     bytes = tonumber(call('HGET', META, 'cached'))
   end

@@ -11,6 +11,13 @@ if not now then
 end
 local pools, news = {}, {} -- what this call has changed, told by `tell` at its end
 
+-- What a function answers, or nothing where what is stored is not what it should be: that costs one record, not all.
+local function sound(f, ...)
+  local is_done, answer = pcall(f, ...)
+  if is_done then return answer end
+  return nil
+end
+
 local function exact(number) return string.format('%.17g', number) end
 local function refuse(...) return {err = string.format(...)} end
 local function name_of(first, second) return #first .. ':' .. first .. ':' .. second end
@@ -22,7 +29,7 @@ local function task_key(name) return P .. ':task:' .. name end
 local function task_of(member) return task_key(string.sub(member, RANK + 1)) end
 local function ready_key(pool) return P .. ':ready:' .. pool end
 local function delayed_key(pool) return P .. ':delayed:' .. pool end
-local LEASES, META, AWAITED = P .. ':leases', P .. ':meta', P .. ':awaited'
+local LEASES, META, AWAITED, DAMAGED = P .. ':leases', P .. ':meta', P .. ':awaited', P .. ':damaged'
 
 -- Whether a comes before b in their first `count` bytes: Lua's own < follows the server's locale.
 local function before(a, b, count)
@@ -88,7 +95,7 @@ local function push(id, tasks)
 end
 
 -- Numbers an event, dates it if it is not dated, and drops the oldest progress of a log that is full.
-local function publish(id, event)
+local function log(id, event)
   event.seq = call('HINCRBY', request_key(id), 'seq', 1)
   if not event.at or event.at == 0 then event.at = wall end
   call('ZADD', events_key(id), event.seq, VERSION .. cmsgpack.pack(event))
@@ -101,8 +108,14 @@ local function publish(id, event)
       call('ZREMRANGEBYRANK', events_key(id), 0, 0)
     end
   end
+end
+
+local function publish(id, event)
+  sound(log, id, event)
   news[id] = true
 end
+
+local function damaged(id) return refuse('DAMAGED what is stored of request %s cannot be read', id) end
 
 local function unknown(id) return refuse('NOTFOUND no request %s', id) end
 

@@ -1,7 +1,7 @@
 -- What is left of requests: their events, and nothing once they are dropped. Then the workers' registry.
 local function drop(id)
-  local tenant, key = unpack(call('HMGET', request_key(id), 'tenant', 'idempotency_key'))
-  if key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
+  local tenant, key = unpack(sound(call, 'HMGET', request_key(id), 'tenant', 'idempotency_key') or {})
+  if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
@@ -9,9 +9,10 @@ local function drop(id)
 end
 
 function verbs.events()
-  local over = call('HGET', request_key(A.id), 'over')
-  if not over then return unknown(A.id) end
-  return {over, call('ZRANGEBYSCORE', events_key(A.id), '(' .. A.after, '+inf')}
+  if call('EXISTS', request_key(A.id)) == 0 then return unknown(A.id) end
+  local over = sound(call, 'HGET', request_key(A.id), 'over')
+  if not over then return damaged(A.id) end
+  return {over, sound(call, 'ZRANGEBYSCORE', events_key(A.id), '(' .. A.after, '+inf') or {}}
 end
 
 function verbs.forget()
@@ -21,8 +22,32 @@ function verbs.forget()
 end
 
 function verbs.drop()
-  if call('HGET', request_key(A.id), 'over') == '1' then drop(A.id) end
+  if sound(call, 'HGET', request_key(A.id), 'over') == '1' then drop(A.id) end
 end
+
+-- Forgets a request whatever it is, with the tasks and leases of it that can be found, or what was put aside by that id.
+function verbs.discard()
+  local id, cost = A.id, tonumber(sound(call, 'HGET', request_key(A.id), 'cost'))
+  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
+    local name = name_of(id, stage)
+    sound(remove, name)
+    call('DEL', task_key(name))
+    call('ZREM', LEASES, name)
+  end
+  local was_active = call('ZREM', ACTIVE, id) == 1
+  local sum = tonumber(call('HGET', META, 'cost')) or 0
+  call('HSET', META, 'cost', exact(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum))
+  drop(id)
+  for _, name in ipairs(call('HKEYS', DAMAGED)) do
+    if name == id or string.sub(name, 1, #name_of(id, '')) == name_of(id, '') then call('HDEL', DAMAGED, name) end
+  end
+  call('DEL', task_key(id))
+  call('ZREM', LEASES, id)
+  A.worker = id
+  verbs.bye()
+end
+
+function verbs.damaged() return call('HGETALL', DAMAGED) end
 
 function verbs.hello()
   call('ZADD', P .. ':joined', 'NX', call('HINCRBY', META, 'arrivals', 1), A.worker)
@@ -39,9 +64,9 @@ end
 function verbs.workers()
   local found = {}
   for i, worker in ipairs(call('ZRANGE', P .. ':joined', 0, -1)) do
-    found[i] = {}
+    found[i] = {worker}
     for j, kind in ipairs({':workers', ':cards', ':seen', ':leased'}) do
-      found[i][j] = call('HGET', P .. kind, worker)
+      found[i][j + 1] = call('HGET', P .. kind, worker)
     end
   end
   return found

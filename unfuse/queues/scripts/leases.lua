@@ -11,14 +11,14 @@ local function open_lines(worker, wanted)
   local full, lines = {}, {}
   for pool, fed in pairs(wanted.behind) do
     for name, most in pairs(fed) do
-      if size(name) > most then
+      if (sound(size, name) or 0) > most then
         full[pool] = true
         call('SADD', AWAITED, name)
       end
     end
   end
   for _, pool in ipairs(wanted.pools) do
-    local head = not full[pool] and head_for(worker, pool)
+    local head = not full[pool] and sound(head_for, worker, pool)
     if head then
       lines[#lines + 1] = {pool = pool, head = head, later = wanted.later[pool] or 0, keep = wanted.keep[pool] or 0}
     end
@@ -37,7 +37,7 @@ local function liked(worker, wanted, lines, first)
   end
   table.sort(among, function(a, b) return before(a[1], b[1], RANK) end)
   for i = 1, math.min(A.among, #among) do
-    local near, affinity = unpack(call('HMGET', task_of(among[i][1]), 'near', 'affinity'))
+    local near, affinity = unpack(sound(call, 'HMGET', task_of(among[i][1]), 'near', 'affinity') or {})
     local liking = wanted.affinity ~= '' and affinity == wanted.affinity and 1 or 0
     if wanted.near ~= '' and near == wanted.near then liking = 2 end
     local is_fit = not before(first.head, among[i][1], 8) and not is_kept_from(worker, string.sub(among[i][1], RANK + 1))
@@ -89,7 +89,7 @@ function verbs.lease()
   local ripens, answers = false, {}
   for i, ask in ipairs(A.asks) do
     local claims, used, wanted = {}, 0, ask.wanted
-    for _, pool in ipairs(wanted.pools) do ripen(pool) end
+    for _, pool in ipairs(wanted.pools) do sound(ripen, pool) end
     while #claims < #ask.tokens / 16 do
       local member, room = next_for(ask.worker, wanted, used)
       if not member then break end
@@ -97,7 +97,7 @@ function verbs.lease()
       claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
     end
     for _, pool in ipairs(#claims == 0 and wanted.pools or {}) do
-      local at = tonumber(call('ZRANGE', delayed_key(pool), 0, 0, 'WITHSCORES')[2])
+      local at = tonumber((sound(call, 'ZRANGE', delayed_key(pool), 0, 0, 'WITHSCORES') or {})[2])
       if at and (not ripens or at < ripens) then ripens = at end
     end
     answers[i] = claims

@@ -21,13 +21,13 @@ local function record(id)
     local ahead = call('ZLEXCOUNT', ready_key(place[1]), '-', '(' .. place[2])
     if not position or ahead < position then position = ahead end
   end
-  return {context, VERSION .. cmsgpack.pack(running), position}
+  return {context, VERSION .. cmsgpack.pack(running), position, id}
 end
 
 -- Writes a context with what queries ask of it; `was_active` says how it counted until now.
 local function store(id, number, was_active)
   call('HSET', request_key(id), unpack(A.fields))
-  local cost = tonumber(call('HGET', META, 'cost') or 0)
+  local cost = tonumber(call('HGET', META, 'cost')) or 0
   if A.over then
     call('ZREM', ACTIVE, id)
     call('ZADD', OVER, A.completed_at or 0, id)
@@ -41,7 +41,7 @@ local function store(id, number, was_active)
 end
 
 local function overload()
-  local active, cost, most = call('ZCARD', ACTIVE), tonumber(call('HGET', META, 'cost') or 0), A.limits
+  local active, cost, most = call('ZCARD', ACTIVE), tonumber(call('HGET', META, 'cost')) or 0, A.limits
   local say, later = 'OVERLOADED %s', ': try again later'
   if active >= most.max_active then
     return refuse(say, active .. ' requests are in progress, as many as are accepted' .. later)
@@ -58,7 +58,7 @@ end
 function verbs.submit()
   local keyed = A.idempotency_key ~= '' and name_of(A.tenant, A.idempotency_key)
   local known = call('EXISTS', request_key(A.id)) == 1 and A.id or keyed and call('HGET', KEYED, keyed)
-  if known then return record(known) end
+  if known and call('EXISTS', request_key(known)) == 1 then return sound(record, known) or damaged(known) end
   local overloaded = overload()
   if overloaded then return overloaded end
   local number = call('HINCRBY', META, 'arrivals', 1)
@@ -76,7 +76,9 @@ function verbs.commit()
   local version, over, done, number = unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number'))
   if not version then return unknown(id) end
   if claim then
-    if cmsgpack.unpack(done)[claim.stage] == claim.mark then return record(id) end
+    local marks = sound(cmsgpack.unpack, done)
+    if type(marks) ~= 'table' or not tonumber(version) then return damaged(id) end
+    if marks[claim.stage] == claim.mark then return record(id) end
     if not held(claim) then
       return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
     end
@@ -93,26 +95,35 @@ function verbs.commit()
     news[id] = true
   end
   for _, event in ipairs(A.events) do publish(id, event) end
-  return record(id)
+  return sound(record, id) or damaged(id)
 end
 
 function verbs.load()
-  return call('EXISTS', request_key(A.id)) == 1 and record(A.id) or unknown(A.id)
+  if call('EXISTS', request_key(A.id)) == 0 then return unknown(A.id) end
+  return sound(record, A.id) or damaged(A.id)
 end
 
--- One page of at most `scan` requests below a number; answers where the next one begins, and what was found.
+local function fits(id)
+  for field, value in pairs(A.which) do
+    if call('HGET', request_key(id), field) ~= value then return false end
+  end
+  return true
+end
+
+-- One page of at most `scan` requests below a number; answers where the next one begins, what was found, and the ids of
+-- what cannot be read.
 function verbs.list()
   local below = A.below
   if A.after then below = call('HGET', request_key(A.after), 'number') end
   if not below then return unknown(A.after) end
-  local from, found, last = A.which.over == '0' and ACTIVE or ALL, {}, false
+  local from, found, last, unsound = A.which.over == '0' and ACTIVE or ALL, {}, false, {}
   local ids = call('ZREVRANGEBYSCORE', from, '(' .. below, '-inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
   for i = 1, #ids, 2 do
-    local fits = true
-    for field, value in pairs(A.which) do fits = fits and call('HGET', request_key(ids[i]), field) == value end
-    if fits then found[#found + 1] = record(ids[i]) end
-    if #found == A.limit then return {false, found} end
+    local is_one, one = sound(fits, ids[i]), nil
+    if is_one ~= false then one = is_one and sound(record, ids[i]) end
+    if one then found[#found + 1] = one elseif is_one ~= false then unsound[#unsound + 1] = ids[i] end
     last = ids[i + 1]
+    if #found == A.limit then return {last, found, unsound} end
   end
-  return {#ids == 2 * A.scan and last, found}
+  return {#ids == 2 * A.scan and last, found, unsound}
 end

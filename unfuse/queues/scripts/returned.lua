@@ -3,17 +3,33 @@ local RETURNED = 'returned:'
 
 -- Whether a worker gets a task no more.
 local function is_kept_from(worker, name)
-  local times = call('HGET', task_key(name), RETURNED .. worker)
-  return times and tonumber(times) >= A.most_returns
+  local times = tonumber(sound(call, 'HGET', task_key(name), RETURNED .. worker))
+  return times and times >= A.most_returns
+end
+
+-- Whether a task has all that leasing it takes.
+local function is_whole(name)
+  local words = sound(call, 'HMGET', task_key(name), 'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since')
+  for i = 1, 8 do
+    if not words or not words[i] or (i > 4 and not tonumber(words[i])) then return false end
+  end
+  return true
 end
 
 -- The first of a line that a worker may get.
-local function head_for(worker, pool)
+local head_for
+function head_for(worker, pool)
   local from, many = 0, 16
   while true do
     local members = call('ZRANGE', ready_key(pool), from, from == 0 and 0 or from + many - 1)
     for _, member in ipairs(members) do
-      if not is_kept_from(worker, string.sub(member, RANK + 1)) then return member end
+      local name = string.sub(member, RANK + 1)
+      if not is_whole(name) then
+        call('ZREM', ready_key(pool), member)
+        call('HSET', DAMAGED, name, 'task')
+        return head_for(worker, pool)
+      end
+      if not is_kept_from(worker, name) then return member end
     end
     if #members < (from == 0 and 1 or many) then return nil end
     from = from + #members

@@ -37,19 +37,24 @@ function verbs.expired()
   call('HSET', META, 'swept', exact(now))
   local late, found = call('ZRANGEBYSCORE', LEASES, '-inf', now, 'WITHSCORES'), {}
   for i = 1, #late, 2 do
-    local task, attempt, worker, mark = unpack(call('HMGET', task_key(late[i]), 'task', 'attempt', 'worker', 'mark'))
-    found[#found + 1] = {task, attempt, worker, mark, late[i + 1]}
+    local words = sound(call, 'HMGET', task_key(late[i]), 'task', 'attempt', 'worker', 'mark') or {}
+    if words[1] and tonumber(words[2]) and words[3] and words[4] then
+      found[#found + 1] = {words[1], words[2], words[3], words[4], late[i + 1], late[i]}
+    else
+      call('ZREM', LEASES, late[i])
+      call('HSET', DAMAGED, late[i], 'lease')
+    end
   end
   return found
 end
 
-function verbs.size() return size(A.pool) end
+function verbs.size() return sound(size, A.pool) or 0 end
 
 function verbs.peek()
-  ripen(A.pool)
+  sound(ripen, A.pool)
   local found = {}
-  for i, member in ipairs(call('ZRANGE', ready_key(A.pool), 0, A.limit - 1)) do
-    found[i] = call('HMGET', task_of(member), 'task', 'attempt')
+  for i, member in ipairs(sound(call, 'ZRANGE', ready_key(A.pool), 0, A.limit - 1) or {}) do
+    found[i] = sound(call, 'HMGET', task_of(member), 'task', 'attempt') or {}
   end
   return found
 end
