@@ -22,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.clock import SystemClock
-from unfuse.core.errors import ConfigError, NotFound, Overloaded, ProtocolError, TransientError
+from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
 from unfuse.queues import journal
@@ -356,6 +356,34 @@ async def test_callers_share_transactions(queue: SqliteQueue) -> None:
     with patch.object(queue._journal, "write", side_effect=queue._journal.write) as write:
         await asyncio.gather(*(submitted(queue, f"r{number}") for number in range(200)))
     assert write.call_count <= 2
+
+
+async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQueue, path: Path) -> None:
+    """Given a row that is garbage, when the queue is opened, then all others are there, and it is kept, listed and
+    shown as damaged until it is dropped; the next start knows nothing of it."""
+    for name in "abc":
+        await submitted(queue, name)
+    await queue.close()
+    with apsw.Connection(str(path)) as file:
+        file.execute("UPDATE requests SET body = x'c1' WHERE id = 'c'")
+    file.close()
+    queue = SqliteQueue(path, ManualClock())
+    assert [record.context.id for record in await queue.list(Filter())] == ["b", "a"]
+    assert [(one.id, one.kind) for one in await queue.damaged()] == [("c", "request")]
+    await raised(Damaged, queue.load("c"))
+    await submitted(queue, "d")  # whose number is another one
+    await queue.discard("c")
+    await raised(NotFound, queue.load("c"))
+    queue = await again(queue, ManualClock())
+    assert await queue.damaged() == []
+    assert [record.context.id for record in await queue.list(Filter())] == ["d", "b", "a"]
+    await queue.close()
+
+
+async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
+    """Given a row that cannot be made, as nobody has foreseen, then nobody waits for it for ever."""
+    with patch.object(queue, "_row", side_effect=KeyError("s")):
+        assert "make room or repair" in str(await raised(TransientError, submitted(queue, "a")))
 
 
 class TestTheFile:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -36,6 +37,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
+from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
@@ -149,13 +151,15 @@ class Service:
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
             remains = remains_at(options.places.store, options.places.durable)
-            sweeping = [_forget(scheduler.queue, results, options.retention), _drop_remains(scheduler, remains)]
-            sweepers = [asyncio.create_task(sweep) for sweep in sweeping]
+            background = Supervisor()
+            stack.push_async_callback(background.close)
+            background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
+            background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             workers = LocalWorkers(self._commands(), self._options.worker_environment)
             workers.start()
             started(f"http://{options.host}:{port}")
             try:
-                await _first(serving, self._stop.wait(), _raise(workers.failed), *sweepers)
+                await _first(serving, self._stop.wait(), _raise(workers.failed))
                 await self._drain(scheduler)
             finally:
                 await workers.stop(0 if self._stop_now.is_set() else options.drain_timeout)
@@ -180,6 +184,7 @@ class Service:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
                 routers.append(Router(address, desk.answer, desk.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
+            await queue.reach()
             await scheduler.start()
             yield scheduler
         finally:
@@ -275,23 +280,21 @@ async def _serve_in_thread(
 
 async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:
     """Drop requests, and results, that have been over for `retention` seconds."""
-    while True:
-        await asyncio.sleep(min(FORGET_S, retention))
-        before = time.time() - retention
-        with contextlib.suppress(TransientError):
-            await queue.forget(before)
-        await asyncio.to_thread(results.forget, before)
+    await asyncio.sleep(min(FORGET_S, retention))
+    before = time.time() - retention
+    with contextlib.suppress(TransientError):
+        await queue.forget(before)
+    await asyncio.to_thread(results.forget, before)
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:
     """Drop what is left of requests that are over, where whoever kept it died, or was too late to drop it."""
-    while True:
-        await asyncio.sleep(REMAINS_S)
-        for place in places:
-            with contextlib.suppress(TransientError):
-                folders = await asyncio.to_thread(place.requests)
-                for request in await scheduler.over(tuple(folders)):
-                    await asyncio.to_thread(place.drop, folders[request])
+    await asyncio.sleep(REMAINS_S)
+    for place in places:
+        with contextlib.suppress(TransientError):
+            folders = await asyncio.to_thread(place.requests)
+            for request in await scheduler.over(tuple(folders)):
+                await asyncio.to_thread(place.drop, folders[request])
 
 
 def public_names(options: ServeOptions) -> dict[str, str]:

@@ -156,6 +156,10 @@ class TaskQueue(ABC):
     async def now(self) -> float:
         """This queue's clock, in seconds; it never runs backwards."""
 
+    async def reach(self) -> None:
+        """Raise ConfigError when what is at the address cannot be this queue, now or later. What passes does not."""
+        return
+
     @abstractmethod
     async def check(self) -> None:
         """Raise TransientError while this queue cannot work; the answer comes within a few seconds."""

@@ -58,7 +58,10 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The file. It is locked as long as it is open, and written by one thread. `rows` is what it held at the start."""
+    """The file. It is locked as long as it is open, and written by one thread.
+
+    `rows` is what it held at the start, `damaged` the number and the trouble of each row that cannot be read, by id.
+    """
 
     def __init__(self, path: Path) -> None:
         decoder = msgspec.msgpack.Decoder(Row)
@@ -72,8 +75,13 @@ class Journal:
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
                 self.start = self._begin()
-                stored = self._file.execute("SELECT number, body FROM requests ORDER BY number")
-                self.rows = [(cast(int, number), decoder.decode(cast(bytes, body))) for number, body in stored]
+                self.rows: list[tuple[int, Row]] = []
+                self.damaged: dict[str, tuple[int, str]] = {}
+                for number, id, body in self._file.execute("SELECT number, id, body FROM requests ORDER BY number"):
+                    try:
+                        self.rows.append((cast(int, number), decoder.decode(cast(bytes, body))))
+                    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                        self.damaged[str(id)] = cast(int, number), str(error)
                 self._opened = opened.pop_all()
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
             raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error

@@ -48,6 +48,7 @@ from unfuse.queues.base import (
 )
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.reach import obstacle
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
 from unfuse.supervision.supervisor import Supervisor
 
@@ -107,6 +108,17 @@ class RedisQueue(TaskQueue):
         """The server's clock."""
         self._latest = max(self._latest, float(await self._call("now")))
         return self._latest
+
+    async def reach(self) -> None:
+        """Have the server do something, as who it is told that we are."""
+
+        async def ask() -> None:
+            (reply,) = await self._execute([("now", encode({}))])
+            if isinstance(reply, Exception):
+                raise reply
+
+        if reason := await obstacle(self._url, ask):
+            raise ConfigError(f"the queue at {self._url.rpartition('@')[2]} cannot be used: {reason}")
 
     async def check(self) -> None:
         """Have the server run the script. Raises TransientError when it does not, or takes longer than CHECK_S."""

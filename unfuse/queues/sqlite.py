@@ -15,11 +15,11 @@ from itertools import count
 from pathlib import Path
 
 from unfuse.core.clock import AlarmClock, Clock
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, Wanted
+from unfuse.queues.base import Damage, Filter, Limits, Member, Renewal, Wanted
 from unfuse.queues.history import History
 from unfuse.queues.journal import Journal, Row, Standing
 from unfuse.queues.memory import MemoryQueue, _Entry, _Held
@@ -70,7 +70,8 @@ class SqliteQueue(MemoryQueue):
         rows, self._journal.rows = self._journal.rows, []
         for number, row in rows:
             self._restore(number, row)
-        last = max((entry.number for entry in self._requests.values()), default=-1)
+        numbers = [number for number, _ in (*rows, *self._journal.damaged.values())]
+        last = max(numbers, default=-1)
         ranks = [place.rank for place in self._queued.values()] + [held.rank for held in self._leased.values()]
         self._arrivals = count(max(last, *(rank[2] for rank in ranks), -1) + 1)
 
@@ -127,6 +128,8 @@ class SqliteQueue(MemoryQueue):
 
     async def load(self, request: str) -> Record:
         """The stored request."""
+        if request in self._journal.damaged:
+            raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it")
         record = await super().load(request)
         await self._settled(self._requests[request])
         return record
@@ -147,6 +150,23 @@ class SqliteQueue(MemoryQueue):
         """The registry, which is new after a start: workers say that they live."""
         self._check()
         return await super().workers()
+
+    async def damaged(self) -> Sequence[Damage]:
+        """Rows that could not be read at the start."""
+        return [Damage(id, "request", reason) for id, (_, reason) in self._journal.damaged.items()]
+
+    async def discard(self, id: str) -> None:
+        """Delete such a row, or drop one that is over."""
+        if id not in self._journal.damaged:
+            await self.drop(id)
+            return
+        number, _ = self._journal.damaged[id]
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._journal.thread, self._journal.write, [(number, None)], True)
+        except Exception as error:
+            raise TransientError(f"the queue's file {self._path} cannot be written: {error}") from error
+        self._journal.damaged.pop(id, None)
 
     async def drop(self, request: str) -> None:
         """Drop one that is over."""

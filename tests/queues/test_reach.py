@@ -1,0 +1,106 @@
+"""What can never be the queue ends the start in one sentence; what passes is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.harness import free_port
+from tests.queues.conftest import Server
+from unfuse import queues
+from unfuse.core.errors import ConfigError, TransientError
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def refusal(url: str) -> str:
+    """The sentence that this address is refused with; empty if it is not."""
+    queue = queues.open(url)
+    try:
+        await queue.reach()
+    except ConfigError as error:
+        assert "\n" not in str(error)
+        return str(error)
+    finally:
+        await queue.close()
+    return ""
+
+
+@asynccontextmanager
+async def listening(handle: Handle, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+
+
+async def test_a_server_that_takes_us_in_is_one(server: Server) -> None:
+    assert await refusal(server.url) == ""
+
+
+async def test_a_wrong_password_user_or_database_is_told_without_the_password(server: Server) -> None:
+    address = f"127.0.0.1:{server.port}"
+    server.client.acl_setuser("reader", enabled=True, passwords=["+right"], commands=["+get", "+select", "+client"])
+    try:
+        for credentials in ("nobody:right@", "reader:wrong@"):
+            said = await refusal(f"redis://{credentials}{address}/0")
+            assert f"the queue at {address}/0 cannot be used: it refuses the user or the password" in said
+            assert "wrong@" not in said and "right@" not in said
+        assert "its user may not do what a queue does" in await refusal(f"redis://reader:right@{address}/0")
+        assert "it has no database of that number" in await refusal(f"redis://{address}/99999")
+    finally:
+        server.client.acl_deluser("reader")
+
+
+async def test_tls_where_there_is_none_is_told(server: Server) -> None:
+    said = await refusal(f"rediss://127.0.0.1:{server.port}/0")
+    assert "it is Redis without TLS: write redis://" in said
+
+
+async def test_something_else_that_listens_is_told() -> None:
+    async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def hangs_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.transport.abort()
+
+    async with listening(http) as port:
+        said = await refusal(f"redis://127.0.0.1:{port}/0")
+        assert "something else than Redis answers there" in said or "hangs up" in said
+    async with listening(hangs_up) as port:
+        assert "hangs up: it is not Redis, or wants rediss" in await refusal(f"redis://127.0.0.1:{port}/0")
+
+
+async def test_nobody_listening_is_waited_for() -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    assert await refusal(url) == ""
+    queue = queues.open(url)
+    with pytest.raises(TransientError, match="does not answer"):
+        await queue.check()
+    await queue.close()
+
+
+def test_serve_ends_with_that_sentence(server: Server, tmp_path: Path) -> None:
+    flags = ["--no-workers", "--port", "0", "--listen", "tcp://127.0.0.1:0", "--data-dir", str(tmp_path)][:-2]
+    command = [
+        sys.executable,
+        "-m",
+        "unfuse",
+        "serve",
+        *flags,
+        "--queue",
+        f"redis://me:wrong@127.0.0.1:{server.port}/0",
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ended.returncode not in (0, None)
+    assert "it refuses the user or the password" in ended.stderr
+    assert "Traceback" not in ended.stderr and "wrong@" not in ended.stderr
