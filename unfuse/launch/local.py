@@ -13,6 +13,7 @@ from contextlib import suppress
 import structlog
 
 from unfuse.core.errors import ConfigError
+from unfuse.supervision.supervisor import Supervisor
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
 """Pause before a worker that died is started again; it doubles, up to the most, while it dies at once every time."""
@@ -39,6 +40,7 @@ class LocalWorkers:
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
+        self._background = Supervisor()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a ConfigError when a worker says that it cannot start."""
 
@@ -67,11 +69,12 @@ class LocalWorkers:
         deaths = 0
         while not self._stopping:
             began = time.monotonic()
-            process = self._processes[number] = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
-                pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
-                env={**ORDER, **os.environ, **self._environment},
-            )  # fmt: skip
+            process = None
+            with self._background.besides("starting a worker"):
+                process = await self._begin(number)
+            if process is None:
+                await asyncio.sleep(RESTART_S)
+                continue
             code = await process.wait()
             if self._stopping:
                 return
@@ -83,6 +86,14 @@ class LocalWorkers:
             pause = min(RESTART_S * 2 ** (deaths - 1), RESTART_MOST_S)
             log.warning("a worker ended, starting it again", pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
+
+    async def _begin(self, number: int) -> asyncio.subprocess.Process:
+        process = self._processes[number] = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
+            pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
+            env={**ORDER, **os.environ, **self._environment},
+        )  # fmt: skip
+        return process
 
     def _fail(self, code: int) -> None:
         if not self.failed.done():

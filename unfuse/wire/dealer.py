@@ -12,6 +12,7 @@ from zmq.utils.monitor import recv_monitor_message
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import ToScheduler, ToWorker
+from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, endpoint, keys_for, open_socket
 
 LOST: dict[int, str] = {
@@ -39,7 +40,11 @@ class Dealer:
             keys.secure(self._socket, server=False)
         self._monitor = self._socket.get_monitor_socket(sum(LOST))
         self._socket.connect(there)
-        self._tasks = [asyncio.create_task(self._read(), name="dealer"), asyncio.create_task(self._watch())]
+        background = Supervisor()
+        self._tasks = [
+            background.forever("hearing the scheduler", self._read),
+            background.forever("watching the connection", self._watch),
+        ]
 
     async def call(self, message: ToScheduler, timeout: float) -> ToWorker:
         """Send a message and return its answer. Raises TimeoutError after `timeout` seconds, and ConnectionError."""
@@ -78,14 +83,13 @@ class Dealer:
         self._lose(LOST[event["event"]])
 
     async def _read(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                number, body = frames
-                answer: ToWorker = decode(body, ToWorker)
-            except (ValueError, ProtocolError) as error:
-                log.warning("refused an answer", reason=str(error))
-                continue
-            future = self._waiting.get(number)
-            if future and not future.done():
-                future.set_result(answer)
+        frames = await self._socket.recv_multipart()
+        try:
+            number, body = frames
+            answer: ToWorker = decode(body, ToWorker)
+        except (ValueError, ProtocolError) as error:
+            log.warning("refused an answer", reason=str(error))
+            return
+        future = self._waiting.get(number)
+        if future and not future.done():
+            future.set_result(answer)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
@@ -17,6 +18,7 @@ from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.pace import Seldom
+from unfuse.supervision.supervisor import Supervisor
 
 SIDES = ("scheduler", "worker")
 """Who talks: each has a file of its own, in which the other's public key is all it knows of the other."""
@@ -47,17 +49,18 @@ class Keys(msgspec.Struct, frozen=True):
         """Before bind: have the library's question answered whether a connection may come in."""
         door = context.socket(zmq.REP)
         door.bind("inproc://zeromq.zap.01")
-        return asyncio.create_task(self._admit(door), name="door")
+        return Supervisor().forever("letting workers in", partial(self._admit, door, Seldom()))
 
-    async def _admit(self, door: zmq.asyncio.Socket) -> None:
+    async def _admit(self, door: zmq.asyncio.Socket, seldom: Seldom) -> None:
         """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
-        seldom = Seldom()
-        while True:
-            version, number, _, _, _, *shown = await door.recv_multipart()
-            known = shown == [b"CURVE", z85.decode(self.peer)]
-            if not known and (times := seldom.times("key")):
-                log.warning("refused a connection without the workers' key", times=times)
+        version, number, *question = await door.recv_multipart()
+        known = False
+        try:
+            known = question[3:] == [b"CURVE", z85.decode(self.peer)]
+        finally:  # the socket takes no other question before this one is answered
             await door.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+        if not known and (times := seldom.times("key")):
+            log.warning("refused a connection without the workers' key", times=times)
 
 
 def make(folder: Path) -> None:

@@ -19,6 +19,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
 from unfuse.core.pace import Seldom
+from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
 from unfuse.wire.door import Door, listen
 from unfuse.wire.unix_socket import private_socket
@@ -84,7 +85,7 @@ class Router:
                 raise
             raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
         self._door = Door(listener, self._inside)
-        self._reader = asyncio.create_task(self._read(), name="router")
+        self._reader = Supervisor().forever("receiving from workers", self._read)
 
     async def close(self) -> None:
         """Stop listening; messages being answered are dropped."""
@@ -101,11 +102,10 @@ class Router:
             shutil.rmtree(self._made, ignore_errors=True)
 
     async def _read(self) -> None:
-        while True:
-            match await self._socket.recv_multipart():
-                case [peer, number, body] if len(number) <= MAX_NUMBER:
-                    await self._take(peer, number, body)
-            await asyncio.sleep(0)  # others have a turn after each message: the gateway shares this loop
+        match await self._socket.recv_multipart():
+            case [peer, number, body] if len(number) <= MAX_NUMBER:
+                await self._take(peer, number, body)
+        await asyncio.sleep(0)  # others have a turn after each message: the gateway shares this loop
 
     async def _take(self, peer: bytes, number: bytes, body: bytes) -> None:
         """Have a message answered beside those that wait; what is none is refused on the spot."""

@@ -16,9 +16,10 @@ from pathlib import Path
 import structlog
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.task import Claim, Lease
+from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.channel import (
     Cancel,
     FromCompute,
@@ -71,6 +72,7 @@ class Executor:
         self._killed_for = ""
         self._log = ""
         self._logging: asyncio.Task[None] | None = None
+        self._background = Supervisor()
         self.ready = False
 
     @property
@@ -111,11 +113,13 @@ class Executor:
     async def serve(self) -> None:
         """Pass on what the process says, for ever; when it dies, report, and start another."""
         while True:
-            watching = asyncio.create_task(self._watch())
+            watching = self._background.forever("watching compute", self._watch)
             try:
                 await self._pump()
-            except EOFError:
+            except (EOFError, ProtocolError) as error:
                 self.ready = False
+                if isinstance(error, ProtocolError):
+                    self._kill(f"killed, as what it said made no sense: {error}")
                 await self._bury()
                 log.info("starting compute again")
                 await self._report(Ready(await self._start_again()))
@@ -186,14 +190,17 @@ class Executor:
 
     async def _watch(self) -> None:
         """Kill a process that makes no progress, or takes more memory than it may."""
-        while not self._killed_for:
-            slept = time.monotonic()
-            await asyncio.sleep(WATCH_S)
-            self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # while we were stopped, we heard nothing
-            if self._given and self._process and (reason := self._excess(self._process.pid)):
-                self._killed_for = reason
-                with suppress(ProcessLookupError):
-                    self._process.kill()
+        slept = time.monotonic()
+        await asyncio.sleep(WATCH_S)
+        self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # while we were stopped, we heard nothing
+        if self._given and self._process and not self._killed_for and (reason := self._excess(self._process.pid)):
+            self._kill(reason)
+
+    def _kill(self, reason: str) -> None:
+        self._killed_for = reason
+        with suppress(ProcessLookupError):
+            if self._process:
+                self._process.kill()
 
     def _excess(self, pid: int) -> str:
         if time.monotonic() - self._heard_at > self._stall_s:
@@ -213,7 +220,9 @@ class Executor:
         for claim in claims:
             crashed = claim in begun
             kind: FailureKind = "crash" if crashed else "hand_back"
-            await self._report(Failed(claim, kind, message, evidence, company=crashed and len(begun) > 1))
+            reason = "" if crashed else "compute"
+            company = crashed and len(begun) > 1
+            await self._report(Failed(claim, kind, message, evidence, company=company, reason=reason))
 
     async def _last_words(self) -> str:
         """How the process ended; what it had written is in `_log` then."""
@@ -228,9 +237,10 @@ class Executor:
         """Pass the process's standard error on to our own, and keep the end of it."""
         while process.stderr and (data := await process.stderr.read(1 << 16)):
             text = data.decode(errors="replace")
-            sys.stderr.write(text)
-            sys.stderr.flush()
             self._log = (self._log + text)[-LOG_CHARS:]
+            with self._background.besides("passing on what compute wrote"):  # else it would wait for us to read on
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
     def _environment(self) -> dict[str, str]:
         """The parent's, with libraries told to keep to our threads and to stay quiet."""

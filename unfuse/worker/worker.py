@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ArenaFull, ConfigError, TransientError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import (
     Ask,
     Beat,
@@ -37,6 +37,7 @@ from unfuse.core.messages import (
 from unfuse.core.plan import kinds_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
+from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import Trust
 from unfuse.worker.channel import Kept, Load, Ready, Stepped, Stopped
@@ -112,24 +113,22 @@ class Worker:
         self._executor: Executor | None = None
         self._keeper: Keeper | None = None
         self._device = ""
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failed: asyncio.Future[None]
+        self._background = Supervisor()
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError when it cannot start."""
-        self._failed = asyncio.get_running_loop().create_future()
-        self._spawn(self._serve())
+        serving = asyncio.create_task(self._serve())
         drained = asyncio.create_task(self._draining.wait())
-        ends: set[asyncio.Future[Any]] = {drained, self._failed}
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._failed.done():
-                self._failed.result()
+            await asyncio.wait({drained, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
             await self._leave()
         finally:
-            for task in (drained, *self._tasks):
+            for task in (drained, serving):
                 task.cancel()
-            await asyncio.gather(drained, *self._tasks, return_exceptions=True)
+            await asyncio.gather(drained, serving, return_exceptions=True)
+            await self._background.close()
             if self._executor:
                 await self._executor.close()
             await self._link.close()
@@ -155,20 +154,10 @@ class Worker:
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
-        self._spawn(executor.serve())
-        self._spawn(self._beat(objects))
-        await self._pull(executor, objects)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        """Run beside everything else, until the end; a failure is the worker's."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not self._failed.done():
-            self._failed.set_exception(error)
+        ended: set[Claim] = set()
+        self._background.forever("hearing compute", executor.serve)
+        self._background.forever("saying that we live", partial(self._beat, objects, ended))
+        await self._background.repeat("asking for work", partial(self._pull, executor, objects))
 
     async def _join(self) -> tuple[Executor, Objects]:
         """Learn what to serve and where to keep it, load it, and register with its pools."""
@@ -219,10 +208,12 @@ class Worker:
 
     async def _pull(self, executor: Executor, objects: Objects) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
-        while await self._changed.wait() and not self._draining.is_set():
-            self._changed.clear()
+        await self._changed.wait()
+        self._changed.clear()
+        if not self._draining.is_set():
             self._newest_ask += 1
-            self._spawn(self._ask(executor, objects, self._newest_ask, self._wanted(executor, objects)))
+            ask = partial(self._ask, executor, objects, self._newest_ask, self._wanted(executor, objects))
+            self._background.once("asking for work", ask)
 
     def _wanted(self, executor: Executor, objects: Objects) -> Ask:
         """What there are slots for; when all are taken, one task more urgent than any that takes them."""
@@ -255,21 +246,23 @@ class Worker:
         if self._keeper:
             self._keeper.begin(lease)
         if self._draining.is_set():
-            await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave"))
+            await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
         else:
-            self._spawn(self._run(executor, objects, lease, granted))
+            self._background.once("beginning a task", partial(self._run, executor, objects, lease, granted))
 
     async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         """Bring the inputs here that are elsewhere, then have compute run the task."""
         try:
             brought = await objects.bring(lease, granted)
-        except (ArenaFull, TransientError) as error:
+        except Exception as error:  # whatever it is, the task must not be lost with it
             await self._end(Failed(lease.claim, "transient", f"an input cannot be brought here: {error}"))
+            if not isinstance(error, TransientError):
+                raise
             return
         if brought is None:
             await self._end(Stopped(lease.claim))
         elif not executor.ready:
-            await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now"))
+            await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers)
 
@@ -286,14 +279,14 @@ class Worker:
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
-                self._spawn(self._progress(message))
+                self._background.once("telling of a step", partial(self._progress, message))
             else:
                 log.debug("task began", **_about(message.claim))
         elif isinstance(message, Kept):
             if self._keeper:
-                self._spawn(self._keeper.keep(message))
+                self._background.once("keeping a checkpoint", partial(self._keeper.keep, message))
         else:
-            self._spawn(self._end(message))
+            self._background.once("ending a task", partial(self._end, message))
 
     async def _progress(self, stepped: Stepped) -> None:
         answer = await self._link.call(
@@ -309,9 +302,16 @@ class Worker:
     async def _end(self, message: Stopped | Done | Failed) -> None:
         """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
         self._reporting += 1
-        lease = self._active.pop(message.claim, None)
+        try:
+            await self._settle(message, self._active.pop(message.claim, None))
+        finally:
+            self._reporting -= 1
+            if not self._active and not self._reporting:
+                self._idle.set()
+
+    async def _settle(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
         if isinstance(message, Stopped) and self._draining.is_set():
-            message = Failed(message.claim, "hand_back", LEAVES)
+            message = Failed(message.claim, "hand_back", LEAVES, reason="drain")
         if self._keeper and isinstance(message, Failed):
             await self._keeper.settled()  # whoever tries again is to go on from there
         if self._objects and lease:
@@ -325,9 +325,6 @@ class Worker:
             self._objects.share(lease, message)
         if self._keeper:
             await self._keeper.end(message.claim, recorded and isinstance(message, Done))
-        self._reporting -= 1
-        if not self._active and not self._reporting:
-            self._idle.set()
 
     async def _report(self, message: Done | Failed) -> bool:
         """Have an outcome recorded, or hear that the lease is lost (False): while neither is so, it is said again."""
@@ -341,29 +338,28 @@ class Worker:
             await asyncio.sleep(PAUSE_S)
         return True
 
-    async def _beat(self, objects: Objects) -> None:
-        """Say that we live, over and over; the answer comes when there is news, or when it is time to say so again."""
-        ended: set[Claim] = set()
-        while True:
-            await asyncio.sleep(BEAT_PAUSE_S)
-            held = tuple(self._active.keys() - ended)
-            moved = objects.tally.take()
-            usage, holding = objects.usage(), tuple(objects.holding())
-            beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
-            try:
-                pulse = await self._link.once(beat, BEAT_S)
-            except OSError:
-                objects.tally.put_back(moved)
-                continue
-            if not isinstance(pulse, Pulse):
-                await asyncio.sleep(self._beat_s)
-                continue
-            ended = (ended | set(pulse.ended)) & self._active.keys()
-            for claim in pulse.ended:
-                await self._cancel(claim)
-            if pulse.over:
-                await objects.release(pulse.over)
-                self._changed.set()
+    async def _beat(self, objects: Objects, ended: set[Claim]) -> None:
+        """Say that we live; the answer comes when there is news, or when it is time to say so again."""
+        await asyncio.sleep(BEAT_PAUSE_S)
+        held = tuple(self._active.keys() - ended)
+        moved = objects.tally.take()
+        usage, holding = objects.usage(), tuple(objects.holding())
+        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
+        try:
+            pulse = await self._link.once(beat, BEAT_S)
+        except OSError:
+            objects.tally.put_back(moved)
+            return
+        if not isinstance(pulse, Pulse):
+            await asyncio.sleep(self._beat_s)
+            return
+        ended |= set(pulse.ended)
+        ended &= self._active.keys()
+        for claim in pulse.ended:
+            await self._cancel(claim)
+        if pulse.over:
+            await objects.release(pulse.over)
+            self._changed.set()
 
     async def _leave(self) -> None:
         """Finish what runs, save and hand back what takes too long, say goodbye; nobody who is gone is waited for."""
@@ -379,7 +375,8 @@ class Worker:
                         await self._objects.saved()
             for claim in list(self._active):  # it shrinks meanwhile
                 await self._cancel(claim, save=True)
-        last: list[ToScheduler] = [*(Failed(claim, "hand_back", LEAVES) for claim in self._active), Bye()]
+        unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
+        last: list[ToScheduler] = [*unfinished, Bye()]
         with suppress(TimeoutError):
             async with asyncio.timeout(3 * LEAVE_S):
                 for message in last:

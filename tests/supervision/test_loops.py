@@ -1,0 +1,223 @@
+"""Every background loop outside the scheduler: its body raises once what nobody has foreseen, and it goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+from zmq.utils import z85
+
+from unfuse.arena.buddy import Usage
+from unfuse.cli import compose
+from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
+from unfuse.core.task import Claim
+from unfuse.launch import local
+from unfuse.launch.local import LocalWorkers
+from unfuse.supervision import supervisor
+from unfuse.supervision.supervisor import Supervisor
+from unfuse.transfer.tally import Tally
+from unfuse.wire.dealer import Dealer
+from unfuse.wire.keys import make, read
+from unfuse.wire.router import Router
+from unfuse.worker import executor as executing
+from unfuse.worker.channel import Stepped
+from unfuse.worker.executor import Executor
+from unfuse.worker.worker import Worker, WorkerOptions
+
+CLAIM = Claim("a", "s", 1, b"t")
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "PAUSE_S", 0.0)
+
+
+def once(whole: Callable[..., Any], error: Exception) -> Callable[..., Any]:
+    """A function that raises the first time."""
+    errors = [error]
+
+    def called(*args: Any, **more: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return whole(*args, **more)
+
+    return called
+
+
+class Failing:
+    """A socket that fails the first time that something is read."""
+
+    def __init__(self, socket: Any) -> None:
+        self._socket, self.recv_multipart = socket, once(socket.recv_multipart, OSError(12, "Cannot allocate memory"))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._socket, name)
+
+
+async def accept(peer: bytes, message: ToScheduler) -> ToWorker:
+    return Accepted()
+
+
+async def undelivered(peer: bytes, reply: ToWorker) -> None:
+    return
+
+
+@asynccontextmanager
+async def line(folder: Path) -> AsyncIterator[tuple[Router, Dealer]]:
+    make(folder)
+    router = Router("tcp://127.0.0.1:0", accept, undelivered, read(str(folder), "scheduler"))
+    dealer = Dealer(router.address, read(str(folder), "worker"))
+    try:
+        yield router, dealer
+    finally:
+        await dealer.close()
+        await router.close()
+
+
+async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
+    async with line(tmp_path / "keys") as (router, dealer):
+        assert await dealer.call(Bye(), 30) == Accepted()
+        router._socket, dealer._socket = Failing(router._socket), Failing(dealer._socket)
+        with capture_logs() as logs:
+            for _ in range(3):
+                assert await dealer.call(Bye(), 30) == Accepted()
+    assert {line["doing"] for line in logs} == {"receiving from workers", "hearing the scheduler"}
+
+
+async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.wire.keys.z85.decode", once(z85.decode, ValueError("odd")))
+    make(tmp_path / "keys")
+    router = Router("tcp://127.0.0.1:0", accept, undelivered, read(str(tmp_path / "keys"), "scheduler"))
+    answers = []
+    for _ in range(2):
+        dealer = Dealer(router.address, read(str(tmp_path / "keys"), "worker"))
+        try:
+            answers.append(await dealer.call(Bye(), 3))
+        except (TimeoutError, ConnectionError):
+            answers.append(None)
+        await dealer.close()
+    await router.close()
+    assert answers[-1] == Accepted()
+
+
+async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "RESTART_S", 0.0)
+    begin, started = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def sleeper(*command: str, **options: Any) -> Any:
+        started.set()
+        return await begin(sys.executable, "-c", "import time; time.sleep(600)", stdin=asyncio.subprocess.DEVNULL)
+
+    monkeypatch.setattr(
+        asyncio, "create_subprocess_exec", once(sleeper, OSError(11, "Resource temporarily unavailable"))
+    )
+    workers = LocalWorkers([[]])
+    with capture_logs() as logs:
+        workers.start()
+        await started.wait()
+        await workers.stop(0)
+    assert [line["doing"] for line in logs] == ["starting a worker"]
+
+
+async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORGET_S", "REMAINS_S"):
+        monkeypatch.setattr(compose, name, 0.0)
+    forgotten, dropped = asyncio.Event(), asyncio.Event()
+
+    async def forget(before: float) -> list[str]:
+        return []
+
+    async def over(requests: tuple[str, ...]) -> list[str]:
+        dropped.set()
+        return []
+
+    loop = asyncio.get_running_loop()
+    results: Any = SimpleNamespace(
+        forget=once(lambda before: loop.call_soon_threadsafe(forgotten.set), OSError(5, "io"))
+    )
+    place: Any = SimpleNamespace(requests=once(dict, OSError(5, "io")), drop=None)
+    queue: Any = SimpleNamespace(forget=forget)
+    background = Supervisor()
+    with capture_logs():
+        background.forever("forgetting", partial(compose._forget, queue, results, 60.0))
+        background.forever("dropping", partial(compose._drop_remains, SimpleNamespace(over=over), [place]))  # type: ignore[arg-type]
+        await asyncio.gather(forgotten.wait(), dropped.wait())
+        await background.close()
+
+
+async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a worker whose usage, and then what it wants, cannot be worked out once, then it says that it lives, and
+    asks for work, the next time."""
+    beaten, asked = asyncio.Event(), asyncio.Event()
+
+    class Line:
+        async def once(self, message: ToScheduler, timeout: float = 0) -> ToWorker:
+            (beaten if isinstance(message, Beat) else asked).set()
+            return Pulse((), ()) if isinstance(message, Beat) else Accepted()
+
+    worker: Any = Worker(WorkerOptions("all", ("tcp://127.0.0.1:1",), "node"))
+    await worker._link.close()
+    worker._link = Line()
+    worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))
+    usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
+    objects: Any = SimpleNamespace(tally=Tally(), usage=usage, holding=list)
+    with capture_logs() as logs:
+        worker._background.forever("beating", partial(worker._beat, objects, set()))
+        worker._background.forever("asking", partial(worker._pull, None, objects))
+        while not (beaten.is_set() and asked.is_set()):
+            worker._changed.set()
+            await asyncio.sleep(0)
+        await worker._background.close()
+    assert {line["doing"] for line in logs} == {"beating", "asking"}
+
+
+async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given an executor whose report fails once, and whose look at the process does, then it hears the next message,
+    and looks again."""
+    monkeypatch.setattr(executing, "WATCH_S", 0.0)
+    heard, looked = asyncio.Event(), asyncio.Event()
+    step = Stepped(CLAIM, 1, 2, 1)
+
+    async def note(message: object) -> None:
+        heard.set()
+
+    async def receive() -> Stepped:
+        await asyncio.sleep(0)
+        return step
+
+    executor: Any = Executor(None, once(note, KeyError("x")))  # type: ignore[arg-type]
+    executor._channel = SimpleNamespace(receive=receive)
+    executor._given, executor._process = {CLAIM: None}, SimpleNamespace(pid=1)
+    executor._excess = once(lambda pid: looked.set() or "", OSError(5, "io"))
+    background = Supervisor()
+    with capture_logs() as logs:
+        background.forever("hearing compute", executor.serve)
+        await asyncio.gather(heard.wait(), looked.wait())
+        await background.close()
+        await executor._background.close()
+    assert {line["doing"] for line in logs} == {"hearing compute", "watching compute"}
+
+
+async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a standard error of ours that is closed, then compute's is read to its end all the same: else it waits."""
+    executor: Any = Executor(None, accept)  # type: ignore[arg-type]
+    pieces = [b"one\n", b"two\n", b""]
+
+    async def more(size: int) -> bytes:
+        return pieces.pop(0)
+
+    def full(text: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=lambda: None))
+    with capture_logs():
+        await executor._keep_log(SimpleNamespace(stderr=SimpleNamespace(read=more)))
+    assert (executor._log, pieces) == ("one\ntwo\n", [])
