@@ -20,7 +20,7 @@ import uvloop
 from bench.report import show, spread
 from bench.servers import redis_server
 from tests.meet import unix_address
-from unfuse.cli import logs
+from unfuse.cli.logs import Terminal
 from unfuse.core.card import Limits as CardLimits, ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
@@ -50,7 +50,7 @@ TENSORS = lay_out(
 
 async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
-    logs.to_stderr(logs.WARNING)
+    Terminal().open_log()
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
     desk = Desk(scheduler, [], Places(""))
     router = Router(unix_address(), desk.answer, desk.undelivered)

@@ -15,7 +15,8 @@ from PIL import Image
 from rich.console import Console
 
 from tests.cli.conftest import KEY, Run
-from unfuse.cli.progress import StageBars
+from unfuse.cli.logs import Terminal
+from unfuse.cli.progress import Bars
 from unfuse.client import Client
 from unfuse.core.event import Event
 
@@ -140,12 +141,13 @@ def test_ctrl_c_cancels_the_request_and_is_exit_130(idle: Client, tmp_path: Path
 
 def drawn(*events: Event) -> str:
     """What the bars look like in the end."""
-    console = Console(file=io.StringIO(), width=100, force_terminal=False)
-    with StageBars(console) as bars:
+    terminal = Terminal()
+    terminal.console = Console(file=io.StringIO(), width=100, force_terminal=False)
+    with Bars(terminal, str) as bars:
         for event in events:
             bars.show(event)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    assert isinstance(terminal.console.file, io.StringIO)
+    return terminal.console.file.getvalue()
 
 
 def test_every_stage_has_a_bar_that_counts_its_steps() -> None:

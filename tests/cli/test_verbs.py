@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ from unfuse.cli.settings import Transfer, load
 from unfuse.client import Client, connect
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Overloaded, PermanentError, TransientError
+from unfuse.core.errors import (
+    ConfigError,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    PermanentError,
+    TransientError,
+    UsageError,
+)
 from unfuse.core.messages import Places
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
@@ -69,13 +79,13 @@ def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
     assert rows["serve.store"]["value"] == "spill:shared_memory+redis://ada:********@h/0"
 
 
-def test_an_unknown_setting_is_one_line_and_exit_1(unfuse: Run, tmp_path: Path) -> None:
+def test_an_unknown_setting_is_one_line_and_exit_2(unfuse: Run, tmp_path: Path) -> None:
     file = tmp_path / "unfuse.toml"
     file.write_text("[serve]\nprot = 1\n")
 
     code, out, err = unfuse("config", "show", "--config", str(file))
 
-    assert (code, out) == (1, "")
+    assert (code, out) == (2, "")
     assert err == f"unfuse: {file}: serve.prot is not a setting; did you mean serve.port?\n"
 
 
@@ -97,10 +107,65 @@ def test_nobody_there_is_exit_3_and_says_where(unfuse: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("server", "meant"),
+    [
+        ("127.0.0.1:9000", "did you mean http://127.0.0.1:9000?"),
+        ("tcp://10.0.0.1:8001", "did you mean http://10.0.0.1:8001?"),
+        ("localhost", "did you mean http://localhost?"),
+        ("http://[::1", "did you mean http://127.0.0.1:8000?"),
+        ("http://h:99999", "did you mean http://127.0.0.1:8000?"),
+        ("http://", "did you mean http://127.0.0.1:8000?"),
+        ("", "did you mean http://127.0.0.1:8000?"),
+    ],
+)
+def test_what_is_no_server_s_address_is_exit_2_and_says_which_was_meant(unfuse: Run, server: str, meant: str) -> None:
+    code, out, err = unfuse("models", "--server", server)
+    assert (code, out) == (2, "")
+    assert err == f"unfuse: {server!r} is no address of a server: {meant}\n"
+
+
+@pytest.fixture(
+    params=[
+        b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n<ht>",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+        b"HTTP/1.1 404 Not Found\r\ncontent-length: 8\r\n\r\nno\n\nhere",
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+    ]
+)
+def stranger(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The address of a server that says the same to everyone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(request.param)
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def test_a_server_that_speaks_something_else_is_one_line(unfuse: Run, stranger: str) -> None:
+    for verb in (["models"], ["requests", "ls"], ["requests", "show", "x"], ["workers", "--json"]):
+        code, out, err = unfuse(*verb, "--server", stranger)
+        assert code in (1, 3)
+        assert out == ""
+        assert err.startswith("unfuse: ")
+        assert err.count("\n") == 1
+        assert stranger in err
+
+
+@pytest.mark.parametrize(
     ("error", "code"),
     [
-        (ConfigError("x"), 1), (PermanentError("x"), 1), (NotFound("x"), 1), (InvalidParameter("x"), 2),
-        (Overloaded("x"), 3), (TransientError("x"), 3),
+        (ConfigError("x"), 1), (UsageError("x"), 2), (PermanentError("x"), 1), (NotFound("x"), 1),
+        (InvalidParameter("x"), 2), (Overloaded("x"), 3), (TransientError("x"), 3),
     ],
 )  # fmt: skip
 def test_an_error_s_kind_is_its_exit_code(error: package.UnfuseError, code: int) -> None:
@@ -187,7 +252,7 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     assert "serve would refuse: the models do not fit: cpu would hold 300.0 TiB (encoder 100.0 TiB + " in text
     assert text.endswith("nothing to split: serve would refuse this\n")
     assert refused[0] == 1
-    assert refused[2].startswith("unfuse: the models do not fit: cpu would hold 300.0 TiB")
+    assert refused[2].splitlines()[-1].startswith("unfuse: the models do not fit: cpu would hold 300.0 TiB")
     assert (
         "--offload model needs a GPU" in unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--offload", "model")[1]
     )
@@ -219,7 +284,7 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
     assert "'none', 'model', 'sequential'" in err
     monkeypatch.setenv("UNFUSE_COMPUTE__OFFLOAD", "sometimes")
     code, _, err = unfuse("serve")
-    assert code == 1
+    assert code == 2
     assert (
         "compute.offload 'sometimes' (from environment UNFUSE_COMPUTE__OFFLOAD): one of none, model, sequential" in err
     )

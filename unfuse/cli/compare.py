@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self
 import msgspec
 import typer
 
-from unfuse.cli import logs, show
+from unfuse.cli import show
+from unfuse.cli.logs import Terminal
 from unfuse.cli.machine import gpus
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.own import own_pools
+from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING, options
 from unfuse.cli.settings import Size, load
 from unfuse.core.card import ModelCard
@@ -69,6 +71,7 @@ class Figures(msgspec.Struct, frozen=True):
 @takes(*PLACING, *COMPUTE)
 def compare(
     flags: dict[str, Any],
+    terminal: Terminal,
     model: Annotated[str, typer.Argument(help="Model to compare: a name, folder or hub id.", metavar="MODEL")],
     levels: Annotated[str, typer.Option(help="How many requests at once, for throughput.")] = "1,4,16",
     rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
@@ -87,17 +90,15 @@ def compare(
     """
     given = {"prompt": prompt, "size": size, "num_inference_steps": steps, "num_frames": frames}
     asked = {name: value for name, value in given.items() if value is not None}
-    logs.to_stderr(logs.WARNING)
-    loaded = load({**flags, "serve.models": [model]}, config)
+    terminal.open_log()
+    loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
     from unfuse.cli.compose import plan
 
     planned = plan(options(loaded))
     card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
-    typer.echo("measuring diffusers, undivided", err=True)
-    with Pipeline(planned, image) as pipeline:
+    with progress_on(terminal, lambda: "measuring diffusers, undivided"), Pipeline(planned, image) as pipeline:
         whole = measure(pipeline, card, asked, rounds, counts)
-    typer.echo("measuring unfuse", err=True)
-    with own_pools(loaded) as client:
+    with progress_on(terminal, lambda: "measuring unfuse"), own_pools(loaded, terminal) as client:
         split = measure(Pools(client, image), card, asked, rounds, counts)
     _report(whole, split, json)
 

@@ -8,10 +8,9 @@ import os
 import secrets
 import signal
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -22,9 +21,10 @@ import uvicorn
 from unfuse import queues
 from unfuse.cli import components
 from unfuse.cli.components import Plan
+from unfuse.cli.logs import Terminal
 from unfuse.cli.machine import devices
-from unfuse.client import Client, connect
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.client import Client
+from unfuse.core.errors import ConfigError, TransientError, UnfuseError
 from unfuse.core.messages import Places
 from unfuse.core.plan import SLOTS, Params
 from unfuse.launch.local import LocalWorkers
@@ -117,8 +117,8 @@ class _Gateway(uvicorn.Server):
 class Service:
     """Gateway, scheduler and the workers of a plan: one `serve`."""
 
-    def __init__(self, options: ServeOptions, plan: Plan) -> None:
-        self._options, self._plan = options, plan
+    def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal) -> None:
+        self._options, self._plan, self._terminal = options, plan, terminal
         self.addresses: list[str] = []
         """Where workers come in, once that is so; a unix socket is first."""
         self._stop = asyncio.Event()
@@ -147,7 +147,7 @@ class Service:
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
             )  # fmt: skip
-            config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
             gateway = _Gateway(config)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
             remains = remains_at(options.places.store, options.places.durable)
@@ -155,7 +155,8 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
-            workers = LocalWorkers(self._commands(), self._options.worker_environment)
+            environment = {**options.worker_environment, **self._terminal.environment}
+            workers = LocalWorkers(self._commands(), environment, self._terminal.relay)
             workers.start()
             started(f"http://{options.host}:{port}")
             try:
@@ -246,36 +247,46 @@ async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], li
 
 
 @contextlib.contextmanager
-def local(options: ServeOptions) -> Iterator[Client]:
-    """A private service of this process, on a free port behind a random key; ends with the block."""
-    planned = plan(options)
+def local(options: ServeOptions, planned: Plan, terminal: Terminal) -> Iterator[Client]:
+    """A private service of this process, on a free port behind a random key; ends with the block.
+
+    Raises ConfigError also when a worker turns out not to be able to start, in place of whatever came of that.
+    """
     key = secrets.token_urlsafe(24)
     own = f"{UNIX}{private_socket(options.run_dir)}"
     options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"}, admins=frozenset())
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
-    thread = threading.Thread(target=lambda: asyncio.run(_serve_in_thread(options, planned, ready)), name="unfuse")
-    thread.start()
-    try:
-        loop, service, url = ready.result()
+
+    def fail(over: Future[None]) -> None:
+        if (error := over.exception()) and not ready.done():
+            ready.set_exception(error)
+
+    with ThreadPoolExecutor(1, "unfuse") as thread:
+        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, terminal), ready)))
+        over.add_done_callback(fail)
         try:
-            yield connect(url, key)
+            with Client(ready.result()[2], key, reconnect_delay=0.0) as client:
+                yield client
+        except UnfuseError:
+            if over.done():
+                over.result()
+            raise
         finally:
+            ready.add_done_callback(_stop)
+
+
+def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
+    """End a service as soon as it has started, at once."""
+    if ready.exception() is None:
+        loop, service, _ = ready.result()
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
             for _ in range(2):
                 loop.call_soon_threadsafe(service.stop)
-    finally:
-        thread.join()
 
 
-async def _serve_in_thread(
-    options: ServeOptions, planned: Plan, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]
-) -> None:
-    service = Service(options, planned)
-    try:
-        await service.run(lambda url: ready.set_result((asyncio.get_running_loop(), service, url)))
-    except ConfigError as error:
-        if ready.done():
-            raise
-        ready.set_exception(error)
+async def _serve_in_thread(service: Service, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
+    loop = asyncio.get_running_loop()
+    await service.run(lambda url: ready.set_result((loop, service, url)))
 
 
 async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import typer
-
 from unfuse.cli import show as shown
-from unfuse.cli.options import Config, Json
+from unfuse.cli.logs import Terminal
+from unfuse.cli.options import OFFERED, Config, Json
 from unfuse.cli.settings import FIELDS, Field, Settings, Size, load
+from unfuse.cli.verbs import Verbs
 
-app = typer.Typer(no_args_is_help=True, help="What is set, and where.")
+app = Verbs("What is set, and where.")
 
 HIDDEN = "********"
 
@@ -19,20 +19,16 @@ PASSWORD = re.compile(r"(://[^/@\s]*:)[^/@\s]*@")
 """What follows the user in an address, of Redis or another store."""
 
 
-@app.callback()
-def group() -> None:
-    """What is set, and where."""
-
-
-@app.command()
-def show(config: Config = None, json: Json = False) -> None:
-    """List every setting with its value and where the value comes from."""
-    loaded = load(config=config)
+@app.verb()
+def show(terminal: Terminal, config: Config = None, json: Json = False) -> None:
+    """List every setting with its value, its flag, its variable, and where the value comes from."""
+    loaded = load(terminal.flags, config)
     rows = [
         {
             "setting": name,
             "value": _value(field, loaded.settings),
             "from": loaded.origins[name],
+            "flag": field.flag if name in OFFERED else None,
             "environment": field.variable,
         }
         for name, field in FIELDS.items()
@@ -40,7 +36,7 @@ def show(config: Config = None, json: Json = False) -> None:
     if json:
         shown.as_json(rows)
     else:
-        shown.as_table(rows, ["setting", "value", "from"], "no settings")
+        shown.as_table(rows, ["setting", "value", "flag", "environment", "from"], "no settings")
 
 
 def _value(field: Field, settings: Settings) -> Any:

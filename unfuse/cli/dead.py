@@ -7,11 +7,12 @@ import typer
 from unfuse.cli import reach, requests, show as shown
 from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.cli.requests import After, Id, Limit
+from unfuse.cli.verbs import Verbs
 
-app = typer.Typer(no_args_is_help=True, help="Requests that were given up after too many failures.")
+app = Verbs("Requests that were given up after too many failures.")
 
 
-@app.command()
+@app.verb()
 def ls(
     limit: Limit = 100, after: After = None, server: Server = None, api_key: ApiKey = None, config: Config = None,
     json: Json = False,
@@ -23,14 +24,14 @@ def ls(
     shown.listing(rows if json else [row | row["error"] for row in rows], columns, "no request was given up", json)
 
 
-@app.command()
+@app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Show one request that was given up, with the evidence: how it ended, the last lines of its log."""
     with reach.client(server, api_key, config) as client:
         requests.tell(client.get(f"/v1/dead/{id}"), json)
 
 
-@app.command()
+@app.verb()
 def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Forget a request that was given up, or what cannot be read."""
     with reach.client(server, api_key, config) as client:
@@ -38,7 +39,7 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
     shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is forgotten")
 
 
-@app.command()
+@app.verb()
 def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Ask for the same again, as a new request; prints that one."""
     with reach.client(server, api_key, config) as client:

@@ -178,7 +178,7 @@ def _print_plan(plan: Plan) -> None:
     if plan.refusal:
         typer.echo(f"serve would refuse: {plan.refusal}")
     else:
-        tell(plan, err=False)
+        tell(plan, typer.echo)
     typer.echo()
     for gain, _ in gains(plan):
         typer.echo(f"gain: {gain}")

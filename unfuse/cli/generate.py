@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from unfuse.cli import logs, show
+from unfuse.cli import show
+from unfuse.cli.loading import Loading
+from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, ApiKey, Config, Json, takes
 from unfuse.cli.own import own_pools
+from unfuse.cli.progress import Progress, progress_on
 from unfuse.cli.serve import PLACING
 from unfuse.cli.settings import DEFAULT, Loaded, load
 from unfuse.core.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from unfuse.client import Client, Result
 
 FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
@@ -26,6 +28,7 @@ FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp
 @takes(*PLACING, *COMPUTE, "serve.loras")
 def generate(
     flags: dict[str, Any],
+    terminal: Terminal,
     prompt: Annotated[str, typer.Argument(help="What the picture should show.", metavar="PROMPT")],
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
     output: Annotated[
@@ -57,26 +60,29 @@ def generate(
 ) -> None:
     """Make pictures of a prompt, or a video.
 
-    What is left out is the model's own default. Ctrl-C cancels the request and ends the workers it started.
+    What is left out is the model's own default. Ctrl-C cancels the request, keeps the pictures that are finished, and
+    ends the workers it started.
     """
     form, video = _kind(output)
     if not video and (frames not in (None, 1) or fps):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
     if image is not None and not image.is_file():
         raise InvalidParameter(f"--image {image}: there is no such file", "image")
-    flags = {**flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
+    _finite("--guidance", guidance)
+    _finite("--lora-scale", lora_scale)
     asked = {
-        "model": model, "size": size, "num_inference_steps": steps, "seed": seed, "guidance_scale": guidance,
-        "negative_prompt": negative, "n": number, "output_format": form, "num_frames": frames, "fps": fps,
-        "image": image, "video": video, "lora": lora, "lora_scale": lora_scale,
+        "prompt": prompt, "model": model, "size": size, "num_inference_steps": steps, "seed": seed,
+        "guidance_scale": guidance, "negative_prompt": negative, "n": number, "output_format": form,
+        "num_frames": frames, "fps": fps, "image": image, "video": video, "lora": lora, "lora_scale": lora_scale,
     }  # fmt: skip
-    from rich.console import Console
-
-    logs.to_stderr(logs.WARNING)
-    console = Console(stderr=True)
-    with _client(load(flags, config), console) as client:
-        result = _watch(client, console, prompt, {name: value for name, value in asked.items() if value is not None})
-    _report(result, result.save(output), console, video, json)
+    flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
+    result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})
+    several = number > 1 and not video
+    files = result.save(output.with_stem(f"{output.stem}-%d") if several else output) if result.data else []
+    _report(result, files, terminal, video, json)
+    if not whole:
+        terminal.say(f"interrupted: kept {len(files)} of {number}, cancelled the rest")
+        raise KeyboardInterrupt
 
 
 def _kind(output: Path) -> tuple[str, bool]:
@@ -91,34 +97,39 @@ def _kind(output: Path) -> tuple[str, bool]:
     return form, form == "mp4" or numbered
 
 
-def _client(loaded: Loaded, console: Console) -> AbstractContextManager[Client]:
+def _finite(flag: str, value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise InvalidParameter(f"{flag} {value} is no number to multiply by: give one such as 5 or 7.5", flag)
+
+
+def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
+    """What came of asking for this, and whether that is all of it: an interrupt leaves what was finished."""
+    loading = Loading(loaded.settings.serve.models)
+    terminal.heard = loading.hear
+    terminal.open_log()
+    with progress_on(terminal, lambda: loading) as progress, _client(loaded, terminal, loading, progress) as client:
+        request = client.submit(**asked)
+        try:
+            terminal.say(f"request {request.id}")
+            for event in request.events():
+                progress.show(event)
+            return request.result(), True
+        except KeyboardInterrupt:
+            return request.stop(), False
+
+
+def _client(loaded: Loaded, terminal: Terminal, loading: Loading, progress: Progress) -> AbstractContextManager[Client]:
     """The server that was named, or workers of our own for as long as they are needed."""
     settings = loaded.settings
     if loaded.origins["server"] != DEFAULT:
         from unfuse.client import connect
 
+        progress.status = lambda: f"waiting for {settings.server}"
         return connect(settings.server, settings.api_key)
-    console.print(f"starting workers for {', '.join(settings.serve.models)}", markup=False, highlight=False)
-    return own_pools(loaded)
+    return own_pools(loaded, terminal, loading)
 
 
-def _watch(client: Client, console: Console, prompt: str, asked: dict[str, Any]) -> Result:
-    """Ask, show what happens, and return what came of it; an interrupt cancels the request."""
-    from unfuse.cli.progress import StageBars
-
-    request = client.submit(prompt, **asked)
-    try:
-        console.print(f"request {request.id}", markup=False, highlight=False)
-        with StageBars(console) as bars:
-            for event in request.events():
-                bars.show(event)
-        return request.result()
-    except KeyboardInterrupt:
-        request.cancel()
-        raise
-
-
-def _report(result: Result, files: list[Path], console: Console, video: bool, json: bool) -> None:
+def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:
     """Say which files there are and where the time went."""
     if json:
         names = [str(file) for file in files]
@@ -126,6 +137,6 @@ def _report(result: Result, files: list[Path], console: Console, video: bool, js
         return
     for stage, seconds in result.timings.items():
         parts = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
-        console.print(f"{stage:16} {parts}", markup=False, highlight=False)
-    for index, file in enumerate(files):
+        terminal.say(f"{stage:16} {parts}")
+    for index, file in zip(result.indexes, files, strict=True):
         typer.echo(f"{file} (seed {result.seed + index * (not video)})")

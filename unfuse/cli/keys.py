@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="The keys by which schedulers and workers know each other.")
+from unfuse.cli.verbs import Verbs
+
+app = Verbs("The keys by which schedulers and workers know each other.")
 
 
-@app.callback()
-def group() -> None:
-    """The keys by which schedulers and workers know each other."""
-
-
-@app.command()
+@app.verb()
 def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", metavar="DIR")]) -> None:
     """Make keys, to be given to `serve` and `worker` as --keys DIR: with them, other machines can be reached.
 

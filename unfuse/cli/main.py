@@ -1,59 +1,78 @@
-"""The command `unfuse`. Verbs are light to import: what a verb needs, it imports when it runs."""
+"""The entry point of the command: how it ends. It imports nothing heavy, so that a signal finds it ready at once."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
-import typer
+from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError, UsageError
 
-from unfuse.cli import compare, config, dead, doctor, generate, keys, models, requests, serve, version, worker, workers
-from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError
+FAILED, USAGE, REFUSED, SIGNALLED = 1, 2, 3, 128
+"""Exit codes beside 0; the number of a signal is added to the last: 130 after Ctrl-C, 143 after SIGTERM."""
 
-app = typer.Typer(
-    help="Serve a generative model as stages, each from its own pool of workers.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(generate.generate)
-app.command()(serve.serve)
-app.command()(worker.worker)
-app.command()(models.models)
-app.add_typer(requests.app, name="requests")
-app.add_typer(dead.app, name="dead")
-app.command()(workers.workers)
-app.command()(workers.pools)
-app.command()(doctor.doctor)
-app.command()(compare.compare)
-app.add_typer(keys.app, name="keys")
-app.add_typer(config.app, name="config")
-app.command()(version.version)
+SHOW_CURSOR = b"\x1b[?25h"
 
-FAILED, USAGE, REFUSED = 1, 2, 3
-"""Exit codes beside 0 and 130, which is an interrupt's."""
-
-
-def run(arguments: Sequence[str]) -> NoReturn:
-    """Run a command line and exit; an error of ours is one line on standard error."""
-    try:
-        app(arguments, prog_name="unfuse")
-    except UnfuseError as error:
-        typer.echo(f"unfuse: {error}", err=True)
-        sys.exit(exit_code(error))
-    sys.exit(0)
-
-
-def exit_code(error: UnfuseError) -> int:
-    """What an error means to a script: 2 asked wrongly, 3 worth trying again later, 1 anything else."""
-    if isinstance(error, InvalidParameter):
-        return USAGE
-    return REFUSED if isinstance(error, Overloaded | TransientError) else FAILED
+_received: list[int] = []
 
 
 def main() -> NoReturn:
     """The entry point of the command."""
-    run(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
+    try:
+        run(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(SIGNALLED + _received[0])
+    except SystemExit as ended:
+        sys.exit(SIGNALLED + _received[0] if _received else ended.code)
+
+
+def run(arguments: Sequence[str]) -> NoReturn:
+    """Run a command line and exit; an error of ours, or of the system, is one line on standard error."""
+    from unfuse.cli.app import app
+
+    code = 0
+    try:
+        app(arguments, prog_name="unfuse")
+    except UnfuseError as error:
+        code = _say(str(error), exit_code(error))
+    except OSError as error:
+        code = _say(f"{error.filename or 'standard output'}: {error.strerror or error}", FAILED)
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = FAILED if isinstance(error, BrokenPipeError) else _say(f"standard output: {error.strerror}", FAILED)
+    sys.exit(code)
+
+
+def exit_code(error: UnfuseError) -> int:
+    """What an error means to a script: 2 asked wrongly, 3 worth trying again later, 1 anything else."""
+    if isinstance(error, InvalidParameter | UsageError):
+        return USAGE
+    return REFUSED if isinstance(error, Overloaded | TransientError) else FAILED
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """The first signal asks for an end that keeps what is finished; the next one ends at once."""
+    _received.append(number)
+    if len(_received) == 1:
+        raise KeyboardInterrupt
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), SHOW_CURSOR)
+    os._exit(SIGNALLED + number)
+
+
+def _say(sentence: str, code: int) -> int:
+    """Tell why it ends, on one line, and return the exit code."""
+    with suppress(OSError):
+        sys.stderr.write(f"unfuse: {' '.join(sentence.split())}\n")
+        sys.stderr.flush()
+    return code

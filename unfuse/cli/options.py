@@ -11,26 +11,71 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from unfuse.cli.settings import FIELDS, Size
+from unfuse.cli.settings import FIELDS, Field, Size
 from unfuse.cli.show import cell
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
-FLAGS = {"arena.bytes": "--arena"}
-"""Flags that are not called as the last part of their setting's name."""
+LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
+    "Standard error", "Clients", "What is kept, and where", "Workers", "Between machines", "Computing",
+    "Who waits, and for what",
+)  # fmt: skip
+
+PANELS = {
+    CLIENTS: ("serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.loras"),
+    KEPT: (
+        "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.checkpoint",
+        "serve.encoder_cache", "data_dir",
+    ),
+    WORKERS: (
+        "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "arena.bytes", "lease.",
+        "worker.",
+    ),
+    MACHINES: ("serve.listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler", "worker.node"),
+    COMPUTING: ("compute.", "serve.feature_cache"),
+    QUEUEING: ("serve.max_", "serve.order", "serve.dispatch", "serve.drain_timeout"),
+    LOGGING: ("log.",),
+}  # fmt: skip
+"""Under which heading of `--help` a setting stands, by the beginning of its name; the longest one counts."""
+
+OFFERED: set[str] = set()
+"""Settings that some verb has a flag for."""
 
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 """How compute processes work, for every verb that starts some."""
 
 
-def setting(name: str, **more: Any) -> Any:
+def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""
     field = FIELDS[name]
     shown = Size(field.default) if field.in_bytes else field.default
     default = "" if shown in ((), "") or shown is True else f" [default: {cell(shown)}]"
-    flag = FLAGS.get(name, f"--{name.rpartition('.')[2].replace('_', '-')}")
+    flag = field.flag
     if isinstance(field.default, bool):
         flag += f"/--no-{flag.removeprefix('--')}"
-    return typer.Option(flag, help=field.description + default, show_default=False, **more)
+    OFFERED.add(name)
+    more.setdefault("metavar", _metavar(field))
+    return typer.Option(
+        flag, help=field.description + default, show_default=False, rich_help_panel=_panel(name), **more
+    )
+
+
+def _metavar(field: Field) -> str | None:
+    """What stands for a value in `--help`; None is for the choices, or nothing, as the type has it."""
+    kind = get_args(field.type)[0]
+    if get_origin(kind) is tuple:
+        return "TEXT (repeatable)"
+    return "SIZE" if field.in_bytes else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
+
+
+def parameter_of(name: str) -> Parameter:
+    """The option of a setting as a verb's signature has it."""
+    keyword, kind = name.replace(".", "_"), _typed(name) | None
+    return Parameter(keyword, KEYWORD_ONLY, default=None, annotation=Annotated[kind, option_of(name)])
+
+
+def _panel(name: str) -> str | None:
+    fits = {start: panel for panel, starts in PANELS.items() for start in starts if name.startswith(start)}
+    return fits[max(fits, key=len)] if fits else None
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -41,10 +86,7 @@ def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb, eval_str=True)
         parameters = [found.replace(kind=KEYWORD_ONLY) for found in signature.parameters.values()]
-        parameters = [found for found in parameters if found.name != "flags"] + [
-            Parameter(keyword, KEYWORD_ONLY, default=None, annotation=Annotated[_typed(name) | None, setting(name)])
-            for keyword, name in keywords.items()
-        ]
+        parameters = [found for found in parameters if found.name != "flags"] + [*map(parameter_of, names)]
 
         @wraps(verb)
         def called(**given: Any) -> None:
@@ -66,7 +108,9 @@ def _typed(name: str) -> Any:
     return str if FIELDS[name].in_bytes else kind
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.", rich_help_panel=LOGGING)
+]
 Config = Annotated[Path | None, typer.Option("--config", help="Settings file, such as unfuse.toml.", metavar="FILE")]
-Server = Annotated[str | None, setting("server", metavar="URL")]
-ApiKey = Annotated[str | None, setting("api_key", metavar="KEY")]
+Server = Annotated[str | None, option_of("server", metavar="URL")]
+ApiKey = Annotated[str | None, option_of("api_key", metavar="KEY")]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from unfuse.cli.logs import Terminal
+from unfuse.cli.remains import passing_folder
 from unfuse.cli.serve import options
 from unfuse.cli.settings import Loaded, load
 
 if TYPE_CHECKING:
+    from unfuse.cli.loading import Loading
     from unfuse.client import Client
 
 
@@ -20,12 +26,27 @@ def local(model: str | None = None, *, threads: int | None = None) -> AbstractCo
     return own_pools(load({"serve.models": [model] if model else None, "compute.threads": threads}))
 
 
-def own_pools(loaded: Loaded) -> AbstractContextManager[Client]:
-    """What `local` gives, for these settings."""
+@contextmanager
+def own_pools(loaded: Loaded, terminal: Terminal | None = None, loading: Loading | None = None) -> Iterator[Client]:
+    """What `local` gives, for these settings; `loading` is told which workers are started.
+
+    Their lines go to the terminal. They leave nothing behind: their results lie in a temporary folder that goes with
+    the block, and what stages took is not remembered.
+    """
     import structlog
 
-    from unfuse.cli import compose, logs
+    from unfuse.cli import compose
 
-    if not structlog.is_configured():
-        logs.to_stderr(logs.WARNING)
-    return compose.local(options(loaded))
+    if terminal is None:
+        terminal = Terminal(loaded.settings.log)
+        if not structlog.is_configured():
+            terminal.open_log()
+    chosen = options(loaded)
+    planned = compose.plan(chosen)
+    if loading:
+        loading.expect([worker.role for worker in planned.workers])
+    with passing_folder() as folder:
+        places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
+        chosen = msgspec.structs.replace(chosen, places=places, costs=None)
+        with compose.local(chosen, planned, terminal) as client:
+            yield client

@@ -8,15 +8,16 @@ import typer
 
 from unfuse.cli import reach, show as shown
 from unfuse.cli.options import ApiKey, Config, Json, Server
+from unfuse.cli.verbs import Verbs
 
-app = typer.Typer(no_args_is_help=True, help="What was asked of a server.")
+app = Verbs("What was asked of a server.")
 
 Id = Annotated[str, typer.Argument(help="Id of the request.", metavar="ID")]
 Limit = Annotated[int, typer.Option(help="At most this many.", min=1, max=1000)]
 After = Annotated[str | None, typer.Option(help="Start behind the request of this id.", metavar="ID")]
 
 
-@app.command()
+@app.verb()
 def ls(
     status: Annotated[str | None, typer.Option(help="Only requests of this status.")] = None,
     limit: Limit = 100,
@@ -33,14 +34,14 @@ def ls(
     shown.listing(rows, columns, "no request", json)
 
 
-@app.command()
+@app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Show one request with its stages."""
     with reach.client(server, api_key, config) as client:
         tell(client.request(id).view, json)
 
 
-@app.command()
+@app.verb()
 def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Cancel a request; what runs of it stops at the next step."""
     with reach.client(server, api_key, config) as client:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from msgspec.structs import asdict
 
-from unfuse.cli import logs, show
+from unfuse.cli import show
+from unfuse.cli.loading import Loading
+from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
+from unfuse.cli.progress import progress_on
 from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, load
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import SLOTS
@@ -46,6 +50,7 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],
+    terminal: Terminal,
     models: Annotated[
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
@@ -55,7 +60,7 @@ def serve(
 
     SIGTERM and Ctrl-C stop accepting and finish what runs; a second one stops at once.
     """
-    run(options(load({**flags, "serve.models": models or None}, config)))
+    run(options(load({**flags, "serve.models": models or None}, config)), terminal)
 
 
 def wanted(loaded: Loaded) -> Wanted:
@@ -193,48 +198,54 @@ def key_notes(keys: Mapping[str, str], admins: Collection[str]) -> list[str]:
     return []
 
 
-def tell(plan: Plan, err: bool) -> None:
-    """Say which worker goes where and what each of its components takes."""
+def tell(plan: Plan, say: Callable[[str], object]) -> None:
+    """Say which workers run where and what each of their components takes, line by line."""
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
-    show.as_table(plan.rows(), columns, "no worker is started here", err)
+    for line in show.table(plan.rows(), columns, "no worker is started here"):
+        say(line)
     for sums in plan.memory():
         takes = f"{show.size(sums['takes'])} of {show.size(sums['free'])} free, processes and arenas counted"
-        typer.echo(f"{sums['device']}: {takes}; activations come on top", err=err)
+        say(f"{sums['device']}: {takes}; activations come on top")
 
 
-def run(options: ServeOptions) -> None:
+def run(options: ServeOptions, terminal: Terminal) -> None:
     """Serve until stopped by a signal."""
-    import asyncio
-
-    import uvloop
-
-    from unfuse.cli.compose import Service, plan
-    from unfuse.cli.meeting import invitations
-
-    async def serving() -> None:
-        service = Service(options, found)
-
-        def stop(number: int) -> None:
-            stopped_by.append(number)
-            service.stop()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-
-        def started(url: str) -> None:
-            for line in (
-                *key_notes(options.keys, options.admins),
-                *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
-                f"unfuse serves {', '.join(options.models)} at {url}",
-            ):
-                typer.echo(line, err=True)
-
-        await service.run(started)
-
-    logs.to_stderr()
     stopped_by: list[int] = []
-    found = plan(options)
-    tell(found, err=True)
-    uvloop.run(serving())
+    loading = Loading(options.models)
+    terminal.heard = loading.hear
+    terminal.open_log()
+    with ExitStack() as shown:
+        shown.enter_context(progress_on(terminal, lambda: loading))
+        import asyncio
+
+        import uvloop
+
+        from unfuse.cli.compose import Service, plan
+        from unfuse.cli.meeting import invitations
+
+        async def serving() -> None:
+            service, loop = Service(options, found, terminal), asyncio.get_running_loop()
+
+            def stop(number: int) -> None:
+                stopped_by.append(number)
+                service.stop()
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop, number)
+            loading.expect([worker.role for worker in found.workers], lambda: loop.call_soon_threadsafe(shown.close))
+
+            def started(url: str) -> None:
+                for line in (
+                    *key_notes(options.keys, options.admins),
+                    *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
+                    f"unfuse serves {', '.join(options.models)} at {url}",
+                ):
+                    terminal.say(line)
+
+            await service.run(started)
+
+        found = plan(options)
+        tell(found, terminal.say)
+        uvloop.run(serving())
     if signal.SIGINT in stopped_by:
         raise KeyboardInterrupt

@@ -19,12 +19,15 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import UsageError
 from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
+
+FLAGS = {"arena.bytes": "--arena", "log.level": "--log-level", "log.format": "--log-format"}
+"""Flags that are not called as the last part of their setting's name."""
 
 _UNITS = {"": 1, "b": 1} | {
     f"{prefix}{end}": base**power
@@ -223,6 +226,18 @@ class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 600.0
 
 
+class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is written to standard error beside progress."""
+
+    level: Annotated[
+        Literal["auto", "error", "warning", "info", "debug"],
+        says("Log lines of this level and above; auto is info for serve and worker, warning for other verbs."),
+    ] = "auto"
+    format: Annotated[
+        Literal["auto", "text", "json"], says("How log lines are written; auto is text on a terminal, else JSON.")
+    ] = "auto"
+
+
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that can be set, by group."""
 
@@ -250,6 +265,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spill: Spill = Spill()
     transfer: Transfer = Transfer()
     fault: Fault = Fault()
+    log: Log = Log()
 
 
 class Field(msgspec.Struct, frozen=True):
@@ -270,6 +286,11 @@ class Field(msgspec.Struct, frozen=True):
     def variable(self) -> str:
         """Its environment variable."""
         return PREFIX + self.name.upper().replace(".", "__")
+
+    @property
+    def flag(self) -> str:
+        """Its flag, in the verbs that have one for it."""
+        return FLAGS.get(self.name, f"--{self.name.rpartition('.')[2].replace('_', '-')}")
 
     def written(self, value: Any) -> str:
         """A value as its environment variable has it."""
@@ -303,11 +324,11 @@ def load(
 ) -> Loaded:
     """Settings from these flags (by dotted name; None is not given), this file and this environment.
 
-    Raises ConfigError for a key nobody knows, naming the nearest that is, and for a value that does not fit.
+    Raises UsageError for a key nobody knows, naming the nearest that is, and for a value that does not fit.
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     sources = (
-        (FLAG, given, {name: f"--{name.rpartition('.')[2].replace('_', '-')}" for name in given}),
+        (FLAG, given, {name: FIELDS[name].flag for name in given}),
         (ENVIRONMENT, *_from_environment(environment)),
         (FILE, *_from_file(config)),
     )
@@ -331,7 +352,7 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], d
     found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
     for variable in found:
         if variable not in known:
-            raise ConfigError(f"environment variable {variable} is not a setting{_nearest(variable, known)}")
+            raise UsageError(f"environment variable {variable} is not a setting{_nearest(variable, known)}")
     return {known[v]: text for v, text in found.items()}, {known[v]: v for v in found}
 
 
@@ -341,15 +362,15 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         tree = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
+        raise UsageError(f"cannot read the configuration {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise UsageError(f"{path} is not TOML: {error}") from error
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
     for name in flat:
         if name not in FIELDS:
-            raise ConfigError(f"{path}: {name} is not a setting{_nearest(name, FIELDS)}")
+            raise UsageError(f"{path}: {name} is not a setting{_nearest(name, FIELDS)}")
     return flat, dict.fromkeys(flat, str(path))
 
 
@@ -368,7 +389,7 @@ def _convert(field: Field, value: Any, origin: str) -> Any:
         shown = "" if field.secret else f" {value!r}"
         kind = get_args(field.type)[0]
         reason = f"one of {', '.join(get_args(kind))}" if get_origin(kind) is Literal else error
-        raise ConfigError(f"{field.name}{shown} (from {origin}): {reason}") from error
+        raise UsageError(f"{field.name}{shown} (from {origin}): {reason}") from error
 
 
 def _data_dir(environment: Mapping[str, str]) -> str:

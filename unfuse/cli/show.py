@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +14,9 @@ from typing import Any
 import typer
 
 from unfuse.cli.settings import Size
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+INDENT = "    "
 
 
 def as_json(data: object) -> None:
@@ -22,16 +29,41 @@ def listing(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: st
     as_json(rows) if json else as_table(rows, columns, empty)
 
 
-def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, err: bool = False) -> None:
-    """Print these columns of the rows, or the sentence `empty` when there is none; on standard error if `err`."""
+def as_table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str) -> None:
+    """Print these columns of the rows, or the sentence `empty` when there is none; no wider than the terminal."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for line in table(rows, columns, empty, width):
+        typer.echo(line)
+
+
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], empty: str, width: int | None = None) -> list[str]:
+    """The lines of a table of these columns, or the sentence `empty` when there is no row.
+
+    Columns that do not fit into `width` characters stand on further lines of their row, indented; nothing is cut.
+    """
     if not rows:
-        typer.echo(empty, err=err)
-        return
+        return [empty]
     lines = [[column.replace("_", " ").upper() for column in columns]]
     lines += [[cell(shown(column, row.get(column))) for column in columns] for row in rows]
     widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
-    for line in lines:
-        typer.echo("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip(), err=err)
+    groups: list[list[int]] = [[]]
+    for place in range(len(columns)):
+        taken = len(INDENT) * (len(groups) > 1) + sum(widths[other] + 2 for other in groups[-1])
+        if groups[-1] and width and taken + widths[place] > width:
+            groups.append([])
+        groups[-1].append(place)
+    parts = (
+        (INDENT * (number > 0) + "  ".join(line[place].ljust(widths[place]) for place in group)).rstrip()
+        for line in lines for number, group in enumerate(groups)
+    )  # fmt: skip
+    return [piece for part in parts for piece in _wrapped(part, width)]
+
+
+def _wrapped(line: str, width: int | None) -> list[str]:
+    if not width or len(line) <= width:
+        return [line]
+    indent = line[: len(line) - len(line.lstrip())]
+    return textwrap.wrap(line, max(width, 20), subsequent_indent=indent or INDENT)
 
 
 def cell(value: Any) -> str:
@@ -46,7 +78,12 @@ def cell(value: Any) -> str:
         return size(value)
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
-    return str(value)
+    return harmless(str(value))
+
+
+def harmless(text: str) -> str:
+    """Text with what makes a terminal do something, or a line look like two, spelled out: a client may have sent it."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def shown(name: str, value: Any) -> Any:

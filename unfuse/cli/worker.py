@@ -10,7 +10,7 @@ import structlog
 import typer
 from msgspec.structs import asdict
 
-from unfuse.cli import logs
+from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import Fault, Settings, load
 from unfuse.core.plan import SLOTS
@@ -29,6 +29,7 @@ log = structlog.get_logger(__name__)
 )  # fmt: skip
 def worker(
     flags: dict[str, Any],
+    terminal: Terminal,
     lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
@@ -48,7 +49,7 @@ def worker(
     settings = load(flags, config).settings
     trusted = trust(settings, "worker")
     wanted, compute = settings.worker, settings.compute
-    logs.to_stderr()
+    terminal.open_log()
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
     addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
     options = WorkerOptions(

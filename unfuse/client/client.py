@@ -8,17 +8,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
 
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import PermanentError, TransientError
+from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
 
 TIMEOUT_S = 60.0
 """Longest silence of a reply; event streams say something every 15 seconds."""
+
+USUAL = "http://127.0.0.1:8000"
+"""Where `unfuse serve` listens unless it is told otherwise."""
 
 RECONNECTS = 8
 """How often in a row an event stream is taken up again without a new event."""
@@ -28,8 +32,13 @@ class Request:
     """One request of a client. `view` is its request object as it was last read."""
 
     def __init__(self, client: Client, view: dict[str, Any]) -> None:
+        if not isinstance(view.get("id"), str):
+            raise _foreign(client.url)
         self._client = client
         self.view = view
+
+    def __repr__(self) -> str:
+        return f"<Request {self.id}: {self.view['status']}>"
 
     @property
     def id(self) -> str:
@@ -75,21 +84,34 @@ class Request:
         if view["status"] != "completed":
             why = (view["error"] or {}).get("message") or f"it was {view['status']}"
             raise PermanentError(f"request {self.id} has no result: {why}")
-        count = len(view["result"])
-        return Result(view, [self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in range(count)])
+        return self._finished()
+
+    def stop(self) -> Result:
+        """End it, and return what of it is finished: maybe nothing, maybe all."""
+        self.cancel()
+        return self._finished()
+
+    def _finished(self) -> Result:
+        indexes = [int(file["url"].rpartition("/")[2]) for file in self.view["result"]]
+        data = [self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
+        return Result(self.view, data, indexes)
 
 
 class Client:
     """A gateway at `url`. Whatever the server refuses is raised as the error it was refused with.
 
-    `reconnect_delay` is the seconds before a lost event stream is first taken up again.
+    `reconnect_delay` is the seconds before a lost event stream is first taken up again. Raises InvalidParameter for
+    what is no http:// or https:// address.
     """
 
     def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
-        self.url = url.rstrip("/")
+        self.url = _checked(url)
         self.reconnect_delay = reconnect_delay
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.url}>"
 
     def __enter__(self) -> Self:
         return self
@@ -190,11 +212,16 @@ class Client:
                     raise error_of(source.response)
                 for message in source:
                     yield msgspec.json.decode(message.data, type=Event)
+        except (msgspec.DecodeError, httpx2.SSEError) as error:
+            raise _foreign(f"{self.url}{path}") from error
         except httpx2.TransportError as error:
             raise self._unreachable(error) from error
 
     def _list(self, path: str, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        return list(self.get(path, **(params or {}))["data"])
+        rows = self.get(path, **(params or {})).get("data")
+        if not isinstance(rows, list):
+            raise _foreign(f"{self.url}{path}")
+        return rows
 
     def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
@@ -210,4 +237,24 @@ class Client:
 
 
 def _object(response: httpx2.Response) -> dict[str, Any]:
-    return msgspec.json.decode(response.content, type=dict[str, Any])
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise _foreign(str(response.url)) from None
+
+
+def _foreign(url: str) -> PermanentError:
+    return PermanentError(f"{url} does not answer as `unfuse serve` does: is it another server, or a proxy?")
+
+
+def _checked(url: str) -> str:
+    """The address of a gateway, if it is one. Raises InvalidParameter, with what was probably meant."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+        bare = parts.netloc if "://" in url else url
+        near = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
+    except ValueError:
+        near = USUAL
+    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {near}?", "server")

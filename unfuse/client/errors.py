@@ -24,7 +24,7 @@ def error_of(response: httpx2.Response) -> UnfuseError:
         body = json.loads(response.content)["error"]
         message, param, code = str(body["message"]), body.get("param"), body.get("code")
     except (ValueError, TypeError, KeyError):
-        message = f"{response.request.url} answered {response.status_code}: {response.text[:200]}"
+        message = f"{response.request.url} answered {response.status_code}: {' '.join(response.text.split())[:200]}"
         param, code = None, None
     match response.status_code:
         case 400 | 413 | 415:

@@ -23,12 +23,18 @@ NUMBERED = re.compile(r"%0?\d*d")
 class Result:
     """What one request gave: pictures, a video, or its frames.
 
-    `view` is the request object they came with, `data` the files, in order.
+    `view` is the request object they came with, `data` the files, in order, `indexes` the place of each of them among
+    what was asked for: from 0, unless some are missing.
     """
 
-    def __init__(self, view: Mapping[str, Any], data: Sequence[bytes]) -> None:
+    def __init__(self, view: Mapping[str, Any], data: Sequence[bytes], indexes: Sequence[int] | None = None) -> None:
         self.view = view
         self.data = list(data)
+        self.indexes = list(range(len(self.data)) if indexes is None else indexes)
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(sorted({file["content_type"] for file in self.view["result"]}))
+        return f"<Result of {self.id}: {len(self.data)} × {kinds or 'nothing'}, {sum(map(len, self.data))} bytes>"
 
     @property
     def id(self) -> str:
@@ -79,7 +85,7 @@ class Result:
             path.write_bytes(self.data[0])
             return [path]
         several = len(self.data) > 1 or NUMBERED.search(path.name)
-        paths = [_numbered(path, index) if several else path for index in range(len(self.data))]
+        paths = [_numbered(path, index) if several else path for index in self.indexes]
         for target, data, image in zip(paths, self.data, self.images, strict=True):
             if image.format == form:
                 target.write_bytes(data)

@@ -11,6 +11,10 @@ class ConfigError(UnfuseError):
     """The program cannot start as it was configured; the text says what to change."""
 
 
+class UsageError(ConfigError):
+    """What was typed, or set, is nothing that can be asked for; the text says what can."""
+
+
 class InvalidParameter(UnfuseError):
     """The client asked for something this model cannot do. Never retried.
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 import structlog
 
 from unfuse.core.errors import ConfigError
+from unfuse.launch.output import Hear, Output, pass_on
 from unfuse.supervision.supervisor import Supervisor
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
@@ -32,10 +33,14 @@ class LocalWorkers:
 
     Each entry of `commands` holds the arguments of one; `environment` is theirs beside ours. They hold the reading end
     of a pipe whose writing end is ours: when this process ends, however it ends, the pipe closes and they end too.
+    They are a session of their own, so Ctrl-C is ours alone. `hear` is told each line they write, in another thread.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, hear: Hear = pass_on
+    ) -> None:
         self._commands, self._environment = commands, environment or {}
+        self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
@@ -61,6 +66,7 @@ class LocalWorkers:
         await asyncio.gather(*self._keepers, return_exceptions=True)
         await asyncio.gather(*(process.wait() for process in self._processes.values()))
         self.failed.cancel()
+        await asyncio.to_thread(self._output.close)
         for end in (self._ours, self._lifeline):
             os.close(end)
 
@@ -71,7 +77,7 @@ class LocalWorkers:
             began = time.monotonic()
             process = None
             with self._background.besides("starting a worker"):
-                process = await self._begin(number)
+                process = await self._spawn(number)
             if process is None:
                 await asyncio.sleep(RESTART_S)
                 continue
@@ -87,13 +93,17 @@ class LocalWorkers:
             log.warning("a worker ended, starting it again", pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
 
-    async def _begin(self, number: int) -> asyncio.subprocess.Process:
-        process = self._processes[number] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
-            pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=sys.stderr,
-            env={**ORDER, **os.environ, **self._environment},
-        )  # fmt: skip
-        return process
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
+        writing = self._output.pipe(number)
+        try:
+            process = self._processes[number] = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
+                pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+                env={**ORDER, **os.environ, **self._environment}, start_new_session=True,
+            )  # fmt: skip
+            return process
+        finally:
+            os.close(writing)
 
     def _fail(self, code: int) -> None:
         if not self.failed.done():

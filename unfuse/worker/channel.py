@@ -51,12 +51,23 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     save: bool = False
 
 
+class Loading(msgspec.Struct, frozen=True, tag=True):
+    """A stage is going to be loaded; `done` of the `total` bytes of all stages' files are."""
+
+    model: str
+    stage: str
+    done: int
+    total: int
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A component is in memory."""
+    """A component is in memory, where it takes `bytes`; with it `done` of the `total` bytes of files are loaded."""
 
     component: str
     seconds: float
     bytes: int
+    done: int
+    total: int
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -96,7 +107,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCompute = Load | Run | Cancel
-FromCompute = Loaded | Ready | LoadFailed | Stepped | Kept | Stopped | Done | Failed
+FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | Kept | Stopped | Done | Failed
 
 
 class ComputeChannel:

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError, UnfuseError
-from unfuse.core.plan import pool_name
+from unfuse.core.plan import StageSpec, pool_name
 from unfuse.models import find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Ready, Run
+from unfuse.worker.channel import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run
 from unfuse.worker.checkpoints import Policy
+from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
 
 
 def main() -> None:
     """Entry point: `python -m unfuse.worker.compute FD`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when we end
+    write_records(sys.stderr)
     channel = ComputeChannel(socket.socket(fileno=int(sys.argv[1])))
     load = channel.receive()
     if not isinstance(load, Load):
@@ -67,21 +70,47 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> 
 def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str]]:
     """The device, the stages by pool, and the pools whose stages take numpy arrays."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
+    wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
+    for name, folder, dtype in models:
+        card = find(folder).card(name, folder, dtype)
+        for spec in card.pipeline.stages:
+            if load.kinds is None or spec.kind in load.kinds:
+                wanted.setdefault(pool_name(spec, card.weights, card.dtypes), (spec, card, folder))
+    progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     device = _device(load.compute, any(find(folder).torch for _, folder, _ in models))
     stages: dict[str, SteppedStage[Any]] = {}
     plain: set[str] = set()
-    for name, folder, dtype in models:
-        family = find(folder)
-        card = family.card(name, folder, dtype)
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras)
-        for spec in card.pipeline.stages:
-            pool = pool_name(spec, card.weights, card.dtypes)
-            if pool in stages or (load.kinds is not None and spec.kind not in load.kinds):
-                continue
-            stage = family.load(spec, folder, runtime, lambda *found: channel.send(Loaded(*found)))
-            stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
-            plain |= set() if family.torch else {pool}
+    for pool, (spec, card, folder) in wanted.items():
+        family, runtime = find(folder), Runtime(device, card.dtypes, load.compute, load.places.loras)
+        progress.begin(card.name, spec, folder)
+        stage = family.load(spec, folder, runtime, progress.loaded)
+        stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
+        plain |= set() if family.torch else {pool}
     return device, stages, plain
+
+
+class LoadProgress:
+    """Tells what is loaded, and how much of all that these stages need is."""
+
+    def __init__(self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[Loading | Loaded], None]) -> None:
+        self._left = {folder / name: _size(folder / name) for spec, folder in stages for name in spec.components}
+        self._total, self._tell = sum(self._left.values()), tell
+        self._folder = Path()
+
+    def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
+        """A stage is loaded next."""
+        self._folder = folder
+        self._tell(Loading(model, stage.name, self._total - sum(self._left.values()), self._total))
+
+    def loaded(self, component: str, seconds: float, size: int) -> None:
+        """A component of that stage is loaded: see Report."""
+        self._left.pop(self._folder / component, None)
+        self._tell(Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
 def _device(options: ComputeOptions, with_torch: bool) -> str:

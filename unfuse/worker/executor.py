@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import structlog
+from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError, ProtocolError
@@ -27,12 +28,14 @@ from unfuse.worker.channel import (
     Load,
     Loaded,
     LoadFailed,
+    Loading,
     ParentChannel,
     Ready,
     Run,
     Stepped,
     Stopped,
 )
+from unfuse.worker.records import read_record, relog
 
 RESTART_S = 1.0
 """Pause before a compute process that did not start again is tried once more."""
@@ -42,6 +45,9 @@ WATCH_S = 0.5
 
 LOG_CHARS = 4000
 """Of what a compute process wrote to its standard error, the last so many are kept as evidence."""
+
+MAX_LINE = 1 << 16
+"""Bytes of a line that it writes; a longer one is cut."""
 
 LOG_END_S = 1.0
 """How long the rest of a dead process's standard error may take to arrive: what it started may hold it open."""
@@ -90,8 +96,9 @@ class Executor:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno()),
                 pass_fds=[theirs.fileno()], env=self._environment(), stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
+        log.info("importing")
         self._killed_for = self._log = ""
         self._logging = asyncio.create_task(self._keep_log(self._process))
         await self._channel.send(self._load)
@@ -101,8 +108,10 @@ class Executor:
             except EOFError:
                 raise ConfigError(f"the compute process ended while loading ({await self._last_words()})") from None
             match message:
+                case Loading():
+                    log.info("loading", **asdict(message))
                 case Loaded():
-                    log.info("loaded", component=message.component, seconds=message.seconds, bytes=message.bytes)
+                    log.info("loaded", **asdict(message))
                 case LoadFailed():
                     await self._process.wait()
                     raise ConfigError(message.message)
@@ -234,11 +243,24 @@ class Executor:
         return self._killed_for or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
 
     async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
-        """Pass the process's standard error on to our own, and keep the end of it."""
+        """Log what the process logs, pass on whatever else it writes to standard error, and keep the end of it all."""
+        rest = b""
         while process.stderr and (data := await process.stderr.read(1 << 16)):
-            text = data.decode(errors="replace")
-            self._log = (self._log + text)[-LOG_CHARS:]
-            with self._background.besides("passing on what compute wrote"):  # else it would wait for us to read on
+            *lines, rest = (rest + data).split(b"\n")
+            if len(rest) > MAX_LINE:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._pass_on(line + b"\n")
+        if rest:
+            self._pass_on(rest)
+
+    def _pass_on(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self._log = (self._log + text)[-LOG_CHARS:]
+        with self._background.besides("passing on what compute wrote"):  # else it would wait for us to read on
+            if record := read_record(line):
+                relog(record)
+            else:
                 sys.stderr.write(text)
                 sys.stderr.flush()
 

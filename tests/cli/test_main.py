@@ -1,0 +1,58 @@
+"""How the command ends: signals at any moment, readers that leave, disks that are full."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "unfuse"]
+
+HIT = """
+import os, signal, sys
+from importlib.abc import MetaPathFinder
+
+class Hit(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), {number})
+
+sys.meta_path.insert(0, Hit())
+sys.argv = ["unfuse", "config", "show"]
+from unfuse.cli.main import main
+main()
+"""
+"""Runs the command, which gets a signal as soon as a module is about to be imported."""
+
+
+@pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.cli.settings"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: int, code: int) -> None:
+    program = HIT.format(module=module, number=int(number))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize("arguments", [["config", "show"], ["--help"], ["version"]])
+def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_full_disk_is_one_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*COMMAND, "version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "unfuse: standard output: No space left on device\n")
+
+
+def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*COMMAND, "models", "--server", "x"], stderr=full, stdout=full, check=False)
+    assert done.returncode == 2

@@ -1,0 +1,44 @@
+"""What the workers of this process say of their loading, as one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unfuse.cli.show import size
+
+STARTING, READY = "starting", "ready"
+
+
+class Loading:
+    """How far workers are with loading `models`; hears what each of them logs, by its number."""
+
+    def __init__(self, models: Sequence[str]) -> None:
+        self._models = ", ".join(models)
+        self._roles: list[str] = []
+        self._states: list[str] = []
+        self._ready: Callable[[], object] = bool
+
+    def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
+        """Workers with these roles are going to be started; `ready` is called once all of them have loaded."""
+        self._roles, self._states, self._ready = list(roles), [STARTING] * len(roles), ready
+        self._look()
+
+    def hear(self, worker: int, record: Mapping[str, Any]) -> None:
+        """Take in what a worker logged."""
+        match record:
+            case {"event": "importing"}:
+                self._states[worker] = "importing"
+            case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
+                self._states[worker] = f"{size(done)} of {size(total)}"
+            case {"event": "ready"}:
+                self._states[worker] = READY
+                self._look()
+
+    def _look(self) -> None:
+        if all(state == READY for state in self._states):
+            self._ready()
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{role} {state}" for role, state in zip(self._roles, self._states, strict=True))
+        return f"loading {self._models}: {parts}" if self._roles else f"looking into {self._models}"

@@ -1,0 +1,102 @@
+"""Verbs: what all of them take, before or after their name, about standard error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import wraps
+from inspect import Parameter
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+import unfuse
+from unfuse.cli.logs import Terminal
+from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
+from unfuse.cli.settings import FIELDS, load
+
+ARGUMENTS, OPTIONS = "Arguments", "Options"
+
+
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"unfuse {unfuse.__version__}")
+        raise typer.Exit
+
+
+VERSION = typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which version this is, and end.")
+QUIET = typer.Option("-q", "--quiet", help="Write only errors to standard error.", rich_help_panel=LOGGING)
+SHARED = (
+    Parameter("context", KEYWORD_ONLY, annotation=typer.Context),
+    parameter_of("log.level"),
+    parameter_of("log.format"),
+    Parameter("quiet", KEYWORD_ONLY, default=False, annotation=Annotated[bool, QUIET]),
+    Parameter("version", KEYWORD_ONLY, default=False, annotation=Annotated[bool, VERSION]),
+)
+
+
+class Headed(TyperCommand):
+    """A verb whose options stand under headings in its help, those on standard error last."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options."""
+        sections: dict[str, list[tuple[str, str]]] = {ARGUMENTS: [], OPTIONS: [], **{name: [] for name in PANELS}}
+        for found in self.get_params(ctx):
+            usual = ARGUMENTS if found.param_type_name == "argument" else OPTIONS
+            if record := found.get_help_record(ctx):
+                sections[getattr(found, "rich_help_panel", None) or usual].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+class Verbs(typer.Typer):
+    """Verbs, each of which has the options on standard error; one that asks for a `terminal` is given it."""
+
+    def __init__(self, help: str, **more: Any) -> None:
+        settings = {"help_option_names": ["-h", "--help"]}
+        super().__init__(
+            help=help, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+            context_settings=settings, **more,
+        )  # fmt: skip
+        self.callback()(_with_signature(_keep, SHARED))
+
+    def verb(self, usual: str = "warning") -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Make a function a verb. `usual` is the least level of what it logs unless something else is said."""
+
+        def decorate(function: Callable[..., None]) -> Callable[..., None]:
+            self.command(cls=Headed)(_with_terminal(function, usual))
+            return function
+
+        return decorate
+
+
+def _keep(context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool) -> None:
+    """Keep what was said of standard error, before the name of a verb or behind it, for the verb."""
+    said = {"log.level": log_level, "log.format": log_format, "quiet": quiet or None}
+    context.obj = {**(context.obj or {}), **{name: value for name, value in said.items() if value is not None}}
+
+
+def _with_terminal(function: Callable[..., None], usual: str) -> Callable[..., None]:
+    signature = inspect.signature(function, eval_str=True)
+
+    @wraps(function)
+    def called(**given: Any) -> None:
+        context: typer.Context = given["context"]
+        _keep(**{shared.name: given.pop(shared.name) for shared in SHARED})
+        if "terminal" in signature.parameters:
+            flags = {name: value for name, value in context.obj.items() if name in FIELDS}
+            log = load(flags, given.get("config")).settings.log
+            given["terminal"] = Terminal(log, usual, quiet="quiet" in context.obj, flags=flags)
+        function(**given)
+
+    own = (found.replace(kind=KEYWORD_ONLY) for name, found in signature.parameters.items() if name != "terminal")
+    return _with_signature(called, (*own, *SHARED))
+
+
+def _with_signature(function: Callable[..., None], parameters: Sequence[Parameter]) -> Callable[..., None]:
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return function

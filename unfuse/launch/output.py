@@ -1,0 +1,87 @@
+"""What processes write to standard error: read at all times, told line by line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import BinaryIO
+
+PART = 1 << 16
+"""A longer line is cut, in bytes."""
+
+WAITING = 10_000
+"""Lines that may wait to be told; then the oldest give way, and it is told how many."""
+
+LAST_S = 2.0
+"""How long the end waits for a pipe that somebody keeps open, and for what is still to be told: who hears may be stuck,
+as a terminal that was stopped is."""
+
+Hear = Callable[[int, bytes], None]
+"""Is told the number of a process and a line that it wrote, without its end."""
+
+
+def pass_on(number: int, line: bytes) -> None:
+    """Write a line to our own standard error."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(line.decode(errors="replace") + "\n")
+        sys.stderr.flush()
+
+
+class Output:
+    """Pipes that are emptied whatever happens: who writes to one never waits for whoever hears of it.
+
+    One thread reads each, another tells: hearing may take long, or stand still.
+    """
+
+    def __init__(self, hear: Hear) -> None:
+        self._hear = hear
+        self._lines: deque[tuple[int, bytes]] = deque()
+        self._lost = 0
+        self._changed = threading.Condition()
+        self._closing = False
+        self._readers: list[threading.Thread] = []
+        self._teller = threading.Thread(target=self._tell, name="tell output", daemon=True)
+        self._teller.start()
+
+    def pipe(self, number: int) -> int:
+        """The writing end of a new pipe for the process of that number; whoever asked for it closes it."""
+        reading, writing = os.pipe()
+        reader = threading.Thread(target=self._read, args=(number, os.fdopen(reading, "rb")), daemon=True)
+        reader.start()
+        self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
+        return writing
+
+    def close(self) -> None:
+        """Tell what is still to be told; the processes have ended."""
+        for reader in self._readers:
+            reader.join(LAST_S)
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._teller.join(LAST_S)
+
+    def _read(self, number: int, pipe: BinaryIO) -> None:
+        with pipe:
+            while line := pipe.readline(PART):
+                with self._changed:
+                    if len(self._lines) == WAITING:
+                        self._lines.popleft()
+                        self._lost += 1
+                    self._lines.append((number, line.rstrip(b"\r\n")))
+                    self._changed.notify()
+
+    def _tell(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._closing)
+                if not self._lines:
+                    return
+                lost, self._lost = self._lost, 0
+                number, line = self._lines.popleft()
+            if lost:
+                self._hear(number, b"%d earlier lines were not read in time and are lost" % lost)
+            self._hear(number, line)

@@ -1,0 +1,57 @@
+"""Log lines between processes: a child writes records, one a line, and whoever started it passes them on."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TextIO
+
+import msgspec
+import structlog
+
+LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
+
+Record = dict[str, Any]
+"""What was logged: its `event`, its `level` by name, its `timestamp`, and whatever else was said with it."""
+
+
+def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
+    """Have what this process logs, of at least this level, written as JSON, one record a line."""
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(stream),
+    )
+    logging.lastResort = _Libraries(logging.WARNING)
+
+
+def read_record(line: bytes) -> Record | None:
+    """The record that a line holds, or None for a line that somebody else wrote."""
+    if not line.startswith(b"{"):
+        return None
+    try:
+        record = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    event, level = record.get("event"), record.get("level")
+    return record if isinstance(event, str) and isinstance(level, str) and level in LEVELS else None
+
+
+def relog(record: Record) -> None:
+    """Log what another process did, as if it were our own."""
+    said = {name: value for name, value in record.items() if name not in ("event", "level", "timestamp")}
+    structlog.get_logger().log(LEVELS[record["level"]], record["event"], **said)
+
+
+class _Libraries(logging.Handler):
+    """Logs what libraries say by Python's own logging."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass a record on."""
+        log = structlog.get_logger()
+        log.log(record.levelno, record.getMessage(), library=record.name, exc_info=record.exc_info)
