@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unfuse import queues as queues
     from unfuse.cli.own import local
     from unfuse.client import connect
     from unfuse.core.errors import (
@@ -34,6 +35,7 @@ _NAMES = {
     "TransientError": "unfuse.core.errors",
     "UnfuseError": "unfuse.core.errors",
 }
+_MODULES = {"queues"}
 
 __all__ = [
     "InvalidParameter",
@@ -46,11 +48,19 @@ __all__ = [
     "__version__",
     "connect",
     "local",
+    "queues",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """A public name. Raises AttributeError for any other."""
+    if name in _MODULES:
+        return import_module(f"unfuse.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module 'unfuse' has no attribute {name!r}")
     return getattr(import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """What is public."""
+    return __all__

@@ -3,17 +3,37 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 
 import unfuse
 from unfuse.cli.compose import listen
+from unfuse.client import Request, Result
 from unfuse.core import errors
 
 
 def test_every_public_name_is_there() -> None:
     for name in unfuse.__all__:
         assert getattr(unfuse, name) is not None
+
+
+def test_what_is_public_is_listed_and_nothing_else() -> None:
+    assert dir(unfuse) == sorted(unfuse.__all__)
+
+
+def test_backends_are_reached_through_the_package_without_torch() -> None:
+    code = "import sys, unfuse; unfuse.queues.open('memory'); unfuse.TensorStore; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_objects_are_short_to_look_at() -> None:
+    client = unfuse.connect("http://127.0.0.1:9")
+    view = {"id": "req_0", "status": "queued", "result": [{"content_type": "image/png"}]}
+    assert repr(client) == "<Client of http://127.0.0.1:9>"
+    assert repr(Request(client, view)) == "<Request req_0: queued>"
+    assert repr(Result(view, [b"12345"])) == "<Result of req_0: 1 × image/png, 5 bytes>"
 
 
 def test_errors_are_the_ones_that_are_raised() -> None:

@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
+from unfuse.cli import show
 from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
@@ -39,7 +40,7 @@ from unfuse.core.errors import (
 from unfuse.core.messages import Places
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
-from unfuse.models import resolve_source
+from unfuse.models import resolve_source, served_classes
 from unfuse.queues.base import Limits
 from unfuse.wire.unix_socket import listening, server_socket
 
@@ -71,6 +72,9 @@ def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
     text = unfuse("config", "show")[1]
 
     assert rows["api_key"]["from"] == "environment UNFUSE_API_KEY"
+    assert (rows["arena.bytes"]["flag"], rows["arena.bytes"]["environment"]) == ("--arena", "UNFUSE_ARENA__BYTES")
+    assert rows["spill.threshold"]["flag"] is None
+    assert text.split()[:5] == ["SETTING", "VALUE", "FLAG", "ENVIRONMENT", "FROM"]
     assert rows["serve.port"]["value"] == 8000
     assert rows["arena.bytes"]["value"] == 2 << 30
     assert "2.0 GiB" in text
@@ -93,6 +97,32 @@ def test_a_wrong_option_is_exit_2(unfuse: Run) -> None:
     code, out, err = unfuse("serve", "--prot", "1")
     assert (code, out) == (2, "")
     assert "--port" in err
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_table_is_no_wider_than_the_terminal_and_loses_nothing(width: int) -> None:
+    row = {"id": f"req_{'0' * 32}", "stage": "text_encode", "message": "it died " * 20, "model": "\x1b[2Junfuse/shapes"}
+    lines = show.table([row, row], list(row), "nothing", width)
+    assert max(map(len, lines)) <= width
+    text = " ".join(lines)
+    assert text.count(row["id"]) == 2
+    assert text.count("died") == 40
+    assert "\\x1b[2Junfuse/shapes" in text
+
+
+@pytest.mark.parametrize("verb", ["serve", "worker", "generate"])
+def test_help_stands_under_headings_and_is_whole(unfuse: Run, verb: str) -> None:
+    text = unfuse(verb, "--help")[1]
+    headings = [line.removesuffix(":") for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert {"Options", "Workers", "Computing", "Standard error"} <= {*headings}
+    assert "…" not in text.replace("redis://…", "").replace("s3://…", "").replace("NAME-1.png, …", "")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_verb_with_a_typo_names_the_nearest(unfuse: Run) -> None:
+    code, out, err = unfuse("genrate", "x")
+    assert (code, out) == (2, "")
+    assert "'generate'" in err
 
 
 def test_nobody_there_is_exit_3_and_says_where(unfuse: Run) -> None:
@@ -290,13 +320,36 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
     )
 
 
-def test_doctor_has_nothing_to_clean(unfuse: Run) -> None:
-    assert unfuse("doctor", "--clean")[1].startswith("nothing to clean")
-
-
 def test_models_lists_what_is_served(asking: Run) -> None:
-    assert [model["id"] for model in json.loads(asking("models", "--json")[1])] == ["unfuse/shapes"]
-    assert "unfuse/shapes" in asking("models")[1]
+    rows = json.loads(asking("models", "--json")[1])
+    assert [model["id"] for model in rows if model["state"] == "served"] == ["unfuse/shapes"]
+    assert [model["id"] for model in rows].count("unfuse/shapes") == 1
+    assert re.search("^unfuse/shapes +served", asking("models")[1], re.MULTILINE)
+
+
+def test_models_lists_what_could_be_served_where_no_server_is_asked(
+    unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, other = served_classes()[0], "SomebodyElsesPipeline"
+    for name, kind in (("ada--one", known), ("ada--two", other)):
+        folder = tmp_path / f"models--{name}" / "snapshots" / ("0" * 40)
+        folder.mkdir(parents=True)
+        (folder / "model_index.json").write_text(json.dumps({"_class_name": kind}))
+    (folder / "model_index.json").write_text("[" * 5000)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("unfuse.client.client.Client.models", nobody)
+    code, out, err = unfuse("models")
+    assert code == 0
+    assert re.search("^unfuse/shapes +built in", out, re.MULTILINE)
+    assert re.search("^ada/one +in the hub cache", out, re.MULTILINE)
+    assert "ada/two" not in out
+    assert known in out.splitlines()[-1]
+    assert err == "nobody there\n"
+
+
+def nobody(client: Client) -> None:
+    """Answer as no server does."""
+    raise TransientError("nobody there")
 
 
 def test_a_server_without_workers_says_so(asking: Run) -> None:

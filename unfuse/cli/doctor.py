@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from unfuse.cli import show
+from unfuse.cli import remains, show
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
 from unfuse.cli.settings import Size, Transfer, load
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 def doctor(
     flags: dict[str, Any],
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
-    clean: Annotated[bool, typer.Option("--clean", help="Remove what dead processes left behind.")] = False,
+    clean: Annotated[
+        bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")
+    ] = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -40,17 +42,21 @@ def doctor(
     ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
     machine = look((serve.port, *ports))
     found = plan(models, serve.revision, wanted(loaded), devices()) if models else None
+    removed = remains.clean(loaded.settings) if clean else []
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
             "transfers": transfers(loaded.settings.transfer),
             "servers": running(loaded.settings.run_dir),
             "insecure_listen": loaded.settings.insecure_listen,
+            **({"removed": [msgspec.structs.asdict(one) for one in removed]} if clean else {}),
         }
         show.as_json({**facts, **(_report(found) if found else {})})
         return
     if clean:
-        typer.echo("nothing to clean: tensors live in memory that ends with its last process")
+        rows = [msgspec.structs.asdict(one) for one in removed]
+        show.as_table(rows, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
+        return
     _print_machine(machine)
     typer.echo(f"{'servers':12} {', '.join(running(loaded.settings.run_dir)) or 'none of this user runs here'}")
     if loaded.settings.insecure_listen:

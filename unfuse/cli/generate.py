@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -89,11 +90,15 @@ def _kind(output: Path) -> tuple[str, bool]:
     """The format that a file's name asks for, and whether it is that of a video. Raises InvalidParameter."""
     from unfuse.client.result import NUMBERED
 
+    if output.is_dir():
+        raise InvalidParameter(f"-o {output} is a folder: name a file in it, such as {output / 'out.png'}", "output")
     form, numbered = FORMATS.get(output.suffix.lower()), NUMBERED.search(output.name) is not None
     if form is None or (numbered and form != "png"):
         raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
     if not output.parent.is_dir():
         raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
+        raise InvalidParameter(f"-o {output}: this user may not write there", "output")
     return form, form == "mp4" or numbered
 
 

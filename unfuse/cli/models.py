@@ -2,13 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import typer
+
 from unfuse.cli import reach, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
+from unfuse.cli.settings import DEFAULT, load
+from unfuse.core.errors import ConfigError, TransientError
 
 
 def models(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """List the models a server serves."""
-    with reach.client(server, api_key, config) as client:
-        rows = client.models()
-    empty = "no model is served: its workers have not registered yet"
-    show.listing(rows, ["id", "created", "owned_by"], empty, json)
+    """List the models that a server serves, and those that could be served from here.
+
+    The latter come with unfuse or lie in the hub library's cache; so could any folder or hub name of a family listed.
+    """
+    served: list[dict[str, Any]] = []
+    try:
+        with reach.client(server, api_key, config) as client:
+            served = client.models()
+    except TransientError as error:
+        if load({"server": server}, config).origins["server"] != DEFAULT:
+            raise
+        typer.echo(str(error), err=True)
+    names = {row["id"] for row in served}
+    could = [row for row in here() if row["id"] not in names]
+    rows = [{**row, "state": "served"} for row in served] + could
+    if json:
+        show.as_json(rows)
+        return
+    show.as_table(rows, ["id", "state", "created", "owned_by"], "no model")
+    from unfuse.models import served_classes
+
+    typer.echo(f"families: {', '.join(served_classes())}")
+
+
+def here() -> Iterator[dict[str, Any]]:
+    """Models that need no download, or not the whole of one: packaged, and in the hub library's cache."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from unfuse.models import served_classes
+    from unfuse.models.folder import INDEX, ModelFolder
+    from unfuse.models.source import PACKAGED
+
+    for name in PACKAGED:
+        yield {"id": name, "object": "model", "state": "built in"}
+    cached: dict[str, str] = {}
+    for index in sorted(Path(HF_HUB_CACHE).glob(f"models--*/snapshots/*/{INDEX}")):
+        folder = ModelFolder(index.parent)
+        with suppress(ConfigError):
+            if folder.hub and folder.index().get("_class_name") in served_classes():
+                cached[folder.hub[0]] = "in the hub cache"
+    for name, state in cached.items():
+        yield {"id": name, "object": "model", "state": state}

@@ -1,19 +1,42 @@
-"""What processes that died may have left on this machine, and folders that go with the process that made them."""
+"""What processes that died left on this machine, and folders that go with the process that made them."""
 
 from __future__ import annotations
 
 import fcntl
+import os
+import re
 import shutil
+import socket
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import msgspec
+
+from unfuse.cli.settings import Settings, Size
 
 PASSING = "unfuse-passing-"
 """How the names of folders begin that go with their process, where the system keeps temporary ones."""
 
 LOCK = ".lock"
 """The file in such a folder that its process holds locked."""
+
+PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
+"""Names of files that are being written, in a folder of results or objects."""
+
+YOUNG_S, WRITTEN_S = 60.0, 3600.0
+"""Folders younger than this may not be locked yet; no file takes so long to be written."""
+
+
+class Remain(msgspec.Struct, frozen=True):
+    """Something that nobody will come back for: what it is, where it is, and the bytes it takes."""
+
+    what: str
+    path: str
+    bytes: Size
 
 
 @contextmanager
@@ -26,3 +49,99 @@ def passing_folder() -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def clean(settings: Settings) -> list[Remain]:
+    """Remove what dead processes left, and say what that was. What a living one may need stays."""
+    found = [*_sockets(Path(settings.run_dir)), *_passing(), *_locks(Path(settings.data_dir))]
+    for url in {settings.serve.results, settings.serve.store, settings.serve.durable}:
+        found += _partial(folder) if (folder := _disk(url, settings)) else []
+    if (spill := _disk(settings.serve.store, settings)) and not _workers():
+        found += _take(spill / "objects", "what dead workers had moved out of their arenas")
+    return found
+
+
+def _disk(url: str, settings: Settings) -> Path | None:
+    """The folder that a store lies in, if it is one on this disk that is there."""
+    place, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
+    folder = Path(path.replace("DATA_DIR", settings.data_dir)).expanduser()
+    return folder if place == "disk" and folder.is_dir() else None
+
+
+def _sockets(folder: Path) -> Iterator[Remain]:
+    """Sockets that nobody listens at. Nobody binds one meanwhile: between its bind and its listen it would look so."""
+    if not folder.is_dir():
+        return
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        for path in sorted(folder.rglob("*")):
+            if stat.S_ISSOCK(path.lstat().st_mode) and _is_refused(path):
+                yield from _take(path, "a socket nobody listens at")
+    finally:
+        os.close(held)
+
+
+def _is_refused(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _passing() -> Iterator[Remain]:
+    for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PASSING}*")):
+        with suppress(OSError):
+            found = folder.lstat()
+            is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+            if is_ours and time.time() - found.st_mtime > YOUNG_S and _is_free(folder / LOCK):
+                yield from _take(folder, "results of a process that was killed")
+
+
+def _locks(folder: Path) -> Iterator[Remain]:
+    """Locks of files that are gone: one beside its file stays, another process may be about to take it."""
+    for path in sorted(folder.glob("*.lock")):
+        with suppress(OSError):
+            if not path.with_suffix("").exists() and _is_free(path):
+                yield from _take(path, "the lock of a file that is gone")
+
+
+def _partial(folder: Path) -> Iterator[Remain]:
+    for path in sorted(folder.rglob(".*")):
+        with suppress(OSError):
+            if PARTIAL.fullmatch(path.name) and time.time() - path.lstat().st_mtime > WRITTEN_S:
+                yield from _take(path, "a file that was not written to its end")
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no process holds that lock."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _workers() -> bool:
+    """Whether a worker of this user runs on this machine."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (process / "cmdline").read_bytes().split(b"\0")
+            if b"worker" in words and any(word.endswith(b"unfuse") for word in words):
+                return True
+    return False
+
+
+def _take(path: Path, what: str) -> Iterator[Remain]:
+    """Remove a file or a folder, if it can be."""
+    with suppress(OSError):
+        files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+        taken = sum(file.lstat().st_size for file in files)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        yield Remain(what, str(path), Size(taken))

@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unfuse.core.errors import InvalidParameter
+from unfuse.core.errors import InvalidParameter, PermanentError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -75,9 +75,14 @@ class Result:
 
         A name such as NAME-%04d.png numbers them as it says. A picture that has the format of the path's suffix already
         is written as it came, any other converted; a video is written as .mp4 alone.
-        Raises InvalidParameter for a suffix that does not fit.
+        Raises InvalidParameter for a suffix that does not fit, and PermanentError when a file cannot be written.
         """
-        path = Path(path)
+        try:
+            return self._save(Path(path))
+        except OSError as error:
+            raise PermanentError(f"{error.filename or path} cannot be written: {error.strerror}") from error
+
+    def _save(self, path: Path) -> list[Path]:
         form, known = _FORMATS.get(path.suffix.lower()), [".mp4"] if self.is_video else [*_FORMATS]
         if path.suffix.lower() not in known:
             raise InvalidParameter(f"{path} must end in one of {', '.join(known)}", "path")

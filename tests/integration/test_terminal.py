@@ -1,0 +1,186 @@
+"""The command as people type it: on a terminal, and into a pipe; left alone, and interrupted at any moment."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+COMMAND = [sys.executable, "-m", "unfuse"]
+PROMPT = "a red circle on white"
+TOKEN = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> dict[str, str]:
+    """An environment whose data folder and temporary folder are the test's own."""
+    for name in ("data", "tmp"):
+        (tmp_path / name).mkdir()
+    own = {"UNFUSE_DATA_DIR": str(tmp_path / "data"), "TMPDIR": str(tmp_path / "tmp"), "TERM": "xterm", "COLUMNS": "80"}
+    return {name: value for name, value in os.environ.items() if not name.startswith("UNFUSE_SERVE")} | own
+
+
+def on_terminal(
+    arguments: list[str], environment: dict[str, str], interrupt: Callable[[str], bool] = lambda text: False
+) -> tuple[int, str]:
+    """Run a command on a terminal; Ctrl-C is typed once `interrupt` says so. Its exit code, and what it wrote."""
+    pid, terminal = pty.fork()
+    if not pid:
+        os.execve(sys.executable, [*COMMAND, *arguments], environment)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    written, typed = b"", False
+    while data := _read(terminal):
+        written += data
+        if not typed and interrupt(written.decode(errors="replace")):
+            typed = bool(os.write(terminal, b"\x03"))
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # nobody has its other end any more
+        return b""
+
+
+def screen(written: str) -> list[str]:
+    """The lines that are left on a terminal to which this was written."""
+    lines, row, column = [""], 0, 0
+    for token in TOKEN.findall(written):
+        if token == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif token == "\r":
+            column = 0
+        elif token.endswith("A") and token.startswith("\x1b["):
+            row -= int(token[2:-1] or 1)
+        elif token == "\x1b[2K":
+            lines[row] = ""
+        elif not token.startswith("\x1b"):
+            lines[row] = lines[row][:column].ljust(column) + token + lines[row][column + len(token) :]
+            column += len(token)
+    return [line.rstrip() for line in lines]
+
+
+def nothing_left(tmp_path: Path) -> bool:
+    """Whether neither the data folder nor the temporary one holds anything."""
+    return not [*(tmp_path / "data").iterdir()] and not [*(tmp_path / "tmp").glob("unfuse-passing-*")]
+
+
+@pytest.mark.slow
+def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_left_behind(
+    tmp_path: Path, home: dict[str, str]
+) -> None:
+    out = tmp_path / "out.png"
+    code, written = on_terminal(["--log-level", "info", "generate", PROMPT, "-o", str(out), "--steps", "5"], home)
+    lines = screen(written)
+
+    assert code == 0
+    assert Image.open(out).size == (128, 128)
+    assert "loading unfuse/shapes: encoder " in written
+    assert re.search(r"denoiser [0-9.]+ [KM]?i?B of 7.6 MiB", written)
+    bars = [line for line in lines if "━" in line]
+    assert [bar.split()[0] for bar in bars] == ["text_encode", "denoise.0", "vae_decode.0"]
+    assert "5/5" in bars[1]
+    assert [number for number, line in enumerate(lines) if "━" in line] == [
+        *range(lines.index(bars[0]), lines.index(bars[0]) + 3)
+    ]
+    assert len([line for line in lines if " ready " in line]) == 3, "as text, above the bars"
+    assert not [line for line in lines if line.startswith("{")]
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> None:
+    arguments = ["generate", PROMPT, "-n", "6", "--seed", "5", "-o", str(tmp_path / "out.png")]
+    code, written = on_terminal(arguments, home, lambda text: "vae_decode.1" in text)
+
+    files = sorted(path.name for path in tmp_path.glob("out*.png"))
+    assert code == 130
+    assert 1 <= len(files) < 6
+    assert files == [f"out-{index}.png" for index in range(len(files))]
+    assert f"interrupted: kept {len(files)} of 6" in written
+    assert f"{files[-1]} (seed {5 + len(files) - 1})" in written
+    assert "Traceback" not in written
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["looking into", "encoder starting", "importing", " of 7.6 MiB"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_it_starts_ends_it_without_a_traceback(
+    tmp_path: Path, home: dict[str, str], moment: str, number: int, code: int
+) -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "generate", PROMPT, "-o", str(tmp_path / "out.png")], env=home, stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    said = ""
+    assert process.stderr
+    while moment not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    os.killpg(process.pid, number)  # as Ctrl-C does
+    out, rest = process.communicate()
+    assert (process.returncode, out) == (code, "")
+    assert "Traceback" not in said + rest
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
+    home: dict[str, str], number: int, code: int
+) -> None:
+    command = [*COMMAND, "serve", "--port", "0", "--queue", "memory", "--log-format", "json"]
+    process = subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True)
+    assert process.stderr
+    said = next(line for line in process.stderr if '"importing"' in line)
+    process.send_signal(number)
+    rest = process.stderr.read()
+    assert process.wait() == code
+    assert "Traceback" not in said + rest
+    assert "Error" not in rest
+
+
+@pytest.mark.slow
+def test_into_a_pipe_it_says_what_loads_and_a_line_a_stage(tmp_path: Path, home: dict[str, str]) -> None:
+    arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "--json"]
+    done = subprocess.run([*COMMAND, *arguments], env=home, capture_output=True, text=True, check=True)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "looking into unfuse/shapes"
+    for stage in ("text_encode", "denoise.0", "vae_decode.0"):
+        assert len([line for line in lines if re.fullmatch(rf"{stage}: done in [0-9.]+ s", line)]) == 1
+    assert "\x1b" not in done.stderr
+    assert done.stdout.startswith("{")
+
+
+@pytest.mark.slow
+def test_quiet_is_quiet(tmp_path: Path, home: dict[str, str]) -> None:
+    arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "-q"]
+    done = subprocess.run([*COMMAND, *arguments], env=home, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"{tmp_path}/out.png (seed ")
+
+
+def test_a_busy_port_is_one_sentence_on_what_to_do(home: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [*COMMAND, "serve", "--no-workers", "--port", port, "--queue", "memory", "-q"]
+        done = subprocess.run(command, env=home, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == f"unfuse: cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port\n"
