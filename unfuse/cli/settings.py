@@ -80,12 +80,22 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     store: Annotated[
         str,
-        says("Where stage outputs lie: shared_memory, spill:shared_memory+disk:PATH, disk:PATH, redis://… or s3://…."),
+        says(
+            "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or "
+            "pull them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
+            "disk:PATH, redis://… or s3://…: in that place, where every worker must reach it."
+        ),
     ] = "shared_memory"
     durable: Annotated[
-        str, says("Where copies of some outputs outlive their worker: disk:PATH, redis://… or s3://…; none keeps none.")
+        str,
+        says(
+            "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
+            "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
+        ),
     ] = "none"
-    durable_stages: Annotated[tuple[str, ...], says("Kinds of stages whose outputs are copied there.")] = ("denoise",)
+    durable_stages: Annotated[
+        tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
+    ] = ("denoise",)
     checkpoint: Annotated[
         str,
         says(
@@ -94,7 +104,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     encode: Annotated[
-        tuple[str, ...], says("KIND=bf16 or KIND=fp16: what such stages make travels in 16 bits; changes results.")
+        tuple[str, ...],
+        says(
+            "Hand on what a kind of stage makes in half the bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
+            "floats as 16. Results are no longer those of the undivided pipeline, bit for bit."
+        ),
     ] = ()
     loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
     listen: Annotated[
@@ -127,9 +141,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
     max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
     max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
-    order: Annotated[Order, says("Who goes first: by arrival, by deadline, the short, each tenant its share.")] = "fifo"
+    order: Annotated[
+        Order,
+        says("Who goes first: fifo by arrival, edf by deadline, shortest the short, fair each API key its share."),
+    ] = "fifo"
     dispatch: Annotated[
-        Dispatch, says("Tasks go to workers with their inputs and what fits what runs; by turns; or by free slots.")
+        Dispatch,
+        says("Who gets a task: locality, who has its inputs or runs what goes with it; round_robin; max_free_slots."),
     ] = "locality"
     encoder_cache: Annotated[
         int,
@@ -191,7 +209,10 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How tensors move between nodes."""
 
     engine: Annotated[
-        tuple[str, ...], says("Ways to move tensors: the best that both ends have, then the next.", min_length=1)
+        tuple[str, ...],
+        says(
+            "Ways to move tensors between machines (tcp, zmq, mooncake, nixl): the best both ends have.", min_length=1
+        ),
     ] = ("tcp", "zmq")
     trusted_network: Annotated[
         bool, says("Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its tensors.")

@@ -22,6 +22,9 @@ RESTART_S, RESTART_MOST_S = 1.0, 30.0
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """GPUs have the numbers by which they were placed."""
 
+SIGNALLED = 128
+"""Exit codes above it say that a signal ended a worker, as negative ones do."""
+
 SETTLED_S = 30.0
 """A worker that lived this long did not die at once."""
 
@@ -85,7 +88,7 @@ class LocalWorkers:
             if self._stopping:
                 return
             lived = time.monotonic() - began
-            if code > 0 and not deaths:
+            if 0 < code < SIGNALLED and not deaths:
                 self._fail(code)
                 return
             deaths = 1 if lived >= SETTLED_S else deaths + 1
