@@ -47,7 +47,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
         (["-o", "out.webp", "--fps", "8"], "NAME.mp4 or NAME-%04d.png"),
         (["-o", "out-%04d.jpg"], "out-%04d.jpg"),
         (["-o", "."], "-o . is a folder: name a file in it, such as out.png"),
-        (["-o", "/proc/out.png"], "-o /proc/out.png: this user may not write there"),
+        (["-o", "/proc/out.png"], "-o /proc/out.png: it cannot be written there ("),
         (["--guidance", "nan"], "--guidance nan"),
         (["--guidance", "inf"], "--guidance inf"),
         (["--lora-scale", "-inf"], "--lora-scale -inf"),

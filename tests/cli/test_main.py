@@ -49,7 +49,7 @@ def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
 def test_a_full_disk_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (1, "unfuse: standard output: No space left on device\n")
+    assert (done.returncode, done.stderr) == (1, "unfuse: No space left on device\n")
 
 
 def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:

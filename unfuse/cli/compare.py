@@ -96,7 +96,10 @@ def compare(
 
     planned = plan(options(loaded))
     card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
-    with progress_on(terminal, lambda: "measuring diffusers, undivided"), Pipeline(planned, image) as pipeline:
+    with (
+        progress_on(terminal, lambda: "measuring diffusers, undivided"),
+        Pipeline(planned, image, terminal) as pipeline,
+    ):
         whole = measure(pipeline, card, asked, rounds, counts)
     with progress_on(terminal, lambda: "measuring unfuse"), own_pools(loaded, terminal) as client:
         split = measure(Pools(client, image), card, asked, rounds, counts)
@@ -106,7 +109,8 @@ def compare(
 class Pipeline:
     """The undivided pipeline in a process of its own, which takes one request after the other."""
 
-    def __init__(self, plan: Plan, image: Path | None) -> None:
+    def __init__(self, plan: Plan, image: Path | None, terminal: Terminal) -> None:
+        from unfuse.launch.output import Output
         from unfuse.models.undivided import Undivided
 
         model = plan.models[0]
@@ -116,16 +120,23 @@ class Pipeline:
         self._alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
         self._choices, self._best = sorted({self._alike, cores}), 0
         self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
+        self._output = Output(terminal.relay)
+        writing = self._output.pipe(0)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=writing, start_new_session=True,
+        )  # fmt: skip
+        os.close(writing)
 
     def __enter__(self) -> Self:
         self._answer(self._wanted)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:
+            self._process.kill()
         self._process.communicate()
+        self._output.close()
 
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
         """See Side."""

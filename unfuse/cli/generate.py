@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -97,8 +97,11 @@ def _kind(output: Path) -> tuple[str, bool]:
         raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
     if not output.parent.is_dir():
         raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
-    if not os.access(output if output.exists() else output.parent, os.W_OK):
-        raise InvalidParameter(f"-o {output}: this user may not write there", "output")
+    try:
+        with output.open("ab") if output.exists() else tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise InvalidParameter(f"-o {output}: it cannot be written there ({error.strerror})", "output") from error
     return form, form == "mp4" or numbered
 
 

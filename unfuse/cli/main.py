@@ -42,7 +42,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
     except UnfuseError as error:
         code = _say(str(error), exit_code(error))
     except OSError as error:
-        code = _say(f"{error.filename or 'the system says'}: {error.strerror or error}", FAILED)
+        code = _say(": ".join(filter(None, (error.filename, error.strerror or str(error)))), FAILED)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
     try:
