@@ -82,7 +82,7 @@ def generate(
     files = result.save(output.with_stem(f"{output.stem}-%d") if several else output) if result.data else []
     _report(result, files, terminal, video, json)
     if not whole:
-        terminal.say(f"interrupted: kept {len(files)} of {number}, cancelled the rest")
+        terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
 
 
