@@ -22,7 +22,8 @@ from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.own import own_pools
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING, options
-from unfuse.cli.settings import Size, load
+from unfuse.cli.settings import load
+from unfuse.cli.size import Size
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
 from unfuse.core.params import PICTURE, VIDEO, check

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from unfuse.cli.settings import Size
+from unfuse.cli.size import Size
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES

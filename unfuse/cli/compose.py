@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 import structlog
@@ -83,7 +84,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     worker_flags: Mapping[str, object] = {}
     worker_environment: Mapping[str, str] = {}
     workers: Wanted = Wanted()
-    slots: Mapping[str, int] = SLOTS
+    slots: Mapping[str, int] = MappingProxyType(SLOTS)
     limits: Limits = Limits()
     time_limits: Mapping[str, float] = {}
     order: Order = "fifo"

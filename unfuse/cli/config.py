@@ -8,7 +8,8 @@ from typing import Any
 from unfuse.cli import show as shown
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import OFFERED, Config, Json
-from unfuse.cli.settings import FIELDS, Field, Settings, Size, load
+from unfuse.cli.settings import FIELDS, Field, Settings, load
+from unfuse.cli.size import Size
 from unfuse.cli.verbs import Verbs
 
 app = Verbs("What is set, and where.")

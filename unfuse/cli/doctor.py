@@ -11,7 +11,8 @@ import typer
 from unfuse.cli import remains, show
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.cli.settings import Size, Transfer, load
+from unfuse.cli.settings import Transfer, load
+from unfuse.cli.size import Size
 from unfuse.core.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from unfuse.cli.settings import FIELDS, Field, Size
+from unfuse.cli.settings import FIELDS, Field
 from unfuse.cli.show import cell
+from unfuse.cli.size import Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
@@ -21,18 +22,27 @@ LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
 )  # fmt: skip
 
 PANELS = {
-    CLIENTS: ("serve.host", "serve.port", "serve.api_key", "serve.served_model_name", "serve.revision", "serve.loras"),
+    CLIENTS: (
+        "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
+        "serve.loras", "serve.strict_params", "serve.allowed_", "serve.trusted_",
+    ),
     KEPT: (
         "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.checkpoint",
         "serve.encoder_cache", "data_dir",
     ),
     WORKERS: (
-        "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "arena.bytes", "lease.",
-        "worker.",
+        "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",
+        "arena.bytes", "lease.", "worker.",
     ),
-    MACHINES: ("serve.listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler", "worker.node"),
+    MACHINES: (
+        "serve.listen", "insecure_listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler",
+        "worker.node",
+    ),
     COMPUTING: ("compute.", "serve.feature_cache"),
-    QUEUEING: ("serve.max_", "serve.order", "serve.dispatch", "serve.drain_timeout"),
+    QUEUEING: (
+        "serve.max_", "serve.order", "serve.dispatch", "serve.drain_timeout", "serve.image_timeout",
+        "serve.video_timeout",
+    ),
     LOGGING: ("log.",),
 }  # fmt: skip
 """Under which heading of `--help` a setting stands, by the beginning of its name; the longest one counts."""

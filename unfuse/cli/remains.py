@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from unfuse.cli.settings import Settings, Size
+from unfuse.cli.settings import Settings
+from unfuse.cli.size import Size
 
 PASSING = "unfuse-passing-"
 """How the names of folders begin that go with their process, where the system keeps temporary ones."""

@@ -6,11 +6,9 @@ A value comes from the first that has one: flag, environment (`UNFUSE_GROUP__FIE
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
-from decimal import Decimal
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from unfuse.cli.size import Size
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import UsageError
 from unfuse.scheduler.flow import Dispatch
@@ -28,27 +27,6 @@ DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
 
 FLAGS = {"arena.bytes": "--arena", "log.level": "--log-level", "log.format": "--log-format"}
 """Flags that are not called as the last part of their setting's name."""
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{end}": base**power
-    for power, prefix in enumerate("kmgt", 1)
-    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
-}
-
-
-class Size(int):
-    """Bytes as people read them: for what is shown to them alone. Settings, and all that is made of them, hold ints."""
-
-    @staticmethod
-    def parse(text: str) -> int:
-        """The bytes that a text says: a number, or like "2GiB", "512MB"; a bare prefix ("2G") is binary.
-
-        Raises ValueError when it says none.
-        """
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-        if not match or match[2] not in _UNITS:
-            raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
-        return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def says(text: str, **limits: Any) -> Meta:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from unfuse.cli.settings import Size
+from unfuse.cli.size import Size
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 INDENT = "    "

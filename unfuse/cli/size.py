@@ -1,0 +1,27 @@
+"""Bytes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{end}": base**power
+    for power, prefix in enumerate("kmgt", 1)
+    for end, base in (("", 1024), ("ib", 1024), ("b", 1000))
+}
+
+
+class Size(int):
+    """Bytes as people read them: for what is shown to them alone. Settings, and all that is made of them, hold ints."""
+
+    @staticmethod
+    def parse(text: str) -> int:
+        """The bytes that a text says: a number, or like "2GiB", "512MB"; a bare prefix ("2G") is binary.
+
+        Raises ValueError when it says none.
+        """
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+        if not match or match[2] not in _UNITS:
+            raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
+        return int(Decimal(match[1]) * _UNITS[match[2]])
