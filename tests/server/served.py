@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import uvicorn
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -31,6 +30,8 @@ from unfuse.core.task import Lease
 from unfuse.queues.base import Limits as QueueLimits, Wanted
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.server.access import Access
+from unfuse.server.connections import Bounds, HttpServer
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
 
@@ -176,10 +177,16 @@ class Served:
     """A running gateway. `url` is where, `folder` holds its results."""
 
     def __init__(
-        self, url: str, folder: Path, scheduler: Scheduler, worker: Worker, loop: asyncio.AbstractEventLoop
+        self,
+        url: str,
+        folder: Path,
+        scheduler: Scheduler,
+        worker: Worker,
+        loop: asyncio.AbstractEventLoop,
+        server: HttpServer,
     ) -> None:
         self.url, self.folder, self.scheduler, self.queue = url, folder, scheduler, scheduler.queue
-        self.results = worker.results
+        self.results, self.server = worker.results, server
         self._worker, self._loop = worker, loop
 
     def run(self, work: Coroutine[object, object, T]) -> T:
@@ -229,6 +236,8 @@ def serve(
     loras: str = "",
     store: str = "shared_memory",
     admins: Sequence[str] = (),
+    access: Access | None = None,
+    bounds: Bounds | None = None,
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -242,14 +251,15 @@ def serve(
         results = open_results(f"disk:{folder}")
         worker = Worker(scheduler, results)
         app = create_app(
-            scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins
-        )
+            scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins,
+            access=access,
+        )  # fmt: skip
         await scheduler.start()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1))
+        server = HttpServer(app, bounds or Bounds(), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop()))
+        ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop(), server))
         await asyncio.wrap_future(stop)
         working.cancel()
         await scheduler.close()

@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import msgspec
 import structlog
-import uvicorn
+from msgspec import field
 
 from unfuse import queues
 from unfuse.cli import components
@@ -36,6 +36,8 @@ from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.server.access import Access
+from unfuse.server.connections import Bounds, HttpServer
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.supervision.supervisor import Supervisor
@@ -76,6 +78,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     port: int = 8000
     keys: Mapping[str, str] = {}
     admins: frozenset[str] = frozenset()
+    access: Access = field(default_factory=Access)
+    bounds: Bounds = Bounds()
     queue: str = "memory"
     places: Places = Places("")
     run_dir: str = ""
@@ -104,15 +108,6 @@ def plan(options: ServeOptions) -> Plan:
     if planned.refusal:
         raise ConfigError(planned.refusal)
     return planned
-
-
-class _Gateway(uvicorn.Server):
-    """uvicorn without its signal handlers: the verb that runs it decides what a signal means."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
-        yield
 
 
 class Service:
@@ -147,9 +142,9 @@ class Service:
                 scheduler, results, keys=options.keys, admins=options.admins, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
+                access=options.access,
             )  # fmt: skip
-            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1)
-            gateway = _Gateway(config)
+            gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
@@ -159,7 +154,8 @@ class Service:
             environment = {**options.worker_environment, **self._terminal.environment}
             workers = LocalWorkers(self._commands(), environment, self._terminal.relay)
             workers.start()
-            started(f"http://{options.host}:{port}")
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            started(f"http://{host}:{port}")
             try:
                 await _first(serving, self._stop.wait(), _raise(workers.failed))
                 await self._drain(scheduler)
@@ -320,7 +316,7 @@ def public_names(options: ServeOptions) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the gateway. Raises ConfigError when it cannot be had."""
+    """A socket for the gateway, where clients may wait from now on. Raises ConfigError when it cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -40,11 +40,12 @@ PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders",
 
 
 @takes(
-    "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
-    "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.encode",
-    "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys", "insecure_listen",
-    "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit", "lease.stall_s",
-    "serve.slots", "serve.image_timeout", "serve.video_timeout", "serve.max_active", "serve.max_queue",
+    "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.allowed_hosts", "serve.allowed_origins",
+    "serve.trusted_proxies", "serve.max_connections", "serve.max_connections_per_address",
+    "serve.served_model_name", "serve.revision", "serve.queue", "serve.results", "serve.store", "serve.durable",
+    "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys",
+    "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
+    "lease.stall_s", "serve.slots", "serve.image_timeout", "serve.video_timeout", "serve.max_active", "serve.max_queue",
     "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
     "serve.strict_params", "serve.drain_timeout",
 )  # fmt: skip
@@ -79,6 +80,8 @@ def options(loaded: Loaded) -> ServeOptions:
     from unfuse.cli.compose import ServeOptions
     from unfuse.cli.meeting import keys_folder, listens, trust
     from unfuse.queues.base import Limits
+    from unfuse.server.access import Access
+    from unfuse.server.connections import Bounds
 
     settings, serve = loaded.settings, loaded.settings.serve
     listen = listens(settings)
@@ -91,6 +94,8 @@ def options(loaded: Loaded) -> ServeOptions:
         port=serve.port,
         keys=admins | keys((*serve.api_key, *filter(None, [settings.api_key]))),
         admins=frozenset(admins),
+        access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
+        bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
         queue=serve.queue,
         places=places(settings),
         run_dir=settings.run_dir,

@@ -54,6 +54,22 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says("A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does."),
     ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], says("Websites that may use it from a browser, like https://example.com; * for any.")
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
+    ] = ()
+    max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
+    max_connections_per_address: Annotated[
+        int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
+    ] = 2048
     queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     store: Annotated[

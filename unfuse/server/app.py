@@ -11,10 +11,12 @@ from unfuse import __version__
 from unfuse.core.plan import Params
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import dead, health, images, models, requests, videos, workers
+from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, tenant_of
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
+from unfuse.server.turns import Turns
 from unfuse.stores.results import ResultStore
 
 
@@ -30,6 +32,7 @@ def create_app(
     time_limits: Mapping[str, float] | None = None,
     store: str = "shared_memory",
     admins: Collection[str] = (),
+    access: Access | None = None,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
@@ -38,7 +41,7 @@ def create_app(
     clients use to the names of models that go by another one here; `standard` goes before the models' defaults; `loras`
     is the folder of adapters, if any; a `strict` gateway refuses fields that it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is the kind of
-    place where workers keep outputs.
+    place where workers keep outputs. Without keys, `access` says from where it may be used: from this machine alone.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = dict(keys or {}), dict(names or {})
@@ -50,6 +53,8 @@ def create_app(
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(health.router)
     install(app)
+    app.add_middleware(Guard, access=access or Access(), keyed=bool(keys))
+    app.add_middleware(Turns)
     app.add_middleware(Edge)
     app.openapi().setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT  # made once, and kept
     return app
