@@ -75,6 +75,31 @@ def test_a_tenant_sees_its_own_requests_only(guarded: Served) -> None:
         assert bert.post(f"/v1/requests/{id}/cancel").status_code == 404
 
 
+def test_another_tenant_s_id_is_answered_as_one_that_never_was(guarded: Served) -> None:
+    """Given a request of another tenant, when it is asked for in any way, then nothing tells that it exists."""
+    none = "req_" + "0" * 32
+    with as_(guarded, "key-a") as anna, as_(guarded, "key-b") as bert:
+        id = anna.post(URL, json=ASKED | {"response_format": "url"}).json()["id"]
+        video = anna.post("/v1/videos", json=ASKED | {"num_frames": 9}).json()["id"]
+
+        def told(method: str, path: str, id: str, **params: str) -> tuple[int, str]:
+            response = bert.request(method, path.format(id), params={key: id for key in params})
+            return response.status_code, response.text.replace(id, "ID")
+
+        for known in (id, video):
+            for path in ("/v1/requests", "/v1/videos", "/v1/videos?order=asc", "/v1/dead"):
+                assert told("GET", path, known, after="") == told("GET", path, none, after="")
+                assert told("GET", path, known, after="")[0] == 404
+            for method, path in (
+                ("GET", "/v1/requests/{}"), ("GET", "/v1/requests/{}/events"), ("POST", "/v1/requests/{}/cancel"),
+                ("GET", "/v1/requests/{}/result/0"), ("GET", "/v1/requests/{}/preview/0/1"), ("GET", "/v1/videos/{}"),
+                ("GET", "/v1/videos/{}/content"), ("DELETE", "/v1/videos/{}"), ("GET", "/v1/dead/{}"),
+                ("POST", "/v1/dead/{}/retry"),
+            ):  # fmt: skip
+                assert told(method, path, known) == told(method, path, none)
+        assert anna.get(f"/v1/videos/{video}").status_code == 200
+
+
 def test_too_much_is_refused_with_a_time_to_come_back(guarded: Served) -> None:
     with as_(guarded, "key-a") as http:
         assert http.post(URL, json={**ASKED, "model": IDLE.name}, headers=ASYNC).status_code == 202

@@ -92,7 +92,7 @@ class Gateway(Observer):
         if name is None:
             raise InvalidParameter(f"model is missing: send one of {known}", "model")
         if not isinstance(name, str) or name not in served:
-            raise UnknownModel(f"no model {str(name)[:80]!r} is served: one of {known}", "model")
+            raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
         return name, served[name]
 
     async def lora_id(self, card: ModelCard, name: str) -> str:
@@ -144,7 +144,7 @@ class Gateway(Observer):
         try:
             yield
         except (InvalidParameter, Overloaded, Refusal) as error:
-            refusal, told = refusal_of(error), {"model": str(model)[:80], "tenant": tenant}
+            refusal, told = refusal_of(error), {"model": _shown(model), "tenant": tenant}
             if isinstance(error, Overloaded):
                 self.metrics.rejected()
                 told["reason"] = str(error)
@@ -176,16 +176,22 @@ class Gateway(Observer):
             await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str | None) -> Record:
-        """A tenant's own request, or with None anyone's. Raises NotFound, also for another's."""
-        record = await self.queue.load(request)
-        if tenant not in (None, record.context.tenant):
-            raise NotFound(f"no request {request} is known (any more)")
-        return record
+        """A tenant's own request, or with None anyone's. Raises NotFound, in the same words for another's as for none."""
+        with suppress(NotFound):
+            record = await self.queue.load(request)
+            if tenant in (None, record.context.tenant):
+                return record
+        raise NotFound(f"no request {request} is known (any more)")
 
     async def find(
         self, which: Filter, wanted: Callable[[Record], bool], after: str | None, limit: float
     ) -> list[Record]:
-        """At least `limit` requests, if there are as many behind that of id `after`, newest first. Raises NotFound."""
+        """At least `limit` of a tenant's requests, if there are as many behind its own of id `after`, newest first.
+
+        Raises NotFound.
+        """
+        if after is not None:
+            await self.load(after, which.tenant or "")
         found: list[Record] = []
         while len(found) < limit:
             page = await self.queue.list(which, after=after, limit=_PAGE)
@@ -215,6 +221,11 @@ class Gateway(Observer):
             message = f"the server is stopping; {record.context.id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
         return record
+
+
+def _shown(name: object) -> str:
+    """The name of a model as a log may hold it: short, and nothing but a name."""
+    return name[:80] if isinstance(name, str) else f"({type(name).__name__})"
 
 
 def base_of(request: Request) -> str:
