@@ -9,7 +9,6 @@ import os
 import tempfile
 import tomllib
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -19,6 +18,7 @@ from msgspec import Meta
 from unfuse.cli.size import Size
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import UsageError
+from unfuse.core.nearest import nearest
 from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
 
@@ -390,8 +390,8 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else "; `unfuse config show` lists them"
+    close = nearest(name, known, 0.5)
+    return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
 
 
 def _convert(field: Field, value: Any, origin: str) -> Any:

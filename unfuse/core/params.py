@@ -10,13 +10,13 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Literal
 
 import msgspec
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.nearest import nearest
 from unfuse.core.plan import Params, Value
 
 MAX_SEED = 2**53 - 1
@@ -148,8 +148,8 @@ def _known(card: ModelCard, medium: Medium, name: str) -> None:
         return
     if name == "feature_cache":
         raise InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
-    near = ["size"] if name in ("width", "height") else get_close_matches(name, known, 1, 0.4)
-    hint = f"did you mean {near[0]}?" if near else f"the parameters are {', '.join(known)}"
+    near = "size" if name in ("width", "height") else nearest(name, known, 0.4)
+    hint = f"did you mean {near}?" if near else f"the parameters are {', '.join(known)}"
     raise InvalidParameter(f"unknown parameter {_shown(name)}: {hint}", _shown(name)[1:-1])
 
 

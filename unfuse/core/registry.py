@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.nearest import nearest
 
 
 def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
@@ -19,8 +19,8 @@ def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
     target = table.get(name, name)
     module, colon, attribute = target.partition(":")
     if not (module and colon and attribute):
-        near = get_close_matches(name, table, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = nearest(name, table)
+        hint = f"did you mean {near}? " if near else ""
         raise ConfigError(f"unknown {what} {name!r}: {hint}known are {', '.join(sorted(table))}, or give module:attr")
     try:
         found: Any = import_module(module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import AsyncGenerator
 
@@ -20,9 +21,14 @@ MAX_BODY = 2 * 1024 * 1024
 MAX_TEXT_BODY = 8 * 1024 * 1024
 """Bytes of one that may hold a picture as text, which is slow to read: a larger picture is sent as a file."""
 
+MAX_VALUES = 50_000
+"""Commas and opening brackets in a body of JSON: nobody else runs while these are decoded, whatever the thread."""
+
 MAX_FORM = 32 * 1024 * 1024
 
 MAX_FIELDS, MAX_FILES = 64, 8
+
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with a form, its sender is told
 
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
 """A form field that is part of another: `metadata[job]`, or `image[]` for one of several."""
@@ -36,7 +42,7 @@ async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object
     async for chunk in _bounded(request, limit):
         body += chunk
     try:
-        given = await to_thread.run_sync(json.loads, body)
+        given = await to_thread.run_sync(_decoded, body)
     except (ValueError, RecursionError) as error:
         raise InvalidParameter(f"the body is not JSON: {error}") from error
     if not isinstance(given, dict):
@@ -84,6 +90,12 @@ async def _fields(form: FormData) -> dict[str, object]:
         else:
             raise InvalidParameter(f"{name[:80]} is sent twice: send it once", name[:80])
     return given
+
+
+def _decoded(body: bytearray) -> object:
+    if sum(map(body.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise InvalidParameter(f"the body has more than {MAX_VALUES} values")
+    return json.loads(body)
 
 
 def _type(request: Request) -> str:

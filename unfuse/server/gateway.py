@@ -176,7 +176,7 @@ class Gateway(Observer):
             await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str | None) -> Record:
-        """A tenant's own request, or with None anyone's. Raises NotFound, in the same words for another's as for none."""
+        """A tenant's own request, or with None anyone's. Raises NotFound, for another's as for none."""
         with suppress(NotFound):
             record = await self.queue.load(request)
             if tenant in (None, record.context.tenant):
