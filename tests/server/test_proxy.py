@@ -1,0 +1,153 @@
+"""A server behind nginx with TLS, as docs/serving.md has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.server.composed import TIMEOUT_S, composed
+from unfuse.client import connect
+
+NAME = "pictures.example"
+CONFIG = """
+daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
+events {{ worker_connections 256; }}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
+  fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  server {{
+    listen 127.0.0.1:{port} ssl;
+    server_name {name};
+    ssl_certificate {folder}/cert.pem;
+    ssl_certificate_key {folder}/key.pem;
+    client_max_body_size 32m;
+    location / {{
+{said}
+      proxy_pass http://127.0.0.1:{behind};
+    }}
+  }}
+}}
+"""
+
+
+def said() -> str:
+    """What the documentation tells operators to have nginx say."""
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    lines = [line.strip() for line in text.splitlines()]
+    return "\n".join(line for line in lines if line.startswith("proxy_") and not line.startswith("proxy_pass"))
+
+
+@contextmanager
+def nginx(folder: Path, behind: int) -> Iterator[int]:
+    """The port of a proxy with a certificate of its own for a server."""
+    binary = shutil.which("nginx", path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if binary is None or shutil.which("openssl") is None:
+        missing = "no nginx or no openssl here: install Debian's nginx-light and openssl"
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(missing)
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}",
+         "-addext", f"subjectAltName=DNS:{NAME},DNS:localhost", "-keyout", folder / "key.pem", "-out",
+         folder / "cert.pem"], check=True, capture_output=True,
+    )  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    (folder / "conf").write_text(CONFIG.format(folder=folder, port=port, name=NAME, behind=behind, said=said()))
+    process = subprocess.Popen([binary, "-p", folder, "-c", folder / "conf", "-e", folder / "error.log"])
+    try:
+        until = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1).close()
+                break
+            except OSError:
+                assert process.poll() is None and time.monotonic() < until, (folder / "error.log").read_text()
+                time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        process.wait(TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """A client that knows the server by its public name; the Host header has the port that nginx was given."""
+    folder = tmp_path_factory.mktemp("nginx")
+    with (
+        composed(folder, allowed_hosts=(NAME,), trusted_proxies=("127.0.0.1",)) as behind,
+        nginx(folder, behind) as port,
+        httpx2.Client(
+            base_url=f"https://localhost:{port}",
+            verify=ssl.create_default_context(cafile=str(folder / "cert.pem")),
+            headers={"host": f"{NAME}:{port}"},
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        ) as client,
+    ):
+        yield client
+
+
+def code(response: httpx2.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_pages_of_the_public_name_may_use_it(proxied: httpx2.Client) -> None:
+    public = f"https://{proxied.headers['host']}"
+    body, asked = {"prompt": "a red circle"}, {"origin": public, "prefer": "respond-async"}
+    answer = proxied.post("/v1/images/generations", json=body, headers=asked)
+    assert answer.status_code == 202, answer.text
+    assert answer.headers["location"].startswith(f"{public}/v1/requests/req_")
+
+
+def test_pages_of_elsewhere_and_other_names_are_refused(proxied: httpx2.Client) -> None:
+    plain = f"http://{proxied.headers['host']}"
+    for origin in ("https://evil.example", f"https://{NAME}.evil.example", plain, "null"):
+        assert code(proxied.get("/v1/models", headers={"origin": origin})) == (403, "origin_not_allowed")
+    for host in ("evil.example", f"{NAME}.evil.example"):
+        assert code(proxied.get("/v1/models", headers={"host": host})) == (403, "host_not_allowed")
+        hidden = {"host": host, "x-forwarded-host": NAME, "x-forwarded-proto": "http"}
+        assert code(proxied.get("/v1/models", headers=hidden)) == (403, "host_not_allowed")
+        assert proxied.get("/health", headers={"host": host}).status_code == 200
+
+
+def test_events_come_as_they_happen(proxied: httpx2.Client) -> None:
+    """Given a stream of events through the proxy, then the first comes while its request goes on."""
+    asked = {"prefer": "respond-async"}
+    id = proxied.post("/v1/images/generations", json={"prompt": "a"}, headers=asked).json()["id"]
+    with proxied.stream("GET", f"/v1/requests/{id}/events") as stream:
+        lines = stream.iter_lines()
+        assert next(line for line in lines if line.startswith("event:")) == "event: queued"
+        assert proxied.post(f"/v1/requests/{id}/cancel").json()["status"] == "cancelled"
+        assert [line for line in lines if line.startswith("event:")] == ["event: cancelled"]
+
+
+def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None:
+    with composed(tmp_path) as behind, nginx(tmp_path, behind) as port:
+        context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        with httpx2.Client(base_url=f"https://localhost:{port}", verify=context, trust_env=False) as client:
+            answer = client.get("/v1/models", headers={"origin": f"https://localhost:{port}"})
+            assert code(answer) == (403, "origin_not_allowed")
+            assert "a proxy of yours at 127.0.0.1" in answer.json()["error"]["message"]
+            assert client.get("/v1/models").status_code == 200
+
+
+def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
+    """Given a server with keys behind a proxy, when the client shows its key, then it is answered."""
+    with composed(tmp_path, api_key=("secret",), trusted_proxies=("127.0.0.1",)) as behind:
+        with connect(f"http://127.0.0.1:{behind}", "secret") as client:
+            assert client.submit("a red circle", num_inference_steps=1).id.startswith("req_")
+        with nginx(tmp_path, behind) as port:
+            context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+            with httpx2.Client(base_url=f"https://localhost:{port}", verify=context, trust_env=False) as http:
+                assert http.get("/v1/models").status_code == 401
+                key = {"authorization": "Bearer secret", "host": "anything.example"}
+                assert http.get("/v1/models", headers=key).status_code == 200
