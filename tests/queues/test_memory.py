@@ -339,3 +339,14 @@ def test_structs_of_the_port_are_frozen() -> None:
     for kind in (queues.base.Limits, queues.base.Filter):
         with pytest.raises(AttributeError):
             setattr(kind(), msgspec.structs.fields(kind)[0].name, None)
+
+
+async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
+    """Given followers who leave before anything happens, as clients of event streams do, then none is kept."""
+    history = History()
+    for _ in range(3):
+        waiting = asyncio.ensure_future(anext(history.follow(0)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+    assert not history._followers

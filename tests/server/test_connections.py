@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import httpx2
 import pytest
+import uvloop
+from fastapi import FastAPI
 
 from tests.server.composed import Answer, call, composed, connect, rest, say
 from tests.server.served import IDLE, PICTURES, serve, until
 from unfuse.server.access import Access
-from unfuse.server.connections import MAX_HEADERS, Bounds
+from unfuse.server.connections import MAX_HEADERS, Bounds, HttpServer
 
 ASKED = json.dumps({"prompt": "a red circle"})
 POST = "POST /v1/images/generations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -310,3 +313,26 @@ def test_a_thousand_streams_of_one_address_are_admitted(port: int) -> None:
         for stream in streams:
             hear(stream, b"queued")
         assert alive(port)
+
+
+def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:
+    """Given many that wait to be taken, when the event loop turns, then it takes some of them each time, not one."""
+
+    async def turns() -> int:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        server = HttpServer(FastAPI(), Bounds(), Access())
+        serving = asyncio.create_task(server.serve([listener]))
+        while not server.started:
+            await asyncio.sleep(0)
+        with ExitStack() as stack:
+            for _ in range(200):
+                stack.enter_context(connect(listener.getsockname()[1]))
+            taken = 0
+            while len(server.server_state.connections) < 200:
+                await asyncio.sleep(0)
+                taken += 1
+        server.should_exit = True
+        await serving
+        return taken
+
+    assert uvloop.run(turns()) < 100

@@ -27,7 +27,7 @@ class History:
         self.last = last
         """The newest number that was given."""
         self._ended = False
-        self._followers: list[asyncio.Future[None]] = []
+        self._followers: dict[asyncio.Future[None], None] = {}
 
     def publish(self, event: Event, wall: float) -> None:
         """Number an event, date it if it is not dated, and tell the followers."""
@@ -58,8 +58,11 @@ class History:
             if self._ended:
                 return
             news = asyncio.get_running_loop().create_future()
-            self._followers.append(news)
-            await news
+            self._followers[news] = None
+            try:
+                await news
+            finally:
+                self._followers.pop(news, None)
 
     def _above(self, after: int) -> list[Event]:
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ipaddress import IPv6Address, ip_network
+from socket import socket
 from typing import Any, cast
 
 import h11
@@ -27,6 +28,9 @@ MAX_TARGET = 8 * 1024
 
 FINE_CHUNKS, CHUNK = 1024, 64
 """So many chunks a body may have, and beyond them as many as have this many bytes on average: each costs time."""
+
+ACCEPTED_AT_ONCE = 32
+"""Connections taken in a turn of the event loop: who comes last waits for those before it, not for all they ask."""
 
 OTHER_FILES = 256
 """Open files that are kept for whatever is no connection."""
@@ -229,6 +233,11 @@ class HttpServer(Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals alone."""
         yield
+
+    async def serve(self, sockets: list[socket] | None = None) -> None:
+        """Serve at these sockets; libuv takes one connection of each in a turn of the loop, so there are several."""
+        given = sockets or []
+        await super().serve([*given, *(one.dup() for one in given for _ in range(ACCEPTED_AT_ONCE - 1))])
 
     async def on_tick(self, counter: int) -> bool:
         """What is done ten times a second."""
