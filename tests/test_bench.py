@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, idle, leases, load, lora, steps, tasks
+from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
 from bench.undivided import load as load_undivided, make
 from tests.models import tiny
+from tests.server.composed import composed
 from unfuse.core.request import Timings
 
 with_redis = pytest.mark.skipif(
@@ -231,3 +232,13 @@ def test_predictions_are_compared_with_what_was_held_out() -> None:
     assert [*found][:4] == ["law", "law, of the first 12", "one rate", "noise"]
     assert found["noise"]["all"] == {"median": 0.0, "p90": 0.0}
     assert found["law"]["text_encode"]["median"] < 10 < found["one rate"]["text_encode"]["median"]
+
+
+def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_edge, "STREAMS", 3)
+    monkeypatch.setattr(http_edge, "LARGE", 1000)
+    with composed(tmp_path) as port:
+        assert http_edge.health(port, 0.1)
+        asyncio.run(http_edge.streams(port, http_edge.waiting(port)))
+        for kind in http_edge.LOADS[1:]:
+            asyncio.run(http_edge.bodies(port, kind))
