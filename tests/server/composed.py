@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import threading
@@ -26,8 +27,8 @@ TIMEOUT_S = 60.0
 @contextmanager
 def composed(folder: Path, **serve: object) -> Iterator[int]:
     """The port of `unfuse serve --no-workers` with these of its settings, and defaults for the others."""
-    own = {"workers": False, "port": 0, "listen": "tcp://127.0.0.1:0", **serve}
-    settings = {f"serve.{name}": value for name, value in own.items()} | {"data_dir": str(folder)}
+    own = {"workers": False, "port": 0, **serve}
+    settings = {f"serve.{name}": value for name, value in own.items()} | {"data_dir": str(folder), "run_dir": os.environ["UNFUSE_RUN_DIR"]}
     chosen = options(load(settings, environment={}))
     started: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
