@@ -28,7 +28,8 @@ TIMEOUT_S = 60.0
 def composed(folder: Path, **serve: object) -> Iterator[int]:
     """The port of `unfuse serve --no-workers` with these of its settings, and defaults for the others."""
     own = {"workers": False, "port": 0, **serve}
-    settings = {f"serve.{name}": value for name, value in own.items()} | {"data_dir": str(folder), "run_dir": os.environ["UNFUSE_RUN_DIR"]}
+    places = {"data_dir": str(folder), "run_dir": os.environ["UNFUSE_RUN_DIR"]}
+    settings = {f"serve.{name}": value for name, value in own.items()} | places
     chosen = options(load(settings, environment={}))
     started: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
