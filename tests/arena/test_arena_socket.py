@@ -4,8 +4,12 @@ import mmap
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,16 +27,18 @@ from unfuse.arena.protocol import (
     Hold,
     Look,
     Lost,
+    Owner as OwnerIs,
     Placed,
     Release,
     Seal,
     ToOwner,
     Unhold,
+    Who,
     Write,
     frame,
-    socket_name,
 )
-from unfuse.arena.server import ArenaServer
+from unfuse.arena.server import AT_A_TIME, MOST_CLIENTS, ArenaServer
+from unfuse.arena.sockets import where
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 
@@ -43,9 +49,9 @@ REQUEST = "req_" + "a" * 32
 class Owner:
     """An arena that is served."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "w") -> None:
         self.arena = Arena(1 << 20)
-        self.server = ArenaServer(self.arena, TOKEN)
+        self.server = ArenaServer(self.arena, TOKEN, Path(os.environ["UNFUSE_RUN_DIR"]), name)
         self.address = self.server.address
 
     def put(self, text: bytes = b"hello") -> Extent:
@@ -70,7 +76,7 @@ class Raw:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(10)
-        self.socket.connect(socket_name(address))
+        self.socket.connect(where(address))
 
     def __enter__(self) -> "Raw":
         return self
@@ -300,9 +306,20 @@ def test_an_owner_that_is_gone_is_a_transient_error() -> None:
         ArenaClient(owner.address)
 
 
-def test_an_address_of_another_kind_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="unix:@"):
-        ArenaClient("tcp://127.0.0.1:80")
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:80",
+        "",
+        "unix:",
+        "unix:/run/docker.sock",
+        "unix:/tmp/arena-x",
+        "unix:/tmp/arena-" + "0" * 24 + "/x",
+    ],
+)
+def test_an_address_of_another_kind_is_refused(address: str) -> None:
+    with pytest.raises(ProtocolError, match="not an arena's address"):
+        ArenaClient(address)
 
 
 def test_one_client_serves_many_threads(owner: Owner) -> None:
@@ -326,3 +343,96 @@ def test_one_client_serves_many_threads(owner: Owner) -> None:
         owner.arena.delete(extent.id)
     reader.close()
     assert wrong == [] and owner.settled().arena.usage().used == 0
+
+
+def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
+    """A path may lead to another one than was meant."""
+    owner = Owner("one")
+    with pytest.raises(TransientError, match="not that of another"):
+        ArenaClient(owner.address, owner="another")
+    reader = ArenaClient(owner.address, owner="one")
+    hold(reader, owner.put())
+    reader.close()
+    owner.close()
+
+
+def test_one_of_the_version_before_is_still_read_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its socket has an abstract name, and it does not know that question."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(name := f"\0unfuse-{os.getpid()}-{id(monkeypatch)}")
+        listener.listen()
+        client = ArenaClient(f"unix:@{name[1:]}", folder=Path("/elsewhere"), owner="one")
+        peer, _ = listener.accept()
+        with peer:
+            client.unhold("a")
+            assert peer.recv(1000) == frame(Unhold("a"))
+        client.close()
+
+
+def test_one_client_s_many_messages_do_not_go_before_another_s_first(
+    owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answered: list[ToOwner] = []
+    began, go_on = Event(), Event()
+    answer = owner.server._answer
+
+    def noting(connection: Any, message: ToOwner) -> None:
+        began.set()
+        assert go_on.wait(60)
+        answered.append(message)
+        answer(connection, message)
+
+    monkeypatch.setattr(owner.server, "_answer", noting)
+    with Raw(owner.address) as flood, Raw(owner.address) as other:
+        flood.socket.sendall(frame(Who()) * 120)
+        assert began.wait(60)
+        other.socket.sendall(frame(Look()))
+        go_on.set()
+        assert other.is_disconnected(), "it may not ask that"
+        before = answered.index(Look())
+        left = 120 * len(frame(OwnerIs("w")))
+        while left:
+            left -= len(flood.socket.recv(left))
+    assert before <= 3 * AT_A_TIME and answered.count(Who()) == 120
+
+
+FLOOD = """
+import socket, sys
+name, count = sys.argv[1], int(sys.argv[2])
+ends = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+for end in ends:
+    end.connect(name)
+print(flush=True)
+sys.stdin.read()
+"""
+
+
+def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> None:
+    """Given a reader that holds an object, one that does not, and a process that opens connection after connection,
+    then the readers stay, and others come in."""
+    extent = owner.put()
+    holder, idle = ArenaClient(owner.address), ArenaClient(owner.address)
+    hold(holder, extent)
+    command = [sys.executable, "-c", FLOOD, where(owner.address), str(2 * MOST_CLIENTS)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flood:
+        assert flood.stdout and flood.stdin
+        flood.stdout.readline()
+        late = ArenaClient(owner.settled().address)
+        for reader in (holder, idle, late):
+            hold(reader, extent)
+        assert len(owner.server._connections()) <= MOST_CLIENTS
+        flood.stdin.close()
+    for reader in (holder, idle, late):
+        reader.close()
+    owner.arena.delete(extent.id)
+    assert owner.settled().arena.usage().used == 0
+
+
+def test_the_socket_goes_with_its_owner_and_a_dead_one_s_with_the_next(owner: Owner) -> None:
+    path = Path(where(owner.address))
+    other = Owner()
+    other.server._path.rename(stale := path.with_name("arena-" + "0" * 24))
+    other.close()
+    assert path.is_socket() and stale.is_socket()
+    Owner().close()
+    assert path.is_socket() and not stale.exists()

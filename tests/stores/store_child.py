@@ -21,6 +21,7 @@ class Child:
     """The commands."""
 
     def __init__(self, options: dict[str, Any]) -> None:
+        options = {"run_dir": os.environ["UNFUSE_RUN_DIR"]} | options
         options["write_token"] = bytes.fromhex(options.get("write_token", ""))
         self.store = TensorStore.create(options.pop("name", "shared_memory"), **options)
         self.held: dict[str, Held] = {}
@@ -67,7 +68,7 @@ class Child:
         """Let go."""
         self.held.pop(name).close()
 
-    def serve(self, name: str, host: str = "127.0.0.1", secret: str = "") -> str:
+    def serve(self, name: str, host: str, secret: str) -> str:
         """Let other nodes pull by a transfer engine; where."""
         assert self.store.arena
         self.engine = open_engine(name, TransferOptions(host=host, secret=secret, trusted_network=True))
@@ -80,6 +81,10 @@ class Child:
     def learn(self, peers: dict[str, list[str]]) -> None:
         """Where others are."""
         self.store.learn({owner: (node, address) for owner, (node, address) in peers.items()})
+
+    def reaches(self, owner: str) -> bool:
+        """Whether another owner's memory can be mapped."""
+        return self.store.reaches(owner)
 
     def used(self) -> int:
         """Bytes in use."""

@@ -8,12 +8,12 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from tests.stores.processes import Start
 from tests.stores.test_shared_memory import decoded
+from tests.transfer.conftest import SECRET
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, ObjectLost
@@ -29,14 +29,13 @@ from unfuse.transfer.sinks import ArenaSink
 
 PIECE = 128 * 1024
 CAPACITY = 8 * PIECE
-OPTIONS = TransferOptions(attempts=3, bootstrap_s=60, trusted_network=True)
+OPTIONS = TransferOptions(secret=SECRET, attempts=3, bootstrap_s=60, trusted_network=True)
 
 
 class Reader:
     """A reader on what is another node to the owner: it has an arena of its own, and an engine."""
 
-    def __init__(self, name: str, address: str, options: TransferOptions = OPTIONS, secret: str = "") -> None:
-        options = msgspec.structs.replace(options, secret=secret)
+    def __init__(self, name: str, address: str, options: TransferOptions = OPTIONS) -> None:
         self.arena, self.engine = Arena(128 * PIECE), open_engine(name, options)
         self.engine.register(self.arena.memory)
         self.transfers = Transfers({name: self.engine}, lambda _: {name: address}, options)
@@ -107,7 +106,7 @@ def test_another_node_pulls_what_another_process_has_moved_away(
     refs = [decoded(writer("put", value, count)) for value in range(24)]
     assert len(moved(folder)) >= 16, "most do not lie in the arena"
 
-    reader = Reader(name, owner("serve", name))
+    reader = Reader(name, owner("serve", name, "127.0.0.1", SECRET))
     stack.callback(reader.close)
     for value in (*range(24), *range(24)):
         assert (reader.get(refs[value]).view(np.int64) == value).all()
@@ -174,7 +173,7 @@ def test_an_owner_without_room_is_waited_for(store: TensorStore) -> None:
 def test_an_owner_that_never_has_room_is_one_error_that_says_so(store: TensorStore) -> None:
     first = put(store, 1, 2 * PIECE)
     helds = [store.get(put(store, value, 2 * PIECE)) for value in range(4)]
-    options = TransferOptions(bootstrap_s=0.2)
+    options = TransferOptions(secret=SECRET, bootstrap_s=0.2)
     for name in ("tcp", "zmq", "fake"):
         assert store.arena
         serving = open_engine(name, options)

@@ -63,7 +63,9 @@ def encoded(ref: object) -> str:
 
 
 def test_kill_9_of_a_reader_releases_its_holds(start: Start) -> None:
-    with TensorStore.create("shared_memory", owner="a", capacity=1 << 20) as owner:
+    with TensorStore.create(
+        "shared_memory", owner="a", capacity=1 << 20, run_dir=os.environ["UNFUSE_RUN_DIR"]
+    ) as owner:
         where = {"address": owner.address, "write_token": owner.write_token.hex()}
         reader = start(owner="b", capacity=1 << 20)
         reader("learn", {"a": ["n", owner.address]})
@@ -144,7 +146,9 @@ def processes_with(inode: int) -> set[str]:
     return found
 
 
-def test_after_kill_9_of_everything_nobody_has_the_memory_and_there_is_no_file(start: Start) -> None:
+def test_after_kill_9_of_everything_nobody_has_the_memory_and_a_socket_is_left_for_the_next_to_remove(
+    start: Start,
+) -> None:
     owner = start(owner="a", capacity=16 << 20)
     writer = start(owner="a", **owner.where)
     reader = start(owner="b", capacity=1 << 20)
@@ -153,13 +157,16 @@ def test_after_kill_9_of_everything_nobody_has_the_memory_and_there_is_no_file(s
     writer("begin", 1000)
     inode = owner("memory_file")
     assert processes_with(inode) == {str(process.process.pid) for process in (owner, writer, reader)}
-    assert owner.where["address"].removeprefix("unix:") in Path("/proc/net/unix").read_text()
+    path = Path(owner.where["address"].removeprefix("unix:"))
+    assert path.is_socket() and str(path.parent) == os.environ["UNFUSE_RUN_DIR"]
 
     for process in (owner, writer, reader):
         process.kill()
 
     assert processes_with(inode) == set()
-    assert owner.where["address"].removeprefix("unix:") not in Path("/proc/net/unix").read_text()
+    living = start(owner="b", capacity=1 << 20)
+    here = [Path(living.where["address"].removeprefix("unix:"))]
+    assert not path.exists() and [one for one in path.parent.iterdir() if one.name.startswith("arena-")] == here
     assert not [name for name in os.listdir("/dev/shm") if "unfuse" in name]
 
 

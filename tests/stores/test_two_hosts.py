@@ -1,5 +1,6 @@
 """Stores of two hosts: memory is each one's own, a place that both reach is read by both."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from tests.stores.processes import Refused, Start
 from tests.stores.servers import RedisServer, binary
 from tests.stores.test_recall import Reader
 from tests.stores.test_shared_memory import decoded, encoded
+from tests.transfer.conftest import SECRET
 from unfuse.core.errors import ObjectLost
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
@@ -23,6 +25,13 @@ CAPACITY = 40 << 20
 @pytest.fixture(scope="module")
 def host() -> Iterator[SecondHost]:
     with second_host() as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def pod() -> Iterator[SecondHost]:
+    """A container beside this one."""
+    with second_host("pod", shared=True) as host:
         yield host
 
 
@@ -39,19 +48,38 @@ def place(request: pytest.FixtureRequest, host: SecondHost, tmp_path: Path) -> I
 
 
 def test_memory_of_another_host_is_lost_and_not_taken_for_ones_own(start: Start, host: SecondHost) -> None:
-    """Both have the same machine id, host name and user; what tells them apart is that the socket is not there."""
+    """Both have the same host name, user and path to the run folder; what tells them apart is that the socket is not
+    there."""
     there = start(enter=host.enter, owner="there", capacity=CAPACITY)
     here = start(owner="here", capacity=CAPACITY)
+    assert Path(there.where["address"]).parent == Path(here.where["address"]).parent
     ref = there("put", 7, 1000)
     here("learn", {"there": ["other", there.where["address"]]})
+    assert not here("reaches", "there")
     with pytest.raises(Refused, match="ObjectLost"):
         here("get", ref)
-    with TensorStore.create("shared_memory", owner="mine", capacity=CAPACITY) as store:
+    with TensorStore.create(
+        "shared_memory", owner="mine", capacity=CAPACITY, run_dir=os.environ["UNFUSE_RUN_DIR"]
+    ) as store:
         store.learn({"there": ("other", there.where["address"])})
         with pytest.raises(ObjectLost) as lost:
             store.get(decoded(ref))
         assert lost.value.object_id == decoded(ref).id
     assert there("get", ref) == [7, 7000], "it is where it was"
+
+
+def test_containers_that_share_the_run_folder_map_each_other_s_memory(start: Start, pod: SecondHost) -> None:
+    """Whatever path they see it at, and whatever they are called."""
+    there = start(enter=pod.enter, owner="there", capacity=CAPACITY)
+    here = start(owner="here", capacity=CAPACITY)
+    assert Path(there.where["address"]).parent != Path(here.where["address"]).parent
+    for one, other in ((there, here), (here, there)):
+        name = "there" if one is there else "here"
+        ref = one("put", 7, 1000)
+        other("learn", {name: ["other", one.where["address"]]})
+        assert other("reaches", name)
+        assert other("get", ref) == [7, 7000]
+        assert other("lies_in").split()[4] == str(one("memory_file")), "it is a copy"
 
 
 def test_what_one_host_keeps_at_a_place_of_both_the_other_reads(start: Start, host: SecondHost, place: str) -> None:
@@ -83,7 +111,7 @@ def test_what_another_host_moved_out_of_its_memory_is_pulled_from_there(
     url, piece = f"spill:shared_memory+disk:{tmp_path}/slow", 1 << 20
     there = start(enter=host.enter, name=url, owner="there", capacity=8 * piece, threshold=0.5)
     refs = [decoded(there("put", value, piece // 8)) for value in range(24)]
-    reader = Reader("tcp", there("serve", "tcp", host.far, "a secret"), secret="a secret")
+    reader = Reader("tcp", there("serve", "tcp", host.far, SECRET))
     for value, ref in enumerate(refs):
         assert (reader.get(ref).view(np.int64) == value).all()
     reader.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from tests.netns import SecondHost, second_host
 from unfuse.arena.arena import Arena
@@ -24,7 +25,9 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 
 CHILD = Path(__file__).with_name("owner_child.py")
 ROOT = Path(__file__).parents[2]
-OPTIONS = TransferOptions(trusted_network=True)
+SECRET = zmq.curve_keypair()[1].decode()
+"""What both ends know."""
+OPTIONS = TransferOptions(secret=SECRET, trusted_network=True)
 Enter = Callable[[list[str]], list[str]]
 
 

@@ -7,6 +7,7 @@ import socket
 import struct
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from unfuse.arena.arena import map_bytes
@@ -22,6 +23,7 @@ from unfuse.arena.protocol import (
     Hold,
     Look,
     Lost,
+    Owner,
     Placed,
     Release,
     Seal,
@@ -29,12 +31,12 @@ from unfuse.arena.protocol import (
     Spill,
     ToOwner,
     Unhold,
+    Who,
     Write,
     frame,
     length_of,
-    same_user,
-    socket_name,
 )
+from unfuse.arena.sockets import ABSTRACT, peer_of, where
 from unfuse.arena.turn import Turn
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
@@ -50,6 +52,7 @@ ANSWER_WITHIN_S = 30
 class ArenaClient:
     """A connection to the arena at `address`; with `token`, a writer's. Thread-safe.
 
+    The socket is looked for in `folder`, if one is given, and whoever answers there must be `owner`, if one is named.
     `view` is the map objects are read from (there is one from the first hold on) and `memory` the one they are
     written to (a writer's). Every method that asks raises TransientError when the owner is gone; then `close` is all
     that is left.
@@ -58,8 +61,8 @@ class ArenaClient:
     view: NDArray[np.uint8]
     memory: NDArray[np.uint8]
 
-    def __init__(self, address: str, token: bytes = b"") -> None:
-        name = socket_name(address)
+    def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
+        name = where(address, folder)
         self._address = address
         self._turn = Turn()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -67,6 +70,8 @@ class ArenaClient:
             self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
         try:
             self._connect(name)
+            if owner and not address.startswith(ABSTRACT):
+                self._check(owner)
             if token:
                 self._ask(Write(token))
         except BaseException:
@@ -130,10 +135,14 @@ class ArenaClient:
     def _connect(self, name: str) -> None:
         try:
             self._socket.connect(name)
-            if not same_user(self._socket):
+            if peer_of(self._socket)[1] != os.geteuid():
                 raise PermissionError("it belongs to another user")
         except OSError as error:
             raise self._gone(error) from error
+
+    def _check(self, owner: str) -> None:
+        if self._ask(Who()) != Owner(owner):
+            raise TransientError(f"the arena at {self._address} is not that of {owner}")
 
     def _look(self) -> Seen:
         reply = self._ask(Look())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import struct
 from typing import Annotated
 
@@ -13,9 +11,6 @@ from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.codec import encode
 from unfuse.core.errors import ProtocolError
-
-SCHEME = "unix:@"
-"""Addresses are `unix:@name`: a socket in the abstract namespace leaves no file behind, whatever ends its owner."""
 
 HEADER = struct.Struct("!I")
 MAX_MESSAGE = 128 * 1024
@@ -35,6 +30,10 @@ class Unhold(msgspec.Struct, frozen=True, tag=True):
     """End one hold. Not answered."""
 
     id: str
+
+
+class Who(msgspec.Struct, frozen=True, tag=True):
+    """Whose arena is it? Answered by Owner."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
@@ -90,6 +89,12 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     extent: Extent
 
 
+class Owner(msgspec.Struct, frozen=True, tag=True):
+    """The owner that refs to its objects name."""
+
+    id: str
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """It is so."""
 
@@ -116,8 +121,8 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     idle: list[Extent]
 
 
-ToOwner = Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Spill | Look
-FromOwner = Placed | Done | Lost | Full | Seen
+ToOwner = Who | Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Spill | Look
+FromOwner = Owner | Placed | Done | Lost | Full | Seen
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:
@@ -132,17 +137,3 @@ def length_of(header: bytes | bytearray) -> int:
     if length > MAX_MESSAGE:
         raise ProtocolError(f"message of {length} bytes: an arena's messages are at most {MAX_MESSAGE}")
     return length
-
-
-def socket_name(address: str) -> str:
-    """What to bind or connect to. Raises ProtocolError for what is not an address of an arena."""
-    if not address.startswith(SCHEME):
-        raise ProtocolError(f"{address!r} is not an arena's address: those begin with {SCHEME}")
-    return "\0" + address.removeprefix(SCHEME)
-
-
-def same_user(connection: socket.socket) -> bool:
-    """Whether the other end runs as the same user: names in the abstract namespace are open to every user."""
-    credentials = struct.Struct("3i")
-    _, uid, _ = credentials.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return bool(uid == os.getuid())

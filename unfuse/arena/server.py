@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hmac
 import os
-import secrets
 import selectors
 import socket
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Thread
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.protocol import (
     HEADER,
-    SCHEME,
     Abort,
     Create,
     Delete,
@@ -24,6 +23,7 @@ from unfuse.arena.protocol import (
     Hold,
     Look,
     Lost,
+    Owner,
     Placed,
     Release,
     Seal,
@@ -31,16 +31,22 @@ from unfuse.arena.protocol import (
     Spill,
     ToOwner,
     Unhold,
+    Who,
     Write,
     frame,
     length_of,
-    same_user,
-    socket_name,
 )
+from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
 RECEIVE_BYTES = 64 * 1024
+
+MOST_CLIENTS = 256
+"""Connections at once: two for each other worker of the machine, and that of one's own compute process."""
+
+AT_A_TIME = 32
+"""Messages of one client that are answered before it is the others' turn."""
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +54,7 @@ class _Connection:
     """A client: what it has sent so far, and what must be undone when it goes."""
 
     socket: socket.socket
+    pid: int
     received: bytearray = field(default_factory=bytearray)
     holds: Counter[str] = field(default_factory=Counter)
     writing: set[str] = field(default_factory=set)
@@ -56,17 +63,19 @@ class _Connection:
 
 
 class ArenaServer:
-    """Serves an arena at `address` until closed. Who shows `token` (128 random bits) may write.
+    """Serves an arena at `address`, in a `folder`, until closed. Who shows `token` (128 random bits) may write.
 
-    A client that sends anything but messages it may send is disconnected; nobody else notices.
+    A client that sends anything but messages it may send, or does not read its answers, is disconnected. However many
+    it sends, the others have their turns, and of too many connections one gives way of whoever has the most.
+    Raises ConfigError when there can be no socket in the folder. What dead owners left there is removed.
     """
 
-    def __init__(self, arena: Arena, token: bytes) -> None:
-        self._arena, self._token = arena, token
-        self.address = f"{SCHEME}unfuse-{secrets.token_hex(16)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        self._listener.bind(socket_name(self.address))
-        self._listener.listen()
+    def __init__(self, arena: Arena, token: bytes, folder: Path, owner: str) -> None:
+        self._arena, self._token, self._owner = arena, token, owner
+        self._listener, self._path = listen(folder)
+        remove_stale(folder)
+        self.address = f"{SCHEME}{self._path}"
+        self._behind: dict[_Connection, None] = {}
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
@@ -78,46 +87,71 @@ class ArenaServer:
         """Disconnect everybody, which ends their holds. What they have mapped stays readable to them."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
-        for key in list(self._selector.get_map().values()):
-            if key.data:
-                self._disconnect(key.data)
+        for connection in self._connections():
+            self._disconnect(connection)
         self._selector.close()
+        self._path.unlink(missing_ok=True)
         self._listener.close()
         os.close(self._stop)
 
     def _serve(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            ready = [key for key, _ in self._selector.select(0 if self._behind else None)]
+            behind, self._behind = self._behind, {}
+            for connection in behind:
+                self._hear(connection, receive=False)
+            for key in ready:
                 if key.fileobj == self._stop:
                     return
                 if key.data is None:
                     self._accept()
-                else:
-                    self._receive(key.data)
+                elif key.data not in behind and key.data.socket.fileno() >= 0:
+                    self._hear(key.data)
 
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except OSError:  # out of descriptors: the next client may find one
+        except BlockingIOError:  # it did not wait
             return
-        if not same_user(client):
+        except OSError:  # out of descriptors
+            self._make_room()
+            return
+        pid, uid = peer_of(client)
+        if uid != os.geteuid() or (len(self._connections()) >= MOST_CLIENTS and not self._make_room()):
             client.close()
             return
         client.setblocking(False)
-        self._selector.register(client, selectors.EVENT_READ, _Connection(client))
+        self._selector.register(client, selectors.EVENT_READ, _Connection(client, pid))
 
-    def _receive(self, connection: _Connection) -> None:
+    def _connections(self) -> list[_Connection]:
+        """The oldest first."""
+        return [key.data for key in self._selector.get_map().values() if key.data]
+
+    def _make_room(self) -> bool:
+        """Disconnect one that neither writes nor holds anything, of the process with the most; False if none is so."""
+        idle = [one for one in self._connections() if not (one.writer or one.holds.total())]
+        for pid, _ in Counter(one.pid for one in idle).most_common(1):
+            self._disconnect(next(one for one in idle if one.pid == pid))
+        return bool(idle)
+
+    def _hear(self, connection: _Connection, *, receive: bool = True) -> None:
+        """Answer some of what a client has sent; the rest when it is its turn again, before more is received."""
         try:
-            data = connection.socket.recv(RECEIVE_BYTES)
-            if not data:
-                raise ProtocolError("the connection is closed")
-            connection.received += data
-            while (body := _next_message(connection.received)) is not None:
+            if receive:
+                data = connection.socket.recv(RECEIVE_BYTES)
+                if not data:
+                    raise ProtocolError("the connection is closed")
+                connection.received += data
+            for _ in range(AT_A_TIME):
+                if (body := _next_message(connection.received)) is None:
+                    return
                 self._answer(connection, decode(body, ToOwner))
+            self._behind[connection] = None
         except (OSError, ProtocolError):
             self._disconnect(connection)
 
     def _disconnect(self, connection: _Connection) -> None:
+        self._behind.pop(connection, None)
         self._selector.unregister(connection.socket)
         connection.socket.close()
         for id in connection.holds.elements():
@@ -136,6 +170,8 @@ class ArenaServer:
                     connection.holds[id] -= 1
                     self._arena.unhold(id)
                     return
+                case Who():
+                    reply = Owner(self._owner)
                 case Hold(id, key, generation, nbytes):
                     reply = Placed(self._arena.hold(id, key, generation, nbytes))
                     connection.holds[id] += 1

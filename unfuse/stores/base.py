@@ -34,7 +34,8 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
     `owner` names the objects' owner in refs; `capacity` is bytes. With `address` and `write_token` the store puts into
     memory that another process owns. `url` is the name it was opened by. A store that spills does so above the share
-    `threshold` of its fast part, into at most `spill_capacity` bytes.
+    `threshold` of its fast part, into at most `spill_capacity` bytes. `run_dir` is the folder in which the processes of
+    this machine meet.
     """
 
     owner: str
@@ -44,6 +45,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
     url: str = ""
     threshold: float = 0.8
     spill_capacity: int = SPILL_CAPACITY
+    run_dir: str = ""
 
 
 class Draft(msgspec.Struct, frozen=True):
@@ -124,6 +126,11 @@ class StorageBackend(ABC):
     @abstractmethod
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Where other owners are, as {owner: (node, address)}: their objects can be held from now on."""
+
+    def reaches(self, owner: str) -> bool:
+        """Whether another owner, where it was said to be, is read from without its bytes being brought here."""
+        del owner
+        return False
 
     @abstractmethod
     def delete(self, ref: ObjectRef) -> None:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Mapping
+from pathlib import Path
 from threading import Lock, Thread
 
 from unfuse.arena.client import ArenaClient
-from unfuse.core.errors import ObjectLost, TransientError
+from unfuse.core.errors import NotFound, ObjectLost, ProtocolError, TransientError
 from unfuse.core.object_ref import ObjectRef
 
 
 class Readers:
-    """One connection for each owner that was asked for.
+    """One connection for each owner that was asked for, whose socket is looked for in `folder`, if one is given.
 
     A thread without work waits for owners to die: their memory would otherwise stay mapped here, and so exist, until
     the next object was read. Arrays that lie in it stay valid.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder, self._closed = folder, False
         self._addresses: dict[str, str] = {}
         self._lock = Lock()
-        self._clients: dict[str, ArenaClient] = {}
+        self._clients: dict[tuple[str, str], ArenaClient] = {}
         self._deaths = select.epoll()
         self._stop = os.eventfd(0, os.EFD_CLOEXEC)
         self._deaths.register(self._stop, select.EPOLLIN)
@@ -35,17 +37,25 @@ class Readers:
 
     def find(self, ref: ObjectRef) -> ArenaClient:
         """The connection to a ref's owner. Raises ObjectLost if it cannot be reached."""
-        address = self._addresses.get(ref.owner)
-        if address is None:
-            raise ObjectLost(f"object {ref.id} is on {ref.owner}, which is not known here", ref.id)
-        with self._lock:
-            client = self._clients.get(address)
-            if client is None:
-                client = self._clients[address] = self._connect(address, ref)
-        return client
+        try:
+            return self._client(ref.owner)
+        except NotFound as error:
+            raise ObjectLost(f"object {ref.id} is on {error}", ref.id) from error
+        except (TransientError, ProtocolError) as error:
+            raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
+
+    def reaches(self, owner: str) -> bool:
+        """Whether there is a connection to an owner, or one could be made now. It lasts until that one is gone."""
+        try:
+            self._client(owner)
+        except (NotFound, TransientError, ProtocolError):
+            return False
+        return True
 
     def close(self) -> None:
-        """End every connection."""
+        """End every connection; one that is still being made has nobody to answer it."""
+        with self._lock:
+            self._closed = True
         os.eventfd_write(self._stop, 1)
         self._watcher.join()
         for client in self._clients.values():
@@ -53,12 +63,22 @@ class Readers:
         self._deaths.close()
         os.close(self._stop)
 
-    def _connect(self, address: str, ref: ObjectRef) -> ArenaClient:
-        try:
-            client = ArenaClient(address)
-        except TransientError as error:
-            raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
-        self._deaths.register(client.fileno(), 0)  # nothing asked for: only the end of the connection is reported
+    def _client(self, owner: str) -> ArenaClient:
+        """An owner that takes its time keeps nobody waiting who wants another one."""
+        address = self._addresses.get(owner)
+        if address is None:
+            raise NotFound(f"{owner}, which is not known here")
+        with self._lock:
+            if known := self._clients.get((owner, address)):
+                return known
+        client = ArenaClient(address, folder=self._folder, owner=owner)
+        with self._lock:
+            known = self._clients.get((owner, address))
+            if known or self._closed:
+                client.close()
+                return known or client
+            self._deaths.register(client.fileno(), 0)  # nothing asked for: only the end of the connection is reported
+            self._clients[owner, address] = client
         return client
 
     def _watch(self) -> None:
@@ -69,5 +89,5 @@ class Readers:
                 ended = {fd for fd, _ in self._deaths.poll(0)}
                 if self._stop in ended:
                     return
-                for address in [address for address, client in self._clients.items() if client.fileno() in ended]:
-                    self._clients.pop(address).close()
+                for known in [known for known, client in self._clients.items() if client.fileno() in ended]:
+                    self._clients.pop(known).close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import secrets
+import tempfile
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from unfuse.arena.arena import Arena
@@ -40,12 +42,15 @@ class Reader(Protocol):
 
 
 class SharedMemoryBackend(StorageBackend):
-    """Puts into `home`, one's own arena or a writer's connection to one; reads from there and from peers."""
+    """Puts into `home`, one's own arena or a writer's connection to one; reads from there and from peers.
+
+    Peers are met in the run folder and nowhere else; without one, wherever they say that they are.
+    """
 
     def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
         self.address, self.write_token = address, token
         self._owner, self._home = options.owner, home
-        self._readers = Readers()
+        self._readers = Readers(Path(options.run_dir) if options.run_dir else None)
 
     def create(self, nbytes: int, request: str) -> Draft:
         """See StorageBackend."""
@@ -75,6 +80,10 @@ class SharedMemoryBackend(StorageBackend):
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """See StorageBackend."""
         self._readers.learn(peers)
+
+    def reaches(self, owner: str) -> bool:
+        """See StorageBackend."""
+        return self._readers.reaches(owner)
 
     def delete(self, ref: ObjectRef) -> None:
         """See StorageBackend."""
@@ -107,17 +116,21 @@ class SharedMemoryBackend(StorageBackend):
 
 
 class OwnedSharedMemory(SharedMemoryBackend):
-    """The store of the process that owns the arena and serves it to the others."""
+    """The store of the process that owns the arena and serves it to the others, in a folder of its own if need be."""
 
     def __init__(self, options: StoreOptions) -> None:
         self.arena = Arena(options.capacity)
         token = secrets.token_bytes(16)
-        self._server = ArenaServer(self.arena, token)
+        self._own_folder = None if options.run_dir else tempfile.TemporaryDirectory(prefix="unfuse-")
+        folder = Path(self._own_folder.name if self._own_folder else options.run_dir)
+        self._server = ArenaServer(self.arena, token, folder, options.owner)
         super().__init__(options, self.arena, self._server.address, token)
 
     def close(self) -> None:
         """See StorageBackend."""
         self._server.close()
+        if self._own_folder:
+            self._own_folder.cleanup()
         super().close()
 
 

@@ -68,6 +68,10 @@ class SpillBackend(StorageBackend):
         """See StorageBackend."""
         self._fast.learn(peers)
 
+    def reaches(self, owner: str) -> bool:
+        """See StorageBackend."""
+        return self._fast.reaches(owner)
+
     def delete(self, ref: ObjectRef) -> None:
         """See StorageBackend."""
         self._fast.delete(ref)

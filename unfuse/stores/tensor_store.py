@@ -95,6 +95,7 @@ class TensorStore:
         threshold: float = 0.8,
         spill_capacity: int = SPILL_CAPACITY,
         durable: str = "none",
+        run_dir: str = "",
         clock: Clock | None = None,
     ) -> TensorStore:
         """Open a store: "memory", "shared_memory", "auto" (shared memory where the kernel has it), `disk:PATH`,
@@ -102,10 +103,11 @@ class TensorStore:
 
         `owner` and `node` go into refs (default: a random owner). Without `address` the store owns `capacity` bytes;
         with it, and the `write_token` of the process that owns them, it puts into that one's. A spilling store moves
-        objects above the share `threshold` of the fast one. `durable` is where `save` keeps copies. Raises ConfigError.
+        objects above the share `threshold` of the fast one. `durable` is where `save` keeps copies. Owners on one
+        machine read from each other in the folder `run_dir`, without one by their whole addresses. Raises ConfigError.
         """
         owner = owner or f"store-{secrets.token_hex(4)}"
-        options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity)
+        options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity, run_dir)
         return cls(open_backend(name, options), owner, node, clock or SystemClock(), open_copies(durable))
 
     @property
@@ -135,6 +137,10 @@ class TensorStore:
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Where other owners are, as {owner: (node, address)}: their objects can be got from now on."""
         self._backend.learn(peers)
+
+    def reaches(self, owner: str) -> bool:
+        """Whether objects of another owner are read where they lie. May take long, for one that is stopped."""
+        return self._backend.reaches(owner)
 
     def put(
         self,

@@ -1,0 +1,102 @@
+"""Sockets of arenas: found by who may, in the folder where they lie, and removed when nobody is there any more."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from unfuse.arena import sockets
+from unfuse.arena.sockets import listen, remove_stale, where
+from unfuse.core.errors import ConfigError
+
+NAME = "arena-" + "0" * 24
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="run-") as folder:
+        yield Path(folder)
+
+
+def test_it_has_a_name_of_its_own_and_room_in_a_path(folder: Path) -> None:
+    made = [listen(folder) for _ in range(100)]
+    assert len({path for _, path in made}) == 100
+    assert {len(path.name) for _, path in made} == {30}, "with a separator it fits the room for names of a run folder"
+    assert sorted(folder.iterdir()) == sorted(path for _, path in made)
+    for listener, _ in made:
+        listener.close()
+
+
+def test_where_no_socket_can_be_the_folder_is_named(folder: Path) -> None:
+    deep = folder / ("x" * 100)
+    deep.mkdir()
+    for place in (folder / "gone", deep):
+        with pytest.raises(ConfigError, match=f"{place}.*UNFUSE_RUN_DIR"):
+            listen(place)
+
+
+def test_what_the_killed_leave_is_removed_and_what_lives_stays(folder: Path) -> None:
+    """Also beside what is no socket, what belongs to others, and one that has more callers than it takes."""
+    killed = f"import os, pathlib; from unfuse.arena.sockets import listen; listen(pathlib.Path({os.fspath(folder)!r}))"
+    subprocess.run([sys.executable, "-c", f"{killed}; os.kill(os.getpid(), 9)"])
+    (left,) = folder.iterdir()
+    living, busy = listen(folder), listen(folder)
+    callers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) for _ in range(5000)]
+    with pytest.raises(BlockingIOError):
+        for caller in callers:
+            caller.connect(os.fspath(busy[1]))
+    others = [folder / NAME, folder / "machine", folder / "scheduler-1"]
+    for path in others[:2]:
+        path.write_text("")
+    with socket.socket(socket.AF_UNIX) as closed:
+        closed.bind(os.fspath(others[2]))
+
+    assert remove_stale(folder) == [left]
+
+    assert sorted(folder.iterdir()) == sorted([living[1], busy[1], *others])
+    for end in (living[0], busy[0], *callers):
+        end.close()
+    assert set(remove_stale(folder)) == {living[1], busy[1]}
+
+
+def test_one_that_is_removed_before_it_listens_is_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its name and its first answer a socket looks as the dead do."""
+    renamed, removed = os.rename, []
+
+    def late(draft: Path, path: Path) -> None:
+        if not removed:
+            removed.append(draft)
+            draft.unlink()
+        renamed(draft, path)
+
+    monkeypatch.setattr(sockets.os, "rename", late)
+    listener, path = listen(folder)
+    assert removed and list(folder.iterdir()) == [path] and remove_stale(folder) == []
+    listener.close()
+
+
+def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path) -> None:
+    def live(_: int) -> bool:
+        listener, path = listen(folder)
+        remove_stale(folder)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller:
+            caller.connect(os.fspath(path))
+        listener.close()
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(live, range(200)))
+    remove_stale(folder)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_is_where_it_is_looked_for_and_nowhere_else(folder: Path) -> None:
+    assert where(f"unix:/elsewhere/{NAME}", folder) == f"{folder}/{NAME}"
+    assert where(f"unix:/elsewhere/{NAME}") == f"/elsewhere/{NAME}"
+    assert where("unix:@unfuse-1", folder) == "\0unfuse-1", "as those of the version before were"
