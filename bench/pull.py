@@ -49,7 +49,7 @@ SIZES = (1, 4, 16, 64, 256, 1024)
 """MiB."""
 AT_ONCE = (1, 2, 4, 8, 16)
 EACH = 16 * MIB
-OPTIONS = TransferOptions(trusted_network=True)
+OPTIONS = TransferOptions(insecure=True, trusted_network=True)
 PIECE = MIB
 WARM = 2
 TIME = 5 * 1024

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.transfer.conftest import ChildOwner, needed
+from tests.transfer.conftest import SECRET, ChildOwner, needed
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ArenaFull, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
@@ -25,7 +25,9 @@ from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 
-OPTIONS = TransferOptions(heartbeat_s=0.2, max_missed=5, attempts=5, bootstrap_s=60, threads=8, trusted_network=True)
+OPTIONS = TransferOptions(
+    secret=SECRET, heartbeat_s=0.2, max_missed=5, attempts=5, bootstrap_s=60, threads=8, trusted_network=True
+)
 AT_ONCE = 32
 SIZES = (0, 100, 7000, 70_000, 700_000, CHUNK_BYTES, CHUNK_BYTES + 12_345, 2 * CHUNK_BYTES + 1)
 FAULTS = {
@@ -232,7 +234,7 @@ def test_of_a_thousand_flipped_bits_on_a_wire_a_thousand_are_detected(name: str,
     owner, arena = ChildOwner(name), Arena(64 << 20)
     stack.callback(owner.end)
     address, random = owner.start(), Random(8)
-    options = TransferOptions(attempts=1, threads=2)
+    options = TransferOptions(secret=SECRET, attempts=1, threads=2)
     engine = FaultyEngine(open_engine(name, options), Faults(seed=8, corrupt=1.0))
     stack.callback(engine.close)
     transfers = Transfers({name: engine}, lambda _: {name: address}, options)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.transfer.conftest import OPTIONS, ChildOwner
+from tests.transfer.conftest import OPTIONS, SECRET, ChildOwner
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef, same_prefix
@@ -22,7 +22,7 @@ from unfuse.transfer.fake import FakeEngine, FakeLink
 from unfuse.transfer.session import SESSION_MOVES, Session, Transfers
 from unfuse.transfer.sinks import ArenaSink, Window
 
-QUICK = TransferOptions(threads=1, heartbeat_s=0.2, bootstrap_s=60, attempts=4)
+QUICK = TransferOptions(secret=SECRET, threads=1, heartbeat_s=0.2, bootstrap_s=60, attempts=4)
 
 
 class Recording(FakeEngine):

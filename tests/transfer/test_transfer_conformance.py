@@ -55,7 +55,8 @@ def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondH
     owner = ChildOwner(name, theirs, host.enter)
     address, ref = owner.start(), owner.put(1, 1000)
     for secret, comes in ((other, False), ("", False), (known, True)):
-        engine = open_engine(name, msgspec.structs.replace(OPTIONS, secret=secret, heartbeat_s=1.0))
+        asking = msgspec.structs.replace(OPTIONS, secret=secret, insecure=not secret, heartbeat_s=1.0)
+        engine = open_engine(name, asking)
         memory = np.zeros(1000, np.uint8)
         with closing(engine.connect(address)) as link, nullcontext() if comes else pytest.raises(LinkBroken):
             list(link.pull(ref, 0, 1000, memory))

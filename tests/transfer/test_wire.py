@@ -12,7 +12,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from tests.transfer.conftest import OPTIONS
+from tests.transfer.conftest import OPTIONS, SECRET
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
@@ -24,7 +24,7 @@ from unfuse.transfer.messages import Coming, FromOwner, Got, Lost, Ping, Pong, P
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 
-QUICK = TransferOptions(threads=1, queues=1, attempts=1)
+QUICK = TransferOptions(secret=SECRET, threads=1, queues=1, attempts=1)
 IMPATIENT = msgspec.structs.replace(QUICK, heartbeat_s=0.3, max_missed=1)
 SIZE = 20_000
 
@@ -182,7 +182,7 @@ def liar(answer: Callable[[socket.socket], None]) -> Iterator[str]:
                 theirs = read(peer)
                 write(peer, bytes(32))
                 read(peer)
-                write(peer, prove("", b"owner", bytes(32), theirs))
+                write(peer, prove(SECRET, b"owner", bytes(32), theirs))
                 write(peer, b"about")
                 answer(peer)
 
@@ -267,6 +267,25 @@ def test_a_stranger_is_disconnected_and_harms_nobody(owner: ArenaOwner, data: by
             assert list(link.pull(ref, 0, 100, np.zeros(100, np.uint8))) == [100]
 
 
+def test_strangers_that_say_nothing_take_nobody_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many connections they open, who has proved the secret keeps its own, and another one gets in."""
+    monkeypatch.setattr("unfuse.transfer.channel.MAX_STRANGERS", 4)
+    owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(OPTIONS, heartbeat_s=1000.0)))
+    address, ref = owner.start(), owner.put(1, 100)
+    host, port = address.removeprefix("tcp://").split(":")
+    first = Connection(address, OPTIONS)
+    silent = [socket.create_connection((host, int(port)), 30) for _ in range(40)]
+    for peer in silent[:36]:
+        assert peer.recv(1) == b"", "it is hung up on"
+    with closing(Connection(address, OPTIONS)) as other, closing(first):
+        for reader in (first, other):
+            reader.ask(Pull(ref.id, ref.key, ref.generation, ref.nbytes, 0, 10), Coming)
+            assert len(reader.socket.recv(10, socket.MSG_WAITALL)) == 10
+    for peer in silent:
+        peer.close()
+    owner.stop()
+
+
 @pytest.mark.parametrize("first", [Ping(), Pull("a", b"", 1, 1, 0, 1), Watch("a", b"", 1, 1, 0, 1.0)])
 def test_nothing_is_answered_before_the_secret_is_proved(owner: ArenaOwner, first: ToOwner) -> None:
     host, port = owner.start().removeprefix("tcp://").split(":")
@@ -280,8 +299,8 @@ def test_nothing_is_answered_before_the_secret_is_proved(owner: ArenaOwner, firs
 
 @pytest.mark.parametrize(("ours", "theirs"), [("", "x"), ("x", ""), ("x", "y")])
 def test_peers_with_different_secrets_do_not_talk(ours: str, theirs: str) -> None:
-    owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(QUICK, secret=theirs)))
-    engine = open_engine("tcp", msgspec.structs.replace(QUICK, secret=ours))
+    owner = ArenaOwner(lambda: open_engine("tcp", msgspec.structs.replace(QUICK, secret=theirs, insecure=not theirs)))
+    engine = open_engine("tcp", msgspec.structs.replace(QUICK, secret=ours, insecure=not ours))
     with closing(engine.connect(owner.start())) as link, pytest.raises(LinkBroken):
         link.ping()
     owner.stop()
@@ -335,12 +354,18 @@ def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
     owner.stop()
 
 
-def test_beyond_this_machine_only_with_a_secret(arena: Arena) -> None:
-    for name in ("tcp", "zmq"):
-        engine = open_engine(name, msgspec.structs.replace(OPTIONS, host="0.0.0.0"))
-        with pytest.raises(ConfigError, match="--keys"):
-            engine.serve(arena)
-        engine.close()
+@pytest.mark.parametrize("name", ["tcp", "zmq", "fake"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_without_a_secret_nothing_is_served_or_asked_unless_that_is_said(name: str, host: str) -> None:
+    with pytest.raises(ConfigError, match="--keys"):
+        open_engine(name, TransferOptions(host=host))
+    owner = ArenaOwner(lambda: open_engine(name, TransferOptions(insecure=True)))
+    address, ref = owner.start(), owner.put(1, 10)
+    reader = open_engine(name, TransferOptions(insecure=True))
+    with closing(reader.connect(address)) as link:
+        assert list(link.pull(ref, 0, 10, np.zeros(10, np.uint8))) == [10]
+    reader.close()
+    owner.stop()
 
 
 def test_an_address_that_is_none_here_says_so(arena: Arena) -> None:
@@ -374,7 +399,8 @@ def test_ipv6_is_as_good() -> None:
 def test_over_zmq_only_who_has_the_same_key_is_heard(ours: bool, theirs: bool) -> None:
     """`True` for both: a pair each, and not the same."""
     secrets = [zmq.curve_keypair()[1].decode() if has else "" for has in (ours, theirs)]
-    reader, other = (open_engine("zmq", msgspec.structs.replace(QUICK, secret=secret)) for secret in secrets)
+    options = (msgspec.structs.replace(QUICK, secret=secret, insecure=not secret) for secret in secrets)
+    reader, other = (open_engine("zmq", each) for each in options)
     owner = ArenaOwner(lambda: other)
     with closing(reader.connect(owner.start())) as link, pytest.raises(LinkBroken):
         link.ping()

@@ -81,7 +81,7 @@ def transfers(wanted: Transfer) -> dict[str, str]:
         except ConfigError as error:
             states[name] = str(error)
             continue
-        listens = "listens in every worker" if name in wanted.engine else "not used"
+        listens = "listens in every worker that has keys" if name in wanted.engine else "not used"
         whom = "to holders of the keys, and reads need the object's own"
         if not engine.enforces_refs:
             whom = (

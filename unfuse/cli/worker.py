@@ -74,9 +74,15 @@ def worker(
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """The engines that are set, at fault if that is. Raises ConfigError for one that cannot run, or must not."""
+    """The engines that are set, at fault if that is; none where nothing would prove who they serve.
+
+    Raises ConfigError for one that cannot run, or must not.
+    """
     from unfuse.transfer import open_engine
 
+    if not options.authentic:
+        log.info("other machines cannot pull tensors from this worker: it has no --keys")
+        return {}
     opened = {name: open_engine(name, options) for name in settings.transfer.engine}
     if open_to_all := [name for name, engine in opened.items() if not engine.enforces_refs]:
         log.warning(

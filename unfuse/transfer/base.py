@@ -5,7 +5,6 @@ Whoever writes an engine runs `unfuse.testing.check_transfer` on it: the suite i
 
 from __future__ import annotations
 
-import ipaddress
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from typing import TYPE_CHECKING, ClassVar
@@ -29,20 +28,27 @@ class TransferOptions(msgspec.Struct, frozen=True):
     """How engines listen, and when they give up.
 
     `host` is the address other nodes reach this process by; `secret` is what all peers share (workers' secret CURVE
-    key): needed beyond loopback. `queues` connections lead to each peer, `threads` threads move its sessions. A peer is
-    pinged every `heartbeat_s` seconds and gone after `max_missed` of them without an answer or a byte. A session has
-    `bootstrap_s` seconds to reach its owner or find room, and `attempts` tries in a row that bring nothing.
+    key). Without one engines serve and ask nobody, unless they are `insecure` at both ends: whoever reaches them may
+    pull then who shows an object's key. `queues` connections lead to each peer, `threads` threads move its sessions. A
+    peer is pinged every `heartbeat_s` seconds and gone after `max_missed` of them without an answer or a byte. A
+    session has `bootstrap_s` seconds to reach its owner or find room, and `attempts` tries in a row that bring nothing.
     """
 
     host: str = "127.0.0.1"
     secret: str = ""
     trusted_network: bool = False
+    insecure: bool = False
     queues: int = 4
     threads: int = 4
     bootstrap_s: float = 30.0
     heartbeat_s: float = 5.0
     max_missed: int = 2
     attempts: int = 6
+
+    @property
+    def authentic(self) -> bool:
+        """Whether peers prove who they are, or need not."""
+        return bool(self.secret) or self.insecure
 
     @property
     def silence_s(self) -> float:
@@ -83,13 +89,19 @@ class TransferEngine(ABC):
     """One way for bytes to move. Synchronous and thread-safe; made with TransferOptions.
 
     `enforces_refs`: an object's bytes go only to who shows its ref's key, and only while it exists; an engine
-    that does not opens only in a trusted network. Raises ConfigError for options it cannot work with.
+    that does not opens only in a trusted network. Raises ConfigError for options it cannot work with, among them those
+    by which anybody could ask.
     """
 
     name: ClassVar[str]
     enforces_refs: ClassVar[bool] = True
 
     def __init__(self, options: TransferOptions) -> None:
+        if not options.authentic:
+            raise ConfigError(
+                f"without keys any process that reaches this one could pull tensors by {self.name}: make some by "
+                "`unfuse keys new DIR` and give all workers the same --keys"
+            )
         self.options = options
 
     @abstractmethod
@@ -107,14 +119,3 @@ class TransferEngine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop serving. Links are closed by who has them."""
-
-
-def check_host(options: TransferOptions) -> str:
-    """Return the host to listen at; raises ConfigError if others can reach it and nothing proves who they are."""
-    try:
-        loopback = ipaddress.ip_address(options.host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = options.host == "localhost"
-    if not loopback and not options.secret:
-        raise ConfigError(f"{options.host} can be reached from other machines: give all workers the same --keys")
-    return options.host

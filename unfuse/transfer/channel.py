@@ -18,7 +18,7 @@ from unfuse.arena.objects import Extent
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import TransferOptions, check_host
+from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.messages import (
     MAX_MESSAGE,
     Coming,
@@ -43,6 +43,8 @@ HEADER = struct.Struct("!I")
 NONCE = 32
 MAX_PEERS = 1024
 """Connections an owner keeps at once."""
+MAX_STRANGERS = 64
+"""Those of them that have not proved the secret yet; beyond, the oldest is hung up on."""
 
 Reply = TypeVar("Reply")
 Deliver = Callable[[socket.socket, Extent, Pull], object]
@@ -57,7 +59,7 @@ class Owner:
 
     def __init__(self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"") -> None:
         self._arena, self._options, self._deliver, self._about = arena, options, deliver, about
-        host = check_host(options)
+        host = options.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             self._listener = socket.create_server((host, 0), family=family)
@@ -67,6 +69,7 @@ class Owner:
         self.address = f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
         self._lock = Lock()
         self._peers: dict[Thread, socket.socket] = {}
+        self._strangers: dict[Thread, socket.socket] = {}
         self._thread = Thread(target=self._accept, name="transfer-accept", daemon=True)
         self._thread.start()
 
@@ -93,7 +96,9 @@ class Owner:
                 if len(self._peers) >= MAX_PEERS:
                     peer.close()
                     continue
-                self._peers[thread] = peer
+                if len(self._strangers) >= MAX_STRANGERS:
+                    hang_up(self._strangers.pop(next(iter(self._strangers))))
+                self._peers[thread] = self._strangers[thread] = peer
             thread.start()
 
     def _serve(self, peer: socket.socket) -> None:
@@ -103,6 +108,7 @@ class Owner:
             while True:
                 self._answer(peer, decode(read(peer), ToOwner))
         with self._lock:
+            self._strangers.pop(current_thread(), None)
             del self._peers[current_thread()]
             peer.close()
 
@@ -110,6 +116,8 @@ class Owner:
         theirs, mine = read(peer), secrets.token_bytes(NONCE)
         write(peer, mine)
         check(read(peer), self._options.secret, b"reader", mine, theirs)
+        with self._lock:
+            self._strangers.pop(current_thread(), None)
         write(peer, prove(self._options.secret, b"owner", mine, theirs))
         write(peer, self._about)
 

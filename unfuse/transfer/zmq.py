@@ -16,7 +16,7 @@ from unfuse.arena.arena import Arena
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import Link, TransferEngine, TransferOptions, check_host
+from unfuse.transfer.base import Link, TransferEngine, TransferOptions
 from unfuse.transfer.messages import (
     MAX_MESSAGE,
     Coming,
@@ -80,7 +80,7 @@ class _Owner:
     """Answers in one thread. The library copies what it is to send, so that nothing is held for who does not read."""
 
     def __init__(self, arena: Arena, context: Context, options: TransferOptions) -> None:
-        host = check_host(options)
+        host = options.host
         self._arena = arena
         self._door = context.socket(zmq.REP)
         self._door.bind("inproc://zeromq.zap.01")
