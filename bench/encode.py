@@ -18,6 +18,7 @@ from PIL import Image
 
 from bench.report import show, table
 from tests.integration.harness import Server, serving, until
+from unfuse.wire.keys import make
 
 ENCODINGS = ("none", "text_encode=bf16", "text_encode=fp16", "denoise=bf16", "denoise=fp16")
 CAPTIONS = ("a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white")
@@ -35,21 +36,29 @@ def moved(server: Server) -> float:
 def pictures(encoding: str, count: int) -> tuple[np.ndarray, float]:
     """Pictures as (count, height, width, 3), and the bytes that were pulled for each."""
     chosen = () if encoding == "none" else ("--encode", encoding)
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder), "--no-workers", *chosen) as server:
-        for role in ROLES:
-            server.worker(role, "--node", role)
-        server.ready()
-        ids = [server.submit(CAPTIONS[seed % len(CAPTIONS)], seed=seed, cache=False) for seed in range(count)]
-        assert {server.finished(id)["status"] for id in ids} == {"completed"}
-        decoded = [np.asarray(Image.open(io.BytesIO(server.result(id))).convert("RGB"), int) for id in ids]
-        counts = [-1.0, 0.0]
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder, "keys"))
+        keys = ("--keys", f"{folder}/keys")
+        with serving(Path(folder), "--no-workers", *keys, *chosen) as server:
+            for role in ROLES:
+                server.worker(role, *keys, UNFUSE_RUN_DIR=f"{folder}/{role}")
+            return made_by(server, count)
 
-        def settled() -> bool:
-            counts.append(moved(server))
-            return counts[-1] > 0 and counts[-1] == counts[-2]
 
-        until(settled, "what was pulled to be told")
-        return np.stack(decoded), counts[-1] / count
+def made_by(server: Server, count: int) -> tuple[np.ndarray, float]:
+    """The same, by a server whose workers are on their way."""
+    server.ready()
+    ids = [server.submit(CAPTIONS[seed % len(CAPTIONS)], seed=seed, cache=False) for seed in range(count)]
+    assert {server.finished(id)["status"] for id in ids} == {"completed"}
+    decoded = [np.asarray(Image.open(io.BytesIO(server.result(id))).convert("RGB"), int) for id in ids]
+    counts = [-1.0, 0.0]
+
+    def settled() -> bool:
+        counts.append(moved(server))
+        return counts[-1] > 0 and counts[-1] == counts[-2]
+
+    until(settled, "what was pulled to be told")
+    return np.stack(decoded), counts[-1] / count
 
 
 def main(count: int) -> None:

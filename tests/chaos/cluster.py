@@ -19,10 +19,12 @@ from typing import Any
 import psutil
 
 from tests.meet import address_of_server
+from unfuse.wire.keys import make as make_keys
 
 START_S = 120.0
 """How long anything may take to come about on a loaded machine; nothing is asserted about it."""
 
+RUN_DIR = "UNFUSE_RUN_DIR"
 ROLES = ("encoder", "denoiser", "decoder")
 LEASE_S = 2.0
 
@@ -177,7 +179,8 @@ class Redis(Process):
 class Cluster:
     """`schedulers` gateways over Redis, or one over SQLite, and workers that know all of them.
 
-    `workers` is how many of each role; those `apart` are each on a node of its own, by what they know.
+    `workers` is how many of each role; those `apart` have run folders of their own, so that tensors move
+    between them as between machines.
     """
 
     def __init__(
@@ -205,13 +208,17 @@ class Cluster:
         self.gateways: list[Gateway] = []
         self.workers: list[Process] = []
         self._arena, self._worker_arguments, self._numbers = arena, worker, 0
+        self._keys: list[str] = []
+        if apart:
+            make_keys(folder / "keys")
+            self._keys = ["--keys", str(folder / "keys")]
         try:
             if queue == "redis":
                 self.redis = Redis(folder, self._environment)
             address = self.redis.url if self.redis else f"sqlite:{folder}/queue.db"
             arguments = [
                 str(self.model), "--served-model-name", "chaos", "--no-workers", "--queue", address,
-                "--results", f"disk:{folder}/results", "--device", "cpu", "--checkpoint", "1", *serve,
+                "--results", f"disk:{folder}/results", "--device", "cpu", "--checkpoint", "1", *self._keys, *serve,
             ]  # fmt: skip
             for number in range(schedulers):
                 name = f"serve-{number}"
@@ -230,9 +237,10 @@ class Cluster:
         addresses = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]
         command = [
             sys.executable, "-m", "unfuse", "worker", "--role", role, *addresses, "--arena", self._arena,
-            "--node", name if self._apart else "here", "--device", "cpu", *self._worker_arguments, *arguments,
+            "--device", "cpu", *self._keys, *self._worker_arguments, *arguments,
         ]  # fmt: skip
-        self.workers.append(Process(name, command, self.folder / f"{name}.log", self._environment))
+        own = {RUN_DIR: f"{self._environment[RUN_DIR]}/{name}"} if self._apart else {}
+        self.workers.append(Process(name, command, self.folder / f"{name}.log", self._environment | own))
         return self.workers[-1]
 
     def get(self, path: str) -> Any:

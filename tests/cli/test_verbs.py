@@ -492,7 +492,7 @@ def test_who_is_an_admin_is_settled_by_settings_and_said(
 
 def test_settings_become_what_is_composed() -> None:
     environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
-    environment["UNFUSE_SERVE__PLACE"] = "decoder=cpu"
+    environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
     environment |= {
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
         "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
@@ -505,6 +505,7 @@ def test_settings_become_what_is_composed() -> None:
     assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
     assert decode(encode(composed.places), Places) == composed.places, "workers are told"
     assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
+    assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
     assert composed.keys == {"k": "default"}
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}

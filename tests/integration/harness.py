@@ -26,6 +26,8 @@ from tests.meet import address_of_server
 START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
 
+RUN_DIR = "UNFUSE_RUN_DIR"
+
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 JUDGE = Path(__file__).with_name("reference.py")
 
@@ -66,6 +68,11 @@ def environment(folder: Path) -> dict[str, str]:
     kept = "UNFUSE_RUN_DIR"
     clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("UNFUSE_")}
     return clean | {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+
+
+def own_run_folder(name: str) -> dict[str, str]:
+    """The variable with which a worker meets nobody: its tensors are pulled, and it pulls, as if on another machine."""
+    return {RUN_DIR: f"{os.environ[RUN_DIR]}/{name}"}
 
 
 def unfuse(*arguments: str) -> list[str]:

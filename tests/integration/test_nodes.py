@@ -6,38 +6,48 @@ import re
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.harness import PAIR, Server, digest, environment, serving, unfuse, until
+from tests.integration.harness import PAIR, Server, digest, environment, own_run_folder, serving, unfuse, until
 from tests.netns import SecondHost, second_host
+from tests.transfer.conftest import needed
 
 
 @pytest.fixture(scope="module")
 def other_host() -> Iterator[SecondHost]:
+    """Of the same name as this one."""
     with second_host() as host:
         yield host
 
 
 @pytest.fixture(scope="module")
-def keys(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("nodes") / "keys"
-    subprocess.run(unfuse("keys", "new", str(folder)), env=environment(folder.parent), check=True, capture_output=True)
-    return str(folder)
-
-
-ENGINES = ("tcp", "zmq", "mooncake")
+def pod() -> Iterator[SecondHost]:
+    """A container of another name beside this one, which sees the same run folder at a path of its own."""
+    with second_host("pod", shared=True) as host:
+        yield host
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, other_host: SecondHost, keys: str) -> Iterator[Server]:
-    """A server that waits for denoisers of other machines, at an address they reach it by."""
-    engines = [argument for name in ENGINES for argument in ("--engine", name)]
-    folder = tmp_path_factory.mktemp("serve")
-    arguments = ["--denoisers", "0", "--arena", "64MiB", "--keys", keys, *engines, "--trusted-network"]
-    with serving(folder, *arguments, at=other_host.near) as server:
+def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("nodes") / "keys"
+    subprocess.run(unfuse("keys", "new", str(folder)), env=environment(folder.parent), check=True, capture_output=True)
+    return ["--keys", str(folder)]
+
+
+@contextmanager
+def waiting(folder: Path, host: SecondHost, *arguments: str) -> Iterator[Server]:
+    """A server that waits for denoisers of that host, at an address they reach it by."""
+    with serving(folder, "--denoisers", "0", "--arena", "64MiB", *arguments, at=host.near) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, other_host: SecondHost, keys: list[str]) -> Iterator[Server]:
+    with waiting(tmp_path_factory.mktemp("serve"), other_host, *keys) as server:
         yield server
 
 
@@ -52,25 +62,53 @@ def stage(server: Server, id: str, name: str) -> dict[str, Any]:
     return next(stage for stage in server.get(f"/v1/requests/{id}")["stages"] if stage["name"] == name)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_denoiser_on_another_host_has_its_tensors_pulled(
-    engine: str, server: Server, other_host: SecondHost, keys: str, expected_pair: list[str]
-) -> None:
-    """Given encoder and decoder on one host, when the denoiser of another one joins, then pictures come out that have
-    the undivided pipeline's pixels, and their tensors have crossed the border by the engine that both have."""
-    trust = ["--trusted-network"] if engine == "mooncake" else []
-    worker = server.worker(
-        "denoiser", "--node", "other", "--keys", keys, "--engine", engine, *trust, within=other_host.enter
-    )
+def denoised_elsewhere(server: Server, host: SecondHost, *arguments: str, pulled: str = "") -> list[str]:
+    """The pixels of PAIR with a denoiser of that host, once workers have told that they pulled the tensors for it."""
+    worker = server.worker("denoiser", *arguments, within=host.enter)
+    before = moved(server).get(pulled, 0.0)
     try:
-        server.ready()
-        before = moved(server).get(engine, 0.0)
-        assert server.pair() == expected_pair
-        until(lambda: moved(server).get(engine, 0.0) >= before + 2 * len(PAIR) * 1024, "what was moved to be told")
+        pixels = server.ready().pair()
+        until(
+            lambda: not pulled or moved(server).get(pulled, 0.0) >= before + 2 * len(PAIR) * 1024,
+            "what was moved to be told",
+        )
     finally:
         worker.terminate()
         worker.wait(600)
     until(lambda: server.get("/ready") is None, "the denoiser to have left")
+    return pixels
+
+
+@pytest.mark.parametrize(
+    ("engine", "node"),
+    [("tcp", []), ("zmq", []), ("tcp", ["--node", "same"])],
+    ids=["tcp", "zmq", "told the same node"],
+)
+def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
+    engine: str, node: list[str], server: Server, other_host: SecondHost, keys: list[str], expected_pair: list[str]
+) -> None:
+    """Given encoder and decoder on one host, when the denoiser of another one joins, which calls itself the same, then
+    pictures come out that have the undivided pipeline's pixels, and their tensors have crossed the border by the engine
+    that both have."""
+    assert denoised_elsewhere(server, other_host, *keys, "--engine", engine, *node, pulled=engine) == expected_pair
+
+
+def test_a_denoiser_on_another_host_has_its_tensors_pulled_by_mooncake_where_that_can_run(
+    tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
+) -> None:
+    needed("mooncake")
+    arguments = [*keys, "--engine", "mooncake", "--trusted-network"]
+    with waiting(tmp_path, other_host, *arguments) as server:
+        assert denoised_elsewhere(server, other_host, *arguments, pulled="mooncake") == expected_pair
+
+
+def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
+    tmp_path: Path, pod: SecondHost, keys: list[str], expected_pair: list[str]
+) -> None:
+    """Whatever its node is called: it has no engine that another worker has."""
+    with waiting(tmp_path, pod, *keys) as server:
+        assert denoised_elsewhere(server, pod, *keys, "--engine", "fake", "--node", "other") == expected_pair
+        assert moved(server) == {}
 
 
 @pytest.mark.parametrize("durable", [True, False], ids=["from the durable copy", "by recompute"])
@@ -83,29 +121,30 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
     kept = ["--durable", f"disk:{copies}"] if durable else []
     with serving(tmp_path, "--no-workers", *kept, UNFUSE_LEASE__TTL_S="2") as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("encoder", "--node", "a")
-        denoiser = server.worker("denoiser", "--node", "b")
+        server.worker("encoder")
+        denoiser = server.worker("denoiser")
         id = server.submit(**PAIR[0])
         until(lambda: stage(server, id, "denoise.0")["status"] == "done", "the latents to be made")
         if durable:
             until(lambda: [path for path in copies.rglob("*") if path.is_file()], "their copy to be written")
         server.killed(denoiser)
-        server.worker("decoder", "--node", "c")
+        server.worker("decoder")
         if not durable:
-            server.worker("denoiser", "--node", "b")
+            server.worker("denoiser")
         assert server.finished(id)["status"] == "completed"
         assert digest(server.result(id)) == expected_pair[0]
         assert stage(server, id, "denoise.0")["attempt"] == (1 if durable else 2)
         until(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the copy to be dropped")
 
 
-def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, expected_pair: list[str]) -> None:
+def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], expected_pair: list[str]) -> None:
     """Given workers on three nodes whose transfers are dropped, cut and corrupted, when pictures are made, then all of
     them have the undivided pipeline's pixels."""
     faults = {f"UNFUSE_FAULT__{name}": "0.2" for name in ("DROP", "CUT", "CORRUPT", "DELAY")}
-    with serving(tmp_path, "--no-workers") as server:
+    with serving(tmp_path, "--no-workers", *keys) as server:
         for node, role in enumerate(("encoder", "denoiser", "decoder")):
-            server.worker(role, "--node", str(node), UNFUSE_FAULT__SEED=str(node), **faults)
+            server.worker(role, *keys, UNFUSE_FAULT__SEED=str(node), **faults, **own_run_folder(role))
         server.ready()
         for _ in range(5):
             assert server.pair() == expected_pair
+        until(lambda: sum(moved(server).values()) >= 10 * len(PAIR) * 1024, "what was moved to be told")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
-from tests.integration.harness import serving, until
+from tests.integration.harness import own_run_folder, serving, unfuse, until
 from tests.stores.servers import RedisServer, S3Server
 from unfuse.stores.shelf import open_shelf
 
@@ -34,14 +35,16 @@ def test_what_was_spilled_is_pulled_from_another_node(tmp_path: Path, expected_p
     """Given an encoder whose arena spills everything at once, when its reader is on another node, then the owner takes
     back what it moved, pictures are the undivided pipeline's, and nothing was made twice."""
     slow = tmp_path / "slow"
-    spilling = ["--store", f"spill:shared_memory+disk:{slow}", "--no-workers"]
+    keys = ["--keys", str(tmp_path / "keys")]
+    subprocess.run(unfuse("keys", "new", keys[1]), check=True, capture_output=True)
+    spilling = ["--store", f"spill:shared_memory+disk:{slow}", "--no-workers", *keys]
     with serving(tmp_path, *spilling, UNFUSE_SPILL__THRESHOLD="0.00001") as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("encoder", "--node", "a")
+        server.worker("encoder", *keys, **own_run_folder("a"))
         ids = [server.submit(f"a red circle on {ground}", seed=seed) for seed, ground in enumerate(("white", "black"))]
         until(lambda: any(slow.rglob("*.*")), "the first output to be moved when the second comes")
         for role in ("denoiser", "decoder"):
-            server.worker(role, "--node", "b")
+            server.worker(role, *keys, **own_run_folder("b"))
         for id in ids:
             assert {stage["attempt"] for stage in server.finished(id)["stages"]} == {1}
         assert server.pair() == expected_pair

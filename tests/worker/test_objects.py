@@ -4,32 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 import numpy as np
 import pytest
 
-from unfuse.core.errors import ArenaFull
+from tests.transfer.conftest import SECRET
+from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.messages import Done, Granted, Moved, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
+from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
 from unfuse.worker.objects import Objects
 
 PIECE = 64 * 1024
 CAPACITY = 8 * PIECE
-OPTIONS = TransferOptions(bootstrap_s=0.5, attempts=2)
+OPTIONS = TransferOptions(secret=SECRET, bootstrap_s=0.5, attempts=2)
+
+
+@pytest.fixture
+def folders() -> Iterator[Callable[[], str]]:
+    """Run folders."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(TemporaryDirectory(prefix="run-"))
 
 
 @asynccontextmanager
-async def node(name: str, places: Places | None = None) -> AsyncIterator[Objects]:
-    places = places or Places("")
-    objects = Objects(name, name, CAPACITY, places, {"tcp": open_engine("tcp", OPTIONS)}, OPTIONS)
+async def node(
+    name: str, run_dir: str, places: Places | None = None, called: str = "", keys: bool = True
+) -> AsyncIterator[Objects]:
+    engines = {"tcp": open_engine("tcp", OPTIONS)} if keys else {}
+    objects = Objects(name, called or name, CAPACITY, places or Places(""), engines, OPTIONS, run_dir)
     try:
         yield objects
     finally:
@@ -37,14 +49,15 @@ async def node(name: str, places: Places | None = None) -> AsyncIterator[Objects
 
 
 @pytest.fixture
-async def far() -> AsyncIterator[Objects]:
-    async with node("far") as objects:
+async def far(folders: Callable[[], str]) -> AsyncIterator[Objects]:
+    """A worker of a machine with the same name."""
+    async with node("far", folders(), called="name") as objects:
         yield objects
 
 
 @pytest.fixture
-async def near() -> AsyncIterator[Objects]:
-    async with node("near") as objects:
+async def near(folders: Callable[[], str]) -> AsyncIterator[Objects]:
+    async with node("near", folders(), called="name") as objects:
         yield objects
 
 
@@ -58,7 +71,7 @@ def reading(*refs: ObjectRef, request: str = "req_a", stage: str = "next") -> Le
 
 def granted(*owners: Objects) -> Granted:
     names = [owner.store.owner for owner in owners]
-    peers = {name: (name, owner.store.address) for name, owner in zip(names, owners, strict=True)}
+    peers = {owner.store.owner: (owner.store.node, owner.store.address) for owner in owners}
     return Granted((), peers, {name: dict(owner.engines) for name, owner in zip(names, owners, strict=True)})
 
 
@@ -102,12 +115,76 @@ async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: Objects
     assert (near.original(copy.id), near.original("another")) == (ref.id, "another")
 
 
-async def test_what_is_near_is_left_where_it_is(far: Objects, near: Objects) -> None:
-    own, other = made(near), made(far)
-    lease = reading(own, other)
-    brought = await near.bring(lease, granted(near, far))
-    assert brought and brought.task.inputs[0] == own and brought.task.inputs[1].owner == "near"
-    assert await near.bring(reading(own), granted(near)) == reading(own)
+async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_called(
+    folders: Callable[[], str], far: Objects
+) -> None:
+    here = folders()
+    async with node("one", here) as one, node("two", here) as two:
+        own, mapped, other = made(two), made(one), made(far)
+        brought = await two.bring(reading(own, mapped, other), granted(one, two, far))
+        assert brought and brought.task.inputs[:2] == (own, mapped) and brought.task.inputs[2].owner == "two"
+        assert read(two, mapped) == {7}
+        assert await two.bring(reading(own), granted(two)) == reading(own)
+
+
+async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: Objects) -> None:
+    """Given an owner whose memory was mapped, when it is gone, then what it had cannot be had, and is not waited for;
+    and another one at its address is not taken for it."""
+    here = folders()
+    async with node("two", here) as two:
+        async with node("one", here) as one:
+            lease, grant = reading(made(one)), granted(one)
+            assert await two.bring(lease, grant) == lease and two.store.reaches("one")
+        async with node("three", here) as three:
+            address = three.store.address
+            soon(lambda: not two.store.reaches("one"), "a dead owner is still taken for near")
+            two.store.learn({"one": ("name", address)})
+            assert not two.store.reaches("one")
+            assert await two.bring(lease, grant) == lease
+
+
+async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_here(
+    folders: Callable[[], str], far: Objects
+) -> None:
+    """Given a path that is used here, too, by somebody else, then the object comes from its owner."""
+    here = folders()
+    async with node("one", here) as one, node("two", here) as two:
+        grant = granted(far)
+        grant.peers["far"] = "name", one.store.address
+        brought = await two.bring(reading(made(far)), grant)
+        assert brought and brought.task.inputs[0].owner == "two"
+
+
+async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Callable[[], str]) -> None:
+    """Given an owner that is stopped, when tasks with inputs of it wait, then others get theirs."""
+    here = folders()
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path := f"{here}/arena-{'0' * 24}")
+        silent.listen()
+        async with node("one", here) as one, node("two", here) as two:
+            ref = made(one)
+            grant = granted(one)
+            grant.peers["stopped"] = "name", f"unix:{path}"
+            waiting = [
+                asyncio.create_task(
+                    two.bring(reading(msgspec.structs.replace(ref, owner="stopped"), stage=name), grant)
+                )
+                for name in map(str, range(100))
+            ]
+            for _ in range(3):
+                assert await two.bring(reading(ref), grant) == reading(ref)
+            assert not any(task.done() for task in waiting)
+            assert all(two.cancel(reading(stage=str(number)).claim) for number in range(100))
+            assert await asyncio.gather(*waiting) == [None] * 100
+            silent.close()
+
+
+async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: Callable[[], str]) -> None:
+    async with node("one", folders(), keys=False) as one, node("two", folders(), keys=False) as two:
+        lease = reading(made(one))
+        assert not one.engines and await two.bring(lease, granted(one)) == lease
+        with pytest.raises(ObjectLost):
+            two.store.get(lease.task.inputs[0])
 
 
 async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near: Objects) -> None:
@@ -164,8 +241,10 @@ async def test_without_room_for_long_the_task_is_told(far: Objects, near: Object
 
 
 @pytest.mark.parametrize("kind", ["denoise", "text_encode"])
-async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(kind: str, tmp_path: Path) -> None:
-    async with node("near", Places("", durable=f"disk:{tmp_path}")) as near:
+async def test_chosen_stages_leave_a_copy_that_goes_with_their_request(
+    kind: str, tmp_path: Path, folders: Callable[[], str]
+) -> None:
+    async with node("near", folders(), Places("", durable=f"disk:{tmp_path}")) as near:
         ref = made(near)
         near.made(Done(Claim("req_a", "s", 1, b""), ref, (), Timings()), kind)
         await near.saved()

@@ -104,6 +104,7 @@ def options(loaded: Loaded) -> ServeOptions:
         worker_environment={
             FIELDS[name].variable: FIELDS[name].written(value)
             for name, value in (
+                ("run_dir", settings.run_dir),
                 ("insecure_listen", settings.insecure_listen),
                 *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
             )

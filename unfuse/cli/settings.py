@@ -177,7 +177,10 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[
         int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
     ] = 0
-    node: Annotated[str, says("Name of this node, whose workers share memory; the host's name by default.")] = ""
+    node: Annotated[
+        str,
+        says("Name of this node: work goes first to nodes that have its inputs; by default an id of the run folder."),
+    ] = ""
     listen: Annotated[
         str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
     ] = ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -44,10 +43,11 @@ def worker(
     from unfuse.transfer.base import TransferOptions
     from unfuse.wire.address import host_towards
     from unfuse.wire.keys import Keys
+    from unfuse.wire.run_folder import machine_id, open_run_folder
     from unfuse.worker.worker import WorkerOptions
 
     settings = load(flags, config).settings
-    trusted = trust(settings, "worker")
+    trusted, run_folder = trust(settings, "worker"), open_run_folder(settings.run_dir)
     wanted, compute = settings.worker, settings.compute
     terminal.open_log()
     structlog.contextvars.bind_contextvars(role=wanted.role, device=compute.device)
@@ -55,7 +55,7 @@ def worker(
     options = WorkerOptions(
         role=wanted.role,
         schedulers=addresses,
-        node=wanted.node or socket.gethostname(),
+        node=wanted.node or machine_id(run_folder),
         trust=trusted,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
@@ -65,10 +65,12 @@ def worker(
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
         transfer=TransferOptions(
-            host=wanted.listen or host_towards(*(addresses if secret else ())),
+            host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,
+            insecure=settings.insecure_listen,
             **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
         ),
+        run_dir=str(run_folder),
     )
     uvloop.run(work(options, engines(settings, options.transfer), lifeline))
 

@@ -21,7 +21,8 @@ LENGTH = 4
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the stages of these kinds (None: all) of these (name, source, dtype) models, then say Ready.
 
-    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `places` are the stores.
+    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `places` are the stores, and other arenas of
+    this machine are in `run_dir`.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -32,6 +33,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     arena: str
     write_token: bytes
     places: Places
+    run_dir: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

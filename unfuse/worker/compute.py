@@ -46,7 +46,7 @@ def main() -> None:
     places = load.places
     store = TensorStore.create(
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
-        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable,
+        threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
     channel.send(Ready(_name(device)))
     StepLoop(

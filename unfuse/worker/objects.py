@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,6 +23,9 @@ from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tally import Tally
 from unfuse.worker.channel import Stopped
+
+MOST_LOOKED_AT = 64
+"""Owners of which it is tried at a time whether they are near."""
 
 Outcome = Stopped | Done | Failed
 
@@ -42,8 +46,9 @@ class _Copy:
 class Objects:
     """A worker's tensor store with what leads to it and from it. For one event loop; what may take long is in threads.
 
-    `engines` serve the arena to other nodes, and bring from there what tasks read; none do where the store is a place
-    that every node reaches by itself. Raises ConfigError when the store or an engine cannot be opened.
+    Owners that are met in `run_dir` share their memory with this one. `engines` serve the arena to others, and bring
+    from there what tasks read; none do where the store is a place that every node reaches by itself. Raises ConfigError
+    when the store or an engine cannot be opened.
     """
 
     def __init__(
@@ -54,11 +59,12 @@ class Objects:
         places: Places,
         engines: Mapping[str, TransferEngine],
         options: TransferOptions,
+        run_dir: str = "",
     ) -> None:
         self._owner, self._node, self._places, self._options = owner, node, places, options
         self.store = TensorStore.create(
             places.store, owner=owner, node=node, capacity=capacity, threshold=places.threshold,
-            spill_capacity=places.spill_capacity, durable=places.durable,
+            spill_capacity=places.spill_capacity, durable=places.durable, run_dir=run_dir,
         )  # fmt: skip
         self._arena = self.store.arena
         self._engines = engines if self._arena else {}
@@ -69,6 +75,8 @@ class Objects:
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
         self._elsewhere: set[str] = set()
         self._saving: set[asyncio.Task[None]] = set()
+        self._reaching: dict[str, asyncio.Future[bool]] = {}
+        self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
 
     @property
     def capacity(self) -> int:
@@ -94,22 +102,23 @@ class Objects:
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
 
     async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
-        """The lease with copies that are here in place of its inputs on other nodes; None when it was cancelled.
+        """The lease with copies that are here in place of inputs that cannot be mapped; None when it was cancelled.
 
-        What cannot be had stays as it is: there may be a durable copy. Raises ArenaFull when there is no room for it.
+        Whether they can is tried, whatever their nodes are called. What cannot be had stays as it is: there may be a
+        durable copy. Raises ArenaFull when there is no room for it.
         """
         self._ways.update(granted.engines)
+        self.store.learn(granted.peers)
         claim, task = lease.claim, lease.task
-        nodes = {owner: node for owner, (node, _) in granted.peers.items()}
-        far = [ref for ref in lease.reads if nodes.get(ref.owner, self._node) != self._node]
-        if not far or not self._arena:
+        others = [ref for ref in lease.reads if ref.owner != self._owner and ref.owner in granted.peers]
+        if not others or not self._arena:
             return lease
-        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, far))
+        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, others))
         try:
             await asyncio.wait({bringing})
             if bringing.cancelled():
                 return None
-            here = {ref.id: copy for ref, copy in zip(far, bringing.result(), strict=True)}
+            here = {ref.id: copy for ref, copy in zip(others, bringing.result(), strict=True)}
         finally:
             del self._bringing[claim]
         task = msgspec.structs.replace(task, inputs=tuple(here.get(ref.id, ref) for ref in task.inputs))
@@ -196,6 +205,7 @@ class Objects:
     def _close(self) -> None:
         if "_transfers" in self.__dict__:
             self._transfers.close()
+        self._lookers.shutdown(wait=False)
         for engine in self._engines.values():
             engine.close()
         self.store.close()
@@ -211,7 +221,17 @@ class Objects:
     async def _bring_all(self, claim: Claim, refs: Iterable[ObjectRef]) -> list[ObjectRef]:
         return await asyncio.gather(*(self._bring(claim, ref) for ref in refs))
 
+    async def _reaches(self, owner: str) -> bool:
+        """Whether an owner's memory can be mapped. One that is stopped is waited for by one thread only."""
+        if owner not in self._reaching:
+            looking = asyncio.get_running_loop().run_in_executor(self._lookers, self.store.reaches, owner)
+            self._reaching[owner] = looking
+            looking.add_done_callback(lambda _: self._reaching.pop(owner))
+        return await asyncio.shield(self._reaching[owner])
+
     async def _bring(self, claim: Claim, ref: ObjectRef) -> ObjectRef:
+        if await self._reaches(ref.owner):
+            return ref
         key = claim.request, ref.id
         copy = self._copies.get(key) or self._fetch(key, ref)
         copy.users.add(claim)

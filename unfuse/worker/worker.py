@@ -74,7 +74,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
 
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
-    the worker is told to leave. `transfer` is how its objects move between nodes.
+    the worker is told to leave. `transfer` is how its objects move between nodes, `run_dir` where those of one meet.
     """
 
     role: str
@@ -89,6 +89,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     memory_limit: int = 0
     drain_timeout: float = 20.0
     transfer: TransferOptions = TransferOptions()
+    run_dir: str = ""
 
 
 class Worker:
@@ -101,14 +102,13 @@ class Worker:
         self._slots = max(options.slots, options.compute.batch + 1)
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
-        self._reporting, self._loaded = 0, ""
+        self._reporting, self._loaded, self._device = 0, "", ""
         self._changed = asyncio.Event()
         self._link = Link(options.schedulers, options.trust, self._changed.set)
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._newest_ask = 0
-        self._beat_s = 1.0
+        self._newest_ask, self._beat_s = 0, 1.0
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._keeper: Keeper | None = None
@@ -175,7 +175,7 @@ class Worker:
         self._beat_s = welcome.beat
         options, places = self._options, welcome.places
         objects = self._objects = await asyncio.to_thread(
-            Objects, self._id, options.node, options.arena, places, self._engines, options.transfer
+            Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._keeper = Keeper(objects, self._link)
         load = self._load(folders, objects, places)
@@ -203,8 +203,9 @@ class Worker:
         return cards, tuple(folders)
 
     def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
-        options, store, id = self._options, objects.store, self._id
-        return Load(models, self._kinds, options.compute, id, options.node, store.address, store.write_token, places)
+        options, store = self._options, objects.store
+        own = store.owner, store.node, store.address, store.write_token
+        return Load(models, self._kinds, options.compute, *own, places, options.run_dir)
 
     async def _pull(self, executor: Executor, objects: Objects) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
