@@ -42,6 +42,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def waiting(folder: Path, host: SecondHost, *arguments: str) -> Iterator[Server]:
     """A server that waits for denoisers of that host, at an address they reach it by."""
     with serving(folder, "--denoisers", "0", "--arena", "64MiB", *arguments, at=host.near) as server:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
         yield server
 
 
