@@ -27,7 +27,7 @@ def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def call(*arguments: str) -> tuple[WorkerOptions, Mapping[str, TransferEngine]]:
         monkeypatch.setattr("unfuse.cli.compose.work", work)
-        code, _, err = unfuse("worker", "--scheduler", "tcp://127.0.0.1:8001", *arguments)
+        code, _, err = unfuse("worker", "--scheduler", "unix:/run/nobody", *arguments)
         assert code == 0, err
         for engine in made[-1][1].values():
             engine.close()
@@ -54,6 +54,9 @@ def test_nodes_are_told_apart_by_the_run_folder_and_not_by_the_host_s_name(
 def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_path: Path) -> None:
     options, engines = composed()
     assert engines == {} and not options.transfer.authentic
+
+    options, engines = composed("--insecure-listen")
+    assert set(engines) == {"tcp", "zmq"} and options.transfer.insecure and not options.transfer.secret
 
     make(tmp_path / "keys")
     options, engines = composed("--keys", str(tmp_path / "keys"))
