@@ -112,7 +112,6 @@ class Worker:
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._keeper: Keeper | None = None
-        self._device = ""
         self._background = Supervisor()
 
     async def run(self) -> None:
