@@ -69,7 +69,7 @@ class TestTheSuiteCanFail:
         async def fresh() -> MemoryQueue:
             return queue(clock)
 
-        with patch("unfuse.testing.queue_suite.PATIENCE_S", 0.05), pytest.raises(ExceptionGroup) as failure:
+        with patch("unfuse.testing.queue_suite.PATIENCE_S", 0.5), pytest.raises(ExceptionGroup) as failure:
             await check_queue(fresh, clock)
         return {error.__notes__[-1].split(":")[0].removeprefix("rule ") for error in failure.value.exceptions}
 

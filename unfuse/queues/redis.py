@@ -48,7 +48,6 @@ from unfuse.queues.base import (
 )
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
-from unfuse.queues.reach import obstacle
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
 from unfuse.supervision.supervisor import Supervisor
 
@@ -57,6 +56,8 @@ try:
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
     from redis.exceptions import NoScriptError, RedisError
+
+    from unfuse.queues.reach import obstacle
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
