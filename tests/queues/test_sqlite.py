@@ -26,7 +26,7 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, Proto
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
 from unfuse.queues import journal
-from unfuse.queues.base import Filter, Limits
+from unfuse.queues.base import MOST_RETURNS, Filter, Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
@@ -378,6 +378,22 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     assert await queue.damaged() == []
     assert [record.context.id for record in await queue.list(Filter())] == ["d", "b", "a"]
     await queue.close()
+
+
+async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
+    """Given counts from before, then they go on; a row of a version that kept none is read, and one that keeps more."""
+    await submitted(queue, "a")
+    for _ in range(MOST_RETURNS - 1):
+        assert await queue.turn_down((await leased(queue, worker="v")).claim) == 0
+    queue = await again(queue, clock)
+    assert await queue.turn_down((await leased(queue, worker="v")).claim) == 1
+    queue = await again(queue, clock)
+    assert await queue.lease("v", wanted("p"), TTL) == []
+    assert len(await queue.lease("w", wanted("p"), TTL)) == 1
+    await queue.close()
+    stood = msgspec.msgpack.decode(msgspec.msgpack.encode(journal.Standing(3, task("a"), "w", b"t", 1.0, {"v": 3})))
+    for parts in (stood[:5], [*stood, "from a later version"]):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=journal.Standing).since == 1.0
 
 
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:

@@ -115,5 +115,5 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
         await asyncio.sleep(0)
     assert scheduler.failed_after == []
     place.written.set()
-    await asyncio.gather(*worker._tasks)
+    await asyncio.gather(*worker._background._tasks)
     assert scheduler.failed_after == [[10]]
