@@ -71,8 +71,10 @@ filters = st.builds(
     over=st.sampled_from([None, True, False]),
     tenant=st.sampled_from([None, None, "t", "u"]),
     idempotency_key=st.sampled_from([None, None, None, "k", ""]),
-    status=st.sampled_from([None, None, "queued", "failed"]),
+    fingerprint=st.sampled_from([None, None, None, "f", ""]),
+    status=st.sampled_from([None, None, "queued", "in_progress", "failed"]),
     dead=st.sampled_from([None, None, True, False]),
+    video=st.sampled_from([None, None, True, False]),
 )
 
 
@@ -190,9 +192,15 @@ class Twins(RuleBasedStateMachine):
     @rule(pushed=pushes, limits=LIMITS, key=st.sampled_from(["", "", "k", "l"]), again=st.integers(0, 40))
     def submit(self, pushed: dict[str, Any], limits: Limits, key: str, again: int) -> None:
         self.step()
-        name = self.names[again] if again < len(self.names) else f"r{self.submitted:03}"
+        name = self.names[again] if again < len(self.names) else f"{('r', 'video_')[again % 2]}{self.submitted:03}"
         self.submitted += 1
-        fields = {"tenant": "tu"[again % 2], "idempotency_key": key, "cost": float(again % 3), "order": again / 4}
+        fields = {
+            "tenant": "tu"[again // 2 % 2],
+            "idempotency_key": key,
+            "fingerprint": "fg"[again % 3 : again % 3 + 1],
+            "cost": float(again % 3),
+            "order": again / 4,
+        }
         context = request(name, **fields)
         self.both(lambda side: side.queue.submit(context, self.pushed(side, name, pushed), [Event("queued")], limits))
         if name not in self.names:
@@ -315,7 +323,8 @@ class Twins(RuleBasedStateMachine):
         async def ask(side: Side) -> Any:
             match verb:
                 case "list":
-                    return await side.queue.list(which, after=None if number % 2 else name, limit=limit)
+                    after, oldest_first = None if number % 2 else name, number % 3 == 0
+                    return await side.queue.list(which, after=after, limit=limit, oldest_first=oldest_first)
                 case "load":
                     return await side.queue.load(name)
                 case "follow":

@@ -25,6 +25,9 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 }
 """Legal moves of a request."""
 
+VIDEO_ID = "video_"
+"""What ids of videos begin with."""
+
 
 class Timings(msgspec.Struct, frozen=True):
     """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs.
@@ -127,6 +130,11 @@ class RequestContext(msgspec.Struct, frozen=True):
         """Whether nothing will happen to it any more."""
         return self.status in TERMINAL
 
+    @property
+    def video(self) -> bool:
+        """Whether it is one of /v1/videos, as its id tells."""
+        return self.id.startswith(VIDEO_ID)
+
 
 class Change(msgspec.Struct, frozen=True):
     """One transition, to be applied as a whole or not at all.
@@ -160,12 +168,12 @@ class Record(msgspec.Struct, frozen=True):
     running: tuple[Running, ...] = ()
     position: int | None = None
 
-
-def is_video(request: str) -> bool:
-    """Whether a request is one of /v1/videos, as its id tells."""
-    return request.startswith("video_")
+    @property
+    def status(self) -> RequestStatus:
+        """The status to show: something that runs makes a request one in progress, whatever was last committed."""
+        return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
 def new_request_id(video: bool = False) -> str:
     """128 random bits with the prefix clients see."""
-    return ("video_" if video else "req_") + secrets.token_hex(16)
+    return (VIDEO_ID if video else "req_") + secrets.token_hex(16)

@@ -73,8 +73,21 @@ MAX_CACHED = 512
 """Encoder outputs that are kept, at most: whoever owns them names each with every heartbeat."""
 
 
+Heading = tuple[str | None, str, object]
+"""What requests are listed under: a tenant or None for all of them, a field or "" for any request, and its value."""
+
+ONES_OWN = ("idempotency_key", "fingerprint")
+TELLING = {"dead": True, "over": False, "video": True}
+"""Fields of a context that few requests share, listed by tenant alone; and those of which one value is listed."""
+
+
 class Filter(msgspec.Struct, frozen=True):
-    """Which requests `list` returns; None means any."""
+    """Which requests `list` returns; None means any. `status` is the one that is shown (`Record.status`).
+
+    Asking costs as much as is answered, however much is stored, for each of these alone or within a tenant: everything,
+    a status, what is dead, what is not over, what is a video; and within a tenant for an idempotency key and for a
+    fingerprint. Any other combination looks through what the narrowest of those finds.
+    """
 
     over: bool | None = None
     tenant: str | None = None
@@ -82,10 +95,24 @@ class Filter(msgspec.Struct, frozen=True):
     fingerprint: str | None = None
     status: RequestStatus | None = None
     dead: bool | None = None
+    video: bool | None = None
 
     def asked(self) -> dict[str, Any]:
-        """What it asks of a context's fields."""
+        """What it asks of a request's fields."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
+
+    @property
+    def heading(self) -> Heading:
+        """The narrowest heading that all are listed under for which it asks."""
+        for name in ONES_OWN if self.tenant is not None else ():
+            if value := getattr(self, name):
+                return self.tenant, name, value
+        if self.status is not None and not self.dead:
+            return self.tenant, "status", self.status
+        for name, value in TELLING.items():
+            if getattr(self, name) == value:
+                return self.tenant, name, value
+        return self.tenant, "", ""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -246,9 +273,12 @@ class TaskQueue(ABC):
         """
 
     @abstractmethod
-    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> list[Record]:
-        """Up to `limit` requests, newest first, starting behind the one of id `after`. Raises NotFound for that one.
+    async def list(
+        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> list[Record]:
+        """Up to `limit` requests, newest or oldest first, starting behind the one of id `after`.
 
+        That one need not be asked for itself. Raises NotFound when it is not known, or is not of the tenant that is.
         One that cannot be read is left out, here and wherever several things are answered: see `damaged`.
         """
 

@@ -12,7 +12,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
 
@@ -24,7 +24,7 @@ from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Filter, Limits, Renewal, Wanted, check_storable
-from unfuse.queues.history import History
+from unfuse.queues.index import Entry, Index
 from unfuse.queues.lines import Lines, Rank
 from unfuse.queues.registry import RegistryInMemory
 from unfuse.queues.returned import Key, Returned
@@ -58,23 +58,13 @@ class _Waiter:
             self.woken.set_result(None)
 
 
-@dataclass(eq=False, slots=True)
-class _Entry:
-    """A request and its history. `stages` are the names it ever had a task under."""
-
-    context: RequestContext
-    number: int
-    stages: dict[str, None] = field(default_factory=dict)
-    history: History = field(default_factory=History)
-
-
 class MemoryQueue(RegistryInMemory):
     """A queue of one process and one event loop; it ends with them."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
-        self._requests: dict[str, _Entry] = {}
-        self._by_idempotency_key: dict[tuple[str, str], _Entry] = {}
+        self._requests: dict[str, Entry] = {}
+        self._index = Index()
         self._active = 0
         self._cost = 0.0
         self._lines = Lines()
@@ -104,17 +94,15 @@ class MemoryQueue(RegistryInMemory):
     ) -> Record:
         """Store a new request, once."""
         check_storable(context, *tasks, *events)
-        key = context.tenant, context.idempotency_key
-        known = self._requests.get(context.id) or self._by_idempotency_key.get(key)
+        known = self._requests.get(context.id) or self._index.repeated(context)
         if known is not None:
             return self._record(known)
         self._admit(context, tasks, limits)
-        entry = self._requests[context.id] = _Entry(context, next(self._arrivals))
-        if context.idempotency_key:
-            self._by_idempotency_key[key] = entry
+        entry = self._requests[context.id] = Entry(context, next(self._arrivals))
         self._count(context, not context.over)
         self._push(entry, tasks)
         self._publish(entry, events)
+        self._list(entry)
         return self._record(entry)
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
@@ -170,6 +158,7 @@ class MemoryQueue(RegistryInMemory):
             for stage in entry.stages:
                 self._drop((context.id, stage))
         self._publish(entry, change.events)
+        self._list(entry)
         return self._record(entry)
 
     async def hand_back(self, claim: Claim) -> bool:
@@ -180,6 +169,7 @@ class MemoryQueue(RegistryInMemory):
         del self._leased[claim.key]
         priority, order, arrival, task = mine.rank
         self._put((priority, order, arrival, msgspec.structs.replace(task, attempt=task.attempt + 1)))
+        self._list(self._requests[task.request])
         return True
 
     async def turn_down(self, claim: Claim) -> int:
@@ -204,16 +194,14 @@ class MemoryQueue(RegistryInMemory):
         """The stored request."""
         return self._record(self._entry(request))
 
-    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
-        """Requests, newest first."""
-        before = None if after is None else self._entry(after).number
-        asked = which.asked().items()
-        found = (
-            entry
-            for entry in reversed(self._requests.values())
-            if (before is None or entry.number < before)
-            and all(getattr(entry.context, name) == value for name, value in asked)
-        )
+    async def list(
+        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> builtins.list[Record]:
+        """Requests in the order of their arrival."""
+        behind = None if after is None else self._entry(after)
+        if behind is not None and which.tenant not in (None, behind.context.tenant):
+            raise _unknown(behind.context.id)
+        found = self._index.find(which, behind, oldest_first)
         return [self._record(entry) for entry in islice(found, limit)]
 
     async def size(self, pool: str) -> int:
@@ -230,8 +218,7 @@ class MemoryQueue(RegistryInMemory):
 
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""
-        contexts = [entry.context for entry in self._requests.values()]
-        old = [context.id for context in contexts if context.over and (context.completed_at or 0.0) < before]
+        old = [entry.context.id for entry in self._index.over_before(before)]
         for request in old:
             await self.drop(request)
         return old
@@ -241,7 +228,7 @@ class MemoryQueue(RegistryInMemory):
         entry = self._requests.get(request)
         if entry is not None and entry.context.over:
             del self._requests[request]
-            self._by_idempotency_key.pop((entry.context.tenant, entry.context.idempotency_key), None)
+            self._index.remove(entry)
             entry.history.end()
 
     async def close(self) -> None:
@@ -255,14 +242,20 @@ class MemoryQueue(RegistryInMemory):
             if place.withdraw_alarm is not None:
                 place.withdraw_alarm()
 
-    def _entry(self, request: str) -> _Entry:
+    def _entry(self, request: str) -> Entry:
         entry = self._requests.get(request)
         if entry is None:
-            raise NotFound(f"no request {request}")
+            raise _unknown(request)
         return entry
 
     def _leased_by_worker(self) -> Counter[str]:
         return Counter(held.lease.worker for held in self._leased.values())
+
+    def _list(self, entry: Entry) -> None:
+        """An entry, or what runs of it, has changed: list it as it stands."""
+        context = entry.context
+        is_running = any((context.id, stage) in self._leased for stage in entry.stages)
+        self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
     def _size(self, pool: str) -> int:
         return self._lines.size(pool) + self._delayed[pool]
@@ -271,7 +264,7 @@ class MemoryQueue(RegistryInMemory):
         held = self._leased.get(claim.key)
         return held if held is not None and held.lease.claim == claim else None
 
-    def _record(self, entry: _Entry) -> Record:
+    def _record(self, entry: Entry) -> Record:
         keys = [(entry.context.id, stage) for stage in entry.stages]
         running = tuple(self._leased[key].running for key in keys if key in self._leased)
         if running:
@@ -296,13 +289,13 @@ class MemoryQueue(RegistryInMemory):
         self._active += change
         self._cost = self._cost + change * context.cost if self._active else 0.0
 
-    def _publish(self, entry: _Entry, events: Sequence[Event]) -> None:
+    def _publish(self, entry: Entry, events: Sequence[Event]) -> None:
         for event in events:
             entry.history.publish(event, self._clock.wall())
         if entry.context.over:
             entry.history.end()
 
-    def _push(self, entry: _Entry, tasks: Sequence[Task]) -> None:
+    def _push(self, entry: Entry, tasks: Sequence[Task]) -> None:
         for task in tasks:
             self._drop(task.key)
             entry.stages[task.stage] = None
@@ -359,7 +352,9 @@ class MemoryQueue(RegistryInMemory):
             at = self._clock.wall()
             self._leased[task.key] = _Held(lease, rank, Running(task.stage, task.attempt, worker, at))
             started = Event("stage_started", at, task.stage, task.attempt, worker)
-            self._requests[task.request].history.publish(started, at)
+            entry = self._requests[task.request]
+            entry.history.publish(started, at)
+            self._list(entry)
             leases.append(lease)
         for pool in wanted.pools if leases else ():  # all: it may have been woken for another task than it took
             self._wake(pool)
@@ -394,3 +389,7 @@ class MemoryQueue(RegistryInMemory):
         if isinstance(self._clock, AlarmClock):
             return self._clock.call_at(when, callback)
         return asyncio.get_running_loop().call_later(max(0.0, when - self._clock.now()), callback).cancel
+
+
+def _unknown(request: str) -> NotFound:
+    return NotFound(f"no request {request}")

@@ -29,7 +29,7 @@ from unfuse.core.errors import (
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Record, RequestContext, Running
+from unfuse.core.request import VIDEO_ID, Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
@@ -186,22 +186,25 @@ class RedisQueue(TaskQueue):
             self._met.note("request", request, str(error))
             raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it") from error
 
-    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
-        """Requests, newest first."""
-        fields = {name: script.text(value) for name, value in which.asked().items()}
+    async def list(
+        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> builtins.list[Record]:
+        """Requests in the order of their arrival."""
+        tenant, field, value = which.heading
+        asked = {name: script.text(value) for name, value in which.asked().items()}
+        asks = {"which": asked, "heading": (tenant, field, script.text(value)), "oldest_first": oldest_first}
         found: list[Record] = []
-        below: str | None = "+inf"
-        while below is not None and len(found) < limit:
-            last, page, damaged = await self._call(
-                "list", which=fields, after=after, below=below, limit=limit - len(found), scan=SCANNED
-            )
+        beyond: str | None = "-inf" if oldest_first else "+inf"
+        while beyond is not None and len(found) < limit:
+            left = limit - len(found)
+            last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
             records = (
                 self._met.sound("request", script.shown_text(one[3]), partial(self._record, one)) for one in page
             )
             found += [record for record in records if record]
             for id in damaged:
                 self._met.note("request", script.shown_text(id), "it is not what is stored of a request")
-            after, below = None, last and last.decode()
+            after, beyond = None, last and last.decode()
         return found
 
     async def size(self, pool: str) -> int:
@@ -301,7 +304,7 @@ class RedisQueue(TaskQueue):
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""
         old: list[str] = []
-        while some := await self._call("forget", before=before, scan=SCANNED):
+        while some := await self._call("forget", before=before):
             old += [script.shown_text(request) for request in some]
         return old
 
@@ -336,7 +339,7 @@ class RedisQueue(TaskQueue):
         if self._closed and "undo" not in args:
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
-        args |= {"most_returns": MOST_RETURNS}
+        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO_ID}
         if isinstance(self._clock, AlarmClock):
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

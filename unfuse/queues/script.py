@@ -21,7 +21,7 @@ from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Member
 
-PARTS = ("common", "requests", "history", "cached", "returned", "leases", "tasks")
+PARTS = ("common", "index", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and what Redis knows it by once it is loaded."""

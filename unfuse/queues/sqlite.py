@@ -21,8 +21,9 @@ from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Damage, Filter, Limits, Member, Renewal, Wanted
 from unfuse.queues.history import History
+from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal, Row, Standing
-from unfuse.queues.memory import MemoryQueue, _Entry, _Held
+from unfuse.queues.memory import MemoryQueue, _Held
 
 EVENTS_A_START = 2**24
 """More events than one request publishes between two starts: numbers continue at the next multiple."""
@@ -52,7 +53,7 @@ class _Batch:
     """What one transaction writes: requests that have changed, by number."""
 
     done: asyncio.Future[None]
-    entries: dict[int, _Entry] = field(default_factory=dict)
+    entries: dict[int, Entry] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -134,9 +135,11 @@ class SqliteQueue(MemoryQueue):
         await self._settled(self._requests[request])
         return record
 
-    async def list(self, which: Filter, *, after: str | None = None, limit: int = 100) -> builtins.list[Record]:
-        """Requests, newest first."""
-        records = await super().list(which, after=after, limit=limit)
+    async def list(
+        self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
+    ) -> builtins.list[Record]:
+        """Requests in the order of their arrival."""
+        records = await super().list(which, after=after, limit=limit, oldest_first=oldest_first)
         for record in records:
             if entry := self._requests.get(record.context.id):
                 await self._settled(entry)
@@ -182,7 +185,7 @@ class SqliteQueue(MemoryQueue):
             await batch.done
         self._journal.close()
 
-    def _entry(self, request: str) -> _Entry:
+    def _entry(self, request: str) -> Entry:
         self._check()
         return super()._entry(request)
 
@@ -194,7 +197,7 @@ class SqliteQueue(MemoryQueue):
         if self._broken:
             raise TransientError(self._broken)
 
-    async def _watch(self, entry: _Entry, after: int) -> AsyncIterator[Event]:
+    async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
         async for event in entry.history.follow(after):
             await self._settled(entry)
             yield event
@@ -205,14 +208,14 @@ class SqliteQueue(MemoryQueue):
         await self._settled(self._note(self._requests[record.context.id], durable=True))
         return record
 
-    async def _settled(self, entry: _Entry) -> None:
+    async def _settled(self, entry: Entry) -> None:
         """Wait until an entry is written as it is now."""
         batches = [batch for batch in (self._writing, self._coming) if batch and entry.number in batch.entries]
         for batch in batches[-1:]:
             await asyncio.shield(batch.done)
         self._check()
 
-    def _note(self, entry: _Entry, durable: bool = False) -> _Entry:
+    def _note(self, entry: Entry, durable: bool = False) -> Entry:
         """An entry has changed: the next transaction writes it."""
         if not self._broken:
             if self._coming is None:
@@ -250,7 +253,7 @@ class SqliteQueue(MemoryQueue):
             batch.done.set_result(None)
         self._flush()
 
-    def _row(self, entry: _Entry) -> Row | None:
+    def _row(self, entry: Entry) -> Row | None:
         context = entry.context
         if self._requests.get(context.id) is not entry:
             return None
@@ -268,14 +271,13 @@ class SqliteQueue(MemoryQueue):
         """Take in a stored request."""
         context = row.context
         last = row.last if context.over else max(row.last, self._journal.start * EVENTS_A_START)
-        entry = _Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
+        entry = Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
         self._requests[context.id] = entry
-        if context.idempotency_key:
-            self._by_idempotency_key[context.tenant, context.idempotency_key] = entry
         self._count(context, not context.over)
         self._publish(entry, ())
         for standing in row.tasks:
             self._restore_task(standing)
+        self._list(entry)
 
     def _restore_task(self, stood: Standing) -> None:
         """Take in a task. Its lease gets a full time at the first sweep, as after any gap."""

@@ -31,7 +31,7 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests that were given up, newest first, with the evidence; for an admin what cannot be read, before them."""
-    found = await gateway.find(Filter(tenant=caller.sees, dead=True), lambda _: True, after, limit + 1)
+    found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
     views = [gateway.view(request, record, evidence=True) for record in found]
     damaged = await gateway.queue.damaged() if caller.admin and not after else ()
     return _with_damage(listed(views, limit), damaged)

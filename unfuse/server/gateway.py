@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import structlog
@@ -17,7 +17,6 @@ from unfuse.core.errors import Damaged, InvalidParameter, NotFound, Overloaded, 
 from unfuse.core.messages import Moved
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
-from unfuse.queues.base import Filter
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -30,7 +29,7 @@ from unfuse.supervision.supervisor import Supervisor
 PICTURES_AT_ONCE = 2
 """Uploads decoded at a time: each may take 160 MB while it is. Adapters are read by as many."""
 
-_PAGE, _FIRST = 200, 4
+_FIRST = 4
 
 log = structlog.get_logger(__name__)
 
@@ -182,24 +181,6 @@ class Gateway(Observer):
             if tenant in (None, record.context.tenant):
                 return record
         raise NotFound(f"no request {request} is known (any more)")
-
-    async def find(
-        self, which: Filter, wanted: Callable[[Record], bool], after: str | None, limit: float
-    ) -> list[Record]:
-        """At least `limit` of a tenant's requests, if there are as many behind its own of id `after`, newest first.
-
-        Raises NotFound.
-        """
-        if after is not None:
-            await self.load(after, which.tenant or "")
-        found: list[Record] = []
-        while len(found) < limit:
-            page = await self.queue.list(which, after=after, limit=_PAGE)
-            found += [record for record in page if wanted(record)]
-            if len(page) < _PAGE:
-                break
-            after = page[-1].context.id
-        return found
 
     async def delete(self, request: str) -> None:
         """End a request and forget it, with its files."""

@@ -13,13 +13,12 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 
 from unfuse.core.errors import NotFound
 from unfuse.core.event import Event
-from unfuse.core.request import TERMINAL, RequestStatus
+from unfuse.core.request import RequestStatus
 from unfuse.queues.base import Filter
 from unfuse.server.answers import HAPPENED, REQUEST, one, several
 from unfuse.server.auth import Sight
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.sse import stream
-from unfuse.server.view import status_of
 
 router = APIRouter(prefix="/requests", tags=["requests"])
 Served = Annotated[Gateway, Depends(gateway_of)]
@@ -35,9 +34,7 @@ async def page(
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
-    over = None if status is None else status in TERMINAL
-    which = Filter(over=over, tenant=sees, status=status if over else None)
-    found = await gateway.find(which, lambda record: status in (None, status_of(record)), after, limit + 1)
+    found = await gateway.queue.list(Filter(tenant=sees, status=status), after=after, limit=limit + 1)
     return listed([gateway.view(request, record) for record in found], limit)
 
 

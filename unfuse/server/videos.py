@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.params import VIDEO
-from unfuse.core.request import Record, is_video
+from unfuse.core.request import Record
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
@@ -24,7 +24,7 @@ from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
-from unfuse.server.view import status_of, video_object
+from unfuse.server.view import video_object
 
 router = APIRouter(prefix="/videos", tags=["videos"])
 Served = Annotated[Gateway, Depends(gateway_of)]
@@ -51,15 +51,9 @@ async def page(
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
-    if order == "desc":
-        found = await gateway.find(Filter(tenant=sees), _is_video, after, limit + 1)
-        return listed([video_object(record) for record in found], limit)
-    found = (await gateway.find(Filter(tenant=sees), _is_video, None, float("inf")))[::-1]
-    ids = [record.context.id for record in found]
-    if after is not None and after not in ids:
-        raise NotFound(f"no video {after} is known (any more)")
-    first = 0 if after is None else ids.index(after) + 1
-    return listed([video_object(record) for record in found[first : first + limit + 1]], limit)
+    which = Filter(tenant=sees, video=True)
+    found = await gateway.queue.list(which, after=after, limit=limit + 1, oldest_first=order == "asc")
+    return listed([video_object(record) for record in found], limit)
 
 
 @router.get("/{id}", responses=one(VIDEO_OBJECT))
@@ -85,7 +79,7 @@ async def content(
     if variant == "spritesheet":
         raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
     if record.context.status != "completed":
-        message = f"{id} has no content, it is {status_of(record)}: ask for it once it is completed"
+        message = f"{id} has no content, it is {record.status}: ask for it once it is completed"
         raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})
     path = await to_thread.run_sync(gateway.results.path, id, 0)
     kind = record.context.result[0].content_type
@@ -105,13 +99,9 @@ async def unknown(rest: str) -> None:
 
 async def _load(gateway: Gateway, id: str, tenant: str | None) -> Record:
     record = await gateway.load(id, tenant)
-    if not _is_video(record):
+    if not record.context.video:
         raise NotFound(f"request {id} is no video: read /v1/requests/{id}")
     return record
-
-
-def _is_video(record: Record) -> bool:
-    return is_video(record.context.id)
 
 
 def _answer(record: Record) -> JSONResponse:

@@ -8,13 +8,7 @@ from msgspec.structs import asdict
 
 from unfuse.core.params import seconds_of
 from unfuse.core.plan import PlannedStage
-from unfuse.core.request import Record, RequestContext, RequestStatus, Running, is_video
-
-
-def status_of(record: Record) -> RequestStatus:
-    """The status to show: something that runs makes a request one in progress, whatever was last committed."""
-    context = record.context
-    return "in_progress" if context.status == "queued" and record.running else context.status
+from unfuse.core.request import Record, RequestContext, Running
 
 
 def request_object(
@@ -32,12 +26,12 @@ def request_object(
         "id": context.id,
         "object": "request",
         "model": context.asked or context.model,
-        "medium": "video" if is_video(context.id) else "image",
+        "medium": "video" if context.video else "image",
         "prompt": context.params.get("prompt"),
         "params": {name: value for name, value in context.params.items() if name != "prompt"},
         "tenant": context.tenant,
         "priority": context.priority,
-        "status": status_of(record),
+        "status": record.status,
         "stage": current.stage if current else None,
         "step": current.step if current else 0,
         "steps": current.steps if current else 0,
@@ -62,7 +56,7 @@ def request_object(
 
 def video_object(record: Record) -> dict[str, object]:
     """The request as a video of OpenAI's shape, which has four statuses: one that was ended without result failed."""
-    context, params, status = record.context, record.context.params, status_of(record)
+    context, params, status = record.context, record.context.params, record.status
     frames, fps = params["num_frames"], params["fps"]
     error = context.error and {"code": context.error.code, "message": context.error.message}
     if status == "cancelled":

@@ -16,6 +16,7 @@ from unfuse.core.request import Change, StageState
 from unfuse.queues.base import TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_leases import LEASE_RULES
+from unfuse.testing.queue_lists import LIST_RULES
 from unfuse.testing.queue_records import RECORD_RULES
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -333,6 +334,7 @@ RULES: tuple[Rule, ...] = (
     *LEASE_RULES,
     *WAITING_RULES,
     *RECORD_RULES,
+    *LIST_RULES,
     a_known_id_is_submitted_once,
     an_idempotency_key_is_submitted_once_a_tenant,
     a_repeated_commit_succeeds_once,

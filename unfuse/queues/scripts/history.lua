@@ -5,6 +5,7 @@ local function drop(id)
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
+  relist(id)
   news[id] = true
 end
 
@@ -16,6 +17,7 @@ function verbs.events()
 end
 
 function verbs.forget()
+  unlist_dropped()
   local old = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
   for _, id in ipairs(old) do drop(id) end
   return old

@@ -1,6 +1,4 @@
 -- Requests: accepted, changed, read and forgotten.
-local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
-
 -- A request as it stands: its context, what runs of it, and how many go before the first that waits.
 local function record(id)
   local context, over = unpack(call('HMGET', request_key(id), 'context', 'over'))
@@ -68,6 +66,7 @@ function verbs.submit()
   store(A.id, number, false)
   push(A.id, A.push)
   for _, event in ipairs(A.events) do publish(A.id, event) end
+  list_new()
   return record(A.id)
 end
 
@@ -95,6 +94,7 @@ function verbs.commit()
     news[id] = true
   end
   for _, event in ipairs(A.events) do publish(id, event) end
+  relist(id)
   return sound(record, id) or damaged(id)
 end
 
@@ -103,27 +103,31 @@ function verbs.load()
   return sound(record, A.id) or damaged(A.id)
 end
 
-local function fits(id)
-  for field, value in pairs(A.which) do
-    if call('HGET', request_key(id), field) ~= value then return false end
-  end
-  return true
-end
-
--- One page of at most `scan` requests below a number; answers where the next one begins, what was found, and the ids of
+-- One page of those asked for, from behind a number; answers where the next one begins, what was found, and the ids of
 -- what cannot be read.
 function verbs.list()
-  local below = A.below
-  if A.after then below = call('HGET', request_key(A.after), 'number') end
-  if not below then return unknown(A.after) end
-  local from, found, last, unsound = A.which.over == '0' and ACTIVE or ALL, {}, false, {}
-  local ids = call('ZREVRANGEBYSCORE', from, '(' .. below, '-inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
-  for i = 1, #ids, 2 do
-    local is_one, one = sound(fits, ids[i]), nil
-    if is_one ~= false then one = is_one and sound(record, ids[i]) end
-    if one then found[#found + 1] = one elseif is_one ~= false then unsound[#unsound + 1] = ids[i] end
-    last = ids[i + 1]
-    if #found == A.limit then return {last, found, unsound} end
+  local from, found, unsound = A.beyond, {}, {}
+  if A.after then
+    local after = facts(A.after)
+    if not after or (A.which.tenant and after.tenant ~= A.which.tenant) then return unknown(A.after) end
+    from = after.number
   end
-  return {#ids == 2 * A.scan and last, found, unsound}
+  if list_new() then return {from, found, unsound} end
+  list_ended()
+  local ids = listed(A.heading, from)
+  for i = 1, #ids, 2 do
+    local fact, fits = facts(ids[i]), true
+    for field, value in pairs(A.which) do fits = fits and fact and fact[field] == value end
+    if not fact and call('EXISTS', request_key(ids[i])) == 1 then
+      unsound[#unsound + 1] = ids[i]
+    elseif not fact or not fits then
+      relist(ids[i])
+    else
+      local one = sound(record, ids[i])
+      if one then found[#found + 1] = one else unsound[#unsound + 1] = ids[i] end
+    end
+    from = ids[i + 1]
+    if #found == A.limit then break end
+  end
+  return {(#ids == 2 * A.scan) and #found < A.limit and from, found, unsound}
 end

@@ -1,0 +1,153 @@
+"""What is asked costs what is answered, whatever else is stored, and what is forgotten leaves nothing behind."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.queues.conftest import Server
+from unfuse import queues
+from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.index import BLOCK, Entry, Ordered
+from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.sqlite import SqliteQueue
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import change, leased, request, task
+
+LIMITS = Limits(max_active=10_000, max_queue=10_000)
+ASKED = (
+    Filter(tenant="t", idempotency_key="k"),
+    Filter(tenant="t", fingerprint="f"),
+    Filter(tenant="t"),
+    Filter(tenant="t", over=False),
+    Filter(tenant="t", status="queued"),
+    Filter(tenant="t", status="in_progress"),
+    Filter(tenant="t", status="completed"),
+    Filter(tenant="t", dead=True),
+    Filter(tenant="t", video=True),
+    Filter(over=False),
+    Filter(status="completed"),
+)
+"""All that the server asks."""
+
+
+async def fill(queue: TaskQueue, more: int, first: int = 0) -> None:
+    """Three requests of "t", of each kind one; then that many of others, half of them over, some of them dead."""
+    if not first:
+        for name, status in (("video_t", "completed"), ("dead_t", "failed"), ("t", "")):
+            fields = {"tenant": "t", "idempotency_key": "k" * (name == "t"), "fingerprint": "f" * (name == "t")}
+            await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
+            if status:
+                record = await queue.load(name)
+                await queue.commit(change(record, status=status, dead=status == "failed", completed_at=2e9))
+
+    async def one(number: int) -> None:
+        name = f"{'video_' * (number % 2)}{number}"
+        fields = {"tenant": "u", "idempotency_key": f"k{number}", "fingerprint": f"f{number % 7}"}
+        record = await queue.submit(request(name, **fields), [], [], LIMITS)
+        if number % 4 > 1:
+            await queue.commit(change(record, status="failed", dead=number % 8 == 7, completed_at=float(number)))
+
+    await asyncio.gather(*(one(number) for number in range(first, first + more)))
+
+
+@pytest.fixture
+async def redis_queue(server: Server) -> AsyncIterator[TaskQueue]:
+    queue = queues.open(server.url)
+    yield queue
+    await queue.close()
+
+
+async def test_a_question_runs_as_many_commands_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+    """Given ten times as many stored requests of others, then it is the same commands, for every question."""
+
+    async def commands(which: Filter, oldest_first: bool) -> Counter[str]:
+        server.client.config_resetstat()
+        await redis_queue.list(which, limit=2, oldest_first=oldest_first)
+        stats = server.client.info("commandstats")
+        return Counter(
+            {name: told["calls"] for name, told in stats.items() if "info" not in name and "config" not in name}
+        )
+
+    counted = []
+    for first, more in ((0, 40), (40, 400)):
+        await fill(redis_queue, more, first)
+        counted.append([await commands(which, oldest) for which in ASKED for oldest in (False, True)])
+
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("kind", ["memory", "sqlite"])
+async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_path: Path) -> None:
+    """Given ten times as many stored requests of others, then it looks at as many, for every question."""
+    clock = ManualClock()
+    queue = MemoryQueue(clock) if kind == "memory" else SqliteQueue(tmp_path / "queue.db", clock)
+    looked: list[Entry] = []
+    fits = Entry.fits
+
+    def counting(entry: Entry, which: Filter) -> bool:
+        looked.append(entry)
+        return fits(entry, which)
+
+    counted = []
+    for first, more in ((0, 40), (40, 2 * BLOCK)):
+        await fill(queue, more, first)
+        counted.append([])
+        with patch.object(Entry, "fits", counting):
+            for which in ASKED:
+                looked.clear()
+                await queue.list(which, limit=2)
+                counted[-1].append(len(looked))
+    await queue.close()
+
+    assert counted[0] == counted[1] and max(counted[0]) <= 2
+
+
+async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+    """Given requests of every kind that ran, ended and were forgotten, then one key is left, of what is counted."""
+    await fill(redis_queue, 20)
+    lease = await leased(redis_queue)
+    await redis_queue.hand_back(lease.claim)
+    assert len(server.client.keys()) > 60
+    for record in await redis_queue.list(Filter(over=False)):
+        await redis_queue.commit(change(record, status="cancelled", completed_at=1.0))
+    await redis_queue.drop("t")
+    await redis_queue.forget(3e9)
+
+    assert server.client.keys() == [b"{unfuse}:meta"]
+
+
+async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
+    queue = MemoryQueue(ManualClock())
+    await fill(queue, 20)
+    for record in await queue.list(Filter(over=False)):
+        await queue.commit(change(record, status="cancelled", completed_at=1.0))
+    await queue.drop("t")
+    await queue.forget(3e9)
+
+    assert (len(queue._requests), len(queue._index), [*queue._index.over_before(3e9)]) == (0, 0, [])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=120), st.integers(-1, 41))
+def test_blocks_keep_the_order(moves: list[tuple[bool, int]], key: int) -> None:
+    """Given small blocks, when entries come and go, then both directions go through them in order, from any key."""
+    with patch("unfuse.queues.index.BLOCK", 3):
+        ordered, there = Ordered(lambda entry: entry.number), dict[int, Entry]()
+        for comes, number in moves:
+            if comes and number not in there:
+                there[number] = Entry(request("a"), number)
+                ordered.add(there[number])
+            elif not comes and number in there:
+                ordered.remove(there.pop(number))
+
+    numbers = sorted(there)
+    assert [entry.number for entry in ordered.after()] == numbers
+    assert [entry.number for entry in ordered.before()] == numbers[::-1]
+    assert [entry.number for entry in ordered.after(key)] == [number for number in numbers if number > key]
+    assert [entry.number for entry in ordered.before(key)] == [number for number in numbers if number < key][::-1]
+    assert bool(ordered) == bool(numbers)

@@ -1,0 +1,99 @@
+-- What requests are found under: for each heading a sorted set of ids by number. An earlier version knows only the keys
+-- of this line. It may still write them: what it stores is listed here before anybody asks, what it ends or drops later.
+local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
+local LISTED = P .. ':listed' -- the facts, packed, by which each request is listed now
+
+local function heading_key(tenant, field, value)
+  if not tenant and field == '' then return ALL end
+  if not tenant and field == 'over' then return ACTIVE end
+  return P .. ':list:' .. (tenant and name_of(tenant, '') or '') .. '/' .. field .. '/' .. value
+end
+
+-- The keys of all headings that `Filter.heading` may ask for these facts under.
+local function headings(number, tenant, status, over, dead, video, fingerprint)
+  local fields, keys = {{'', ''}, {'status', status}}, {}
+  if over == '0' then fields[#fields + 1] = {'over', '0'} end
+  if dead == '1' then fields[#fields + 1] = {'dead', '1'} end
+  if video == '1' then fields[#fields + 1] = {'video', '1'} end
+  for _, field in ipairs(fields) do
+    keys[#keys + 1] = heading_key(nil, field[1], field[2])
+    keys[#keys + 1] = heading_key(tenant, field[1], field[2])
+  end
+  if fingerprint ~= '' then keys[#keys + 1] = heading_key(tenant, 'fingerprint', fingerprint) end
+  return keys
+end
+
+-- What may be asked of a request, as text; nothing of one that is gone, or is none. Its status is the one that is shown.
+local function facts(id)
+  local fields = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key'}
+  local values = redis.pcall('HMGET', request_key(id), unpack(fields))
+  if values.err or not values[1] then return end
+  local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
+  for i, field in ipairs(fields) do fact[field] = values[i] or '' end
+  for _, stage in ipairs(fact.status == 'queued' and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
+    if sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1 then fact.status = 'in_progress' end
+  end
+  return fact
+end
+
+-- Lists a request as it stands, and one that is gone nowhere.
+local function relist(id)
+  local fact, before, stays = facts(id), call('HGET', LISTED, id), {}
+  local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint}
+  local packed = after and cmsgpack.pack(after)
+  if packed == before then return end
+  for _, key in ipairs(after and headings(unpack(after)) or {}) do
+    sound(call, 'ZADD', key, fact.number, id)
+    stays[key] = true
+  end
+  local was = before and sound(cmsgpack.unpack, before)
+  for _, key in ipairs(type(was) == 'table' and sound(headings, unpack(was)) or {}) do
+    if not stays[key] then sound(call, 'ZREM', key, id) end
+  end
+  if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
+end
+
+-- Lists the next requests that came since this was last done; answers whether there may be more.
+local function list_new()
+  local last = call('HGET', META, 'listed') or '-inf'
+  local new = call('ZRANGEBYSCORE', ALL, '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
+  for i = 1, #new, 2 do relist(new[i]) end
+  if #new > 0 then call('HSET', META, 'listed', new[#new]) end
+  return #new == 2 * A.scan
+end
+
+-- Lists anew what an earlier version has ended, which is the only reason for more to be listed than are active.
+local function list_ended()
+  local listed, lines = 0, {heading_key(nil, 'status', 'queued'), heading_key(nil, 'status', 'in_progress')}
+  for _, line in ipairs(lines) do listed = listed + call('ZCARD', line) end
+  for _, line in ipairs(listed > call('ZCARD', ACTIVE) and lines or {}) do
+    for _, id in ipairs(call('ZDIFF', 2, line, ACTIVE)) do relist(id) end
+  end
+end
+
+-- Looks through some of what is listed, if more is than is stored: an earlier version has dropped requests.
+local function unlist_dropped()
+  if call('HLEN', LISTED) <= call('ZCARD', ALL) then return end
+  local scanned = call('HSCAN', LISTED, call('HGET', META, 'unlisted') or 0, 'COUNT', A.scan)
+  call('HSET', META, 'unlisted', scanned[1])
+  for i = 1, #scanned[2], 2 do
+    if call('EXISTS', request_key(scanned[2][i])) == 0 then relist(scanned[2][i]) end
+  end
+end
+
+-- At most `scan` pairs of an id and its number under a heading, from behind a number.
+local function listed(heading, from)
+  local tenant, field, value = heading[1], heading[2], heading[3]
+  if field == 'idempotency_key' then
+    local id = call('HGET', KEYED, name_of(tenant, value))
+    local number = id and tonumber(call('HGET', request_key(id), 'number'))
+    local start = tonumber(from) or (A.oldest_first and -1 or math.huge)
+    if not number or number == start or (number < start) == A.oldest_first then return {} end
+    return {id, number}
+  end
+  local key = heading_key(tenant, field, value)
+  if A.oldest_first then
+    return call('ZRANGEBYSCORE', key, '(' .. from, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
+  end
+  return call('ZREVRANGEBYSCORE', key, '(' .. from, '-inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
+end
