@@ -28,20 +28,20 @@ async def every_filter_finds_what_there_is(queue: TaskQueue, clock: ManualClock)
     for number, name in enumerate(("a", "video_b", "c", "video_d", "e", "video_f", "g", "h")):
         fields = {"tenant": "tu"[number // 2 % 2], "fingerprint": "xyz"[number % 3], "idempotency_key": "k" * number}
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
-    await _check_lists(queue)
+    await check_lists(queue)
     leases = await queue.lease("w", wanted("p", slots=4), TTL)
-    await _check_lists(queue)
+    await check_lists(queue)
     await queue.commit(done(await queue.load("a"), leases[0], push=(task("a", "t"),)))
     await queue.hand_back(leases[1].claim)
-    await _check_lists(queue)
+    await check_lists(queue)
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
         await queue.commit(change(await queue.load(name), status=status, dead=dead, completed_at=5.0))
-    await _check_lists(queue)
+    await check_lists(queue)
     await queue.commit(change(await queue.load("c"), dead=False))
     await queue.drop("e")
-    await _check_lists(queue)
+    await check_lists(queue)
     await queue.forget(6.0)
-    await _check_lists(queue)
+    await check_lists(queue)
     assert {one.context.id for one in await queue.list(Filter())} == {"a", "video_b", "video_f", "g", "h"}
 
 
@@ -79,7 +79,8 @@ async def of_simultaneous_repeats_one_is_stored(queue: TaskQueue, clock: ManualC
     assert (len(await queue.list(Filter())), await queue.size("p")) == (1, 1)
 
 
-async def _check_lists(queue: TaskQueue) -> None:
+async def check_lists(queue: TaskQueue) -> None:
+    """Compare what each filter finds with what looking through everything does."""
     everything = await queue.list(Filter())
     filters = [Filter(tenant=tenant) for tenant in TENANTS]
     filters += [Filter(tenant=t, **{name: value}) for t in TENANTS for name in ASKED for value in ASKED[name]]

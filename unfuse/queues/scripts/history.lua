@@ -5,7 +5,7 @@ local function drop(id)
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
-  relist(id)
+  relist(id, facts(id))
   news[id] = true
 end
 

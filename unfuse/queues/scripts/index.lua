@@ -1,5 +1,5 @@
--- What requests are found under: for each heading a sorted set of ids by number. An earlier version knows only the keys
--- of this line. It may still write them: what it stores is listed here before anybody asks, what it ends or drops later.
+-- What requests are found under: for each heading a sorted set of ids by number. An earlier version knows only the four
+-- keys of the next line, and may still write: what it stored or ended is listed anew before anybody is answered.
 local ACTIVE, OVER, ALL, KEYED = P .. ':active', P .. ':over', P .. ':requests', P .. ':keyed'
 local LISTED = P .. ':listed' -- the facts, packed, by which each request is listed now
 
@@ -36,9 +36,9 @@ local function facts(id)
   return fact
 end
 
--- Lists a request as it stands, and one that is gone nowhere.
-local function relist(id)
-  local fact, before, stays = facts(id), call('HGET', LISTED, id), {}
+-- Lists a request as these facts say, and one that has none, since it is gone, nowhere.
+local function relist(id, fact)
+  local before, stays = call('HGET', LISTED, id), {}
   local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint}
   local packed = after and cmsgpack.pack(after)
   if packed == before then return end
@@ -57,7 +57,7 @@ end
 local function list_new()
   local last = call('HGET', META, 'listed') or '-inf'
   local new = call('ZRANGEBYSCORE', ALL, '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
-  for i = 1, #new, 2 do relist(new[i]) end
+  for i = 1, #new, 2 do relist(new[i], facts(new[i])) end
   if #new > 0 then call('HSET', META, 'listed', new[#new]) end
   return #new == 2 * A.scan
 end
@@ -67,7 +67,7 @@ local function list_ended()
   local listed, lines = 0, {heading_key(nil, 'status', 'queued'), heading_key(nil, 'status', 'in_progress')}
   for _, line in ipairs(lines) do listed = listed + call('ZCARD', line) end
   for _, line in ipairs(listed > call('ZCARD', ACTIVE) and lines or {}) do
-    for _, id in ipairs(call('ZDIFF', 2, line, ACTIVE)) do relist(id) end
+    for _, id in ipairs(call('ZDIFF', 2, line, ACTIVE)) do relist(id, facts(id)) end
   end
 end
 
@@ -77,7 +77,7 @@ local function unlist_dropped()
   local scanned = call('HSCAN', LISTED, call('HGET', META, 'unlisted') or 0, 'COUNT', A.scan)
   call('HSET', META, 'unlisted', scanned[1])
   for i = 1, #scanned[2], 2 do
-    if call('EXISTS', request_key(scanned[2][i])) == 0 then relist(scanned[2][i]) end
+    if call('EXISTS', request_key(scanned[2][i])) == 0 then relist(scanned[2][i], facts(scanned[2][i])) end
   end
 end
 

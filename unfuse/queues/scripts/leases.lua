@@ -81,7 +81,7 @@ local function claim(ask, member, token)
   call('HINCRBY', P .. ':leased', ask.worker, 1)
   left(pool)
   publish(id, {type = 'stage_started', stage = stage, attempt = tonumber(attempt), worker = ask.worker})
-  relist(id)
+  relist(id, facts(id))
   return {task, attempt}
 end
 

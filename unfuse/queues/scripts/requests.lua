@@ -94,7 +94,7 @@ function verbs.commit()
     news[id] = true
   end
   for _, event in ipairs(A.events) do publish(id, event) end
-  relist(id)
+  relist(id, facts(id))
   return sound(record, id) or damaged(id)
 end
 
@@ -116,16 +116,16 @@ function verbs.list()
   list_ended()
   local ids = listed(A.heading, from)
   for i = 1, #ids, 2 do
-    local fact, fits = facts(ids[i]), true
-    for field, value in pairs(A.which) do fits = fits and fact and fact[field] == value end
-    if not fact and call('EXISTS', request_key(ids[i])) == 1 then
+    local fact, one = facts(ids[i]), nil
+    local fits = fact
+    for field, value in pairs(A.which) do fits = fits and fact[field] == value end
+    if fits then one = sound(record, ids[i]) end
+    if one then
+      found[#found + 1] = one
+    elseif fits or not fact and call('EXISTS', request_key(ids[i])) == 1 then
       unsound[#unsound + 1] = ids[i]
-    elseif not fact or not fits then
-      relist(ids[i])
-    else
-      local one = sound(record, ids[i])
-      if one then found[#found + 1] = one else unsound[#unsound + 1] = ids[i] end
     end
+    relist(ids[i], fact) -- an earlier version may have changed it
     from = ids[i + 1]
     if #found == A.limit then break end
   end

@@ -55,7 +55,7 @@ function verbs.turn_down()
   local worker, step = unpack(call('HMGET', key, 'worker', 'step'))
   if tonumber(step) == 0 then call('HINCRBY', key, RETURNED .. worker, 1) end
   put_back(name)
-  relist(claim.request)
+  relist(claim.request, facts(claim.request))
   local done_with, fields = 0, call('HGETALL', key)
   for i = 1, #fields, 2 do
     if string.sub(fields[i], 1, #RETURNED) == RETURNED and tonumber(fields[i + 1]) >= A.most_returns then

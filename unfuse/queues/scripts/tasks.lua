@@ -23,7 +23,7 @@ function verbs.hand_back()
   local name = held(A.claim)
   if not name then return 0 end
   put_back(name, A.undo)
-  relist(A.claim.request)
+  relist(A.claim.request, facts(A.claim.request))
   return 1
 end
 

@@ -1,0 +1,214 @@
+"""What an earlier version left in a queue is found, and completes; and that version may go on beside this one."""
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from tests.queues.conftest import Server
+from tests.queues.test_twins import FEW, shared_twins
+from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
+from unfuse import queues
+from unfuse.core.errors import LeaseLost
+from unfuse.core.request import Record
+from unfuse.queues import script
+from unfuse.queues.base import Filter, Limits, TaskQueue, Wanted
+from unfuse.queues.redis import SCANNED, RedisQueue
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing import ManualClock
+from unfuse.testing.queue_lists import check_lists
+from unfuse.testing.queue_samples import LIMITS, change, request, submitted, task
+
+FOLDER = Path(__file__).parent / "yesterday"
+SCRIPT = (FOLDER / "script.lua").read_text()
+SCRIPT_ID = hashlib.sha1(SCRIPT.encode()).hexdigest()
+LATER = 1795356737.0 + 3600
+"""An hour after it was filled."""
+
+NEWEST_FIRST = ["req_late", *reversed(STATES)]
+ACTIVE = ["req_queued", "req_encoding", "req_encoded", "req_denoising", "req_retried", "video_queued"]
+
+
+def restore(server: Server) -> None:
+    """Have the server hold what the earlier version's held."""
+
+    def stored(value: Any) -> Any:
+        match value:
+            case str():
+                return value.encode("latin-1")
+            case dict():
+                return {stored(name): stored(one) for name, one in value.items()}
+        return value
+
+    for line in (FOLDER / "redis.jsonl").read_text().strip("\n").split("\n"):
+        key, kind, value = json.loads(line)
+        if kind == "hash":
+            server.client.hset(stored(key), mapping=stored(value))
+        elif kind == "zset":
+            server.client.zadd(stored(key), {stored(member): score for member, score in value})
+        else:
+            add = server.client.sadd if kind == "set" else server.client.rpush
+            add(stored(key), *map(stored, value))
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock(LATER, LATER)
+
+
+async def ids(queue: TaskQueue, **asked: Any) -> list[str]:
+    return [record.context.id for record in await queue.list(Filter(**asked))]
+
+
+class Stored:
+    """What holds of every queue that an earlier version filled."""
+
+    async def test_what_was_stored_is_found(self, queue: TaskQueue) -> None:
+        assert await ids(queue, tenant="other") == [*STATES][1::2][::-1]
+        assert await ids(queue, over=False) == [id for id in NEWEST_FIRST if id in (*ACTIVE, "req_late")]
+        assert await ids(queue, status="completed", tenant="default") == ["video_completed"]
+        assert await ids(queue, status="in_progress") == ["req_retried", "req_denoising", "req_encoded", "req_encoding"]
+        assert await ids(queue, dead=True) == ["req_dead"]
+        assert await ids(queue, video=True) == ["video_queued", "video_completed"]
+        assert await ids(queue, tenant="default", fingerprint="body of req_queued") == ["req_queued"]
+        for place, id in enumerate(STATES):
+            assert await ids(queue, tenant=("default", "other")[place % 2], idempotency_key=f"key of {id}") == [id]
+        assert await ids(queue) == NEWEST_FIRST
+        await check_lists(queue)
+
+    async def test_a_repeat_joins_what_was_stored(self, queue: TaskQueue) -> None:
+        for place, id in enumerate(STATES):
+            again = request("again", tenant=("default", "other")[place % 2], idempotency_key=f"key of {id}")
+            assert (await queue.submit(again, [task("again")], [], LIMITS)).context.id == id
+        assert await ids(queue) == NEWEST_FIRST
+
+    async def test_what_was_accepted_completes(self, queue: TaskQueue, clock: ManualClock) -> None:
+        """Through the scheduler: what waited, was leased by a worker that is gone, was to be tried again; but for
+        one whose time is over. What had ended stays as it was."""
+        before = {record.context.id: record for record in await queue.list(Filter())}
+        scheduler = Scheduler(queue, cards=[CARD], clock=clock)
+        await scheduler.start()
+        await queue.hello(WORKER, [CARD])
+        found: dict[str, Record] = {}
+        async with asyncio.timeout(60):
+            while len(found) < len(before):
+                clock.advance(5.0)
+                for lease in await queue.lease("w", Wanted(frozenset(POOLS.values()), slots=16), 15.0):
+                    with suppress(LeaseLost):  # whose time is over
+                        await scheduler.complete(done(lease), "w")
+                found = {one.context.id: one for one in await queue.list(Filter(over=True))}
+                await queue.expired(15.0)
+                await asyncio.sleep(0.01)
+        await scheduler.close()
+
+        assert [found[id].status for id in ACTIVE] == ["completed"] * len(ACTIVE)
+        assert found["req_late"].status == "expired"
+        assert {id: found[id] for id in before.keys() - {*ACTIVE, "req_late"}} == {
+            id: record for id, record in before.items() if record.context.over
+        }
+        events = [event.type async for event in queue.watch("req_queued")]
+        assert (events[0], events[-1]) == ("queued", "completed")
+        assert await ids(queue, status="completed", over=True) == [
+            id for id in NEWEST_FIRST if id in (*ACTIVE, "req_completed", "video_completed")
+        ]
+        assert (await ids(queue, over=False), await ids(queue, dead=True)) == ([], ["req_dead"])
+        assert sorted(await queue.forget(clock.wall() + 1)) == sorted(before)
+
+
+class TestInSqlite(Stored):
+    @pytest.fixture
+    async def queue(self, clock: ManualClock, tmp_path: Path) -> AsyncIterator[TaskQueue]:
+        queue = queues.open(f"sqlite:{shutil.copy(FOLDER / 'queue.db', tmp_path)}", clock)
+        yield queue
+        await queue.close()
+
+
+class TestInRedis(Stored):
+    @pytest.fixture
+    async def queue(self, clock: ManualClock, server: Server) -> AsyncIterator[TaskQueue]:
+        restore(server)
+        queue = queues.open(server.url, clock)
+        yield queue
+        await queue.close()
+
+
+class Reviewed(RedisQueue):
+    """A queue whose scheduler has just looked through what is not over, as each does every few seconds."""
+
+    async def list(self, *args: Any, **more: Any) -> list[Record]:
+        await super().list(Filter(over=False), limit=1000)
+        return await super().list(*args, **more)
+
+
+class Yesterdays(Reviewed):
+    """One whose script is the earlier version's; lists, which that one makes otherwise, are made by this one's."""
+
+    async def _execute(self, calls: Any) -> Any:
+        if any(verb == "list" for verb, _ in calls):
+            return await super()._execute(calls)
+        with patch.object(script, "SCRIPT", SCRIPT), patch.object(script, "SCRIPT_ID", SCRIPT_ID):
+            return await super()._execute(calls)
+
+
+def test_the_earlier_version_beside_this_one(server: Server) -> None:
+    """Random histories of which each verb goes to either, in turns: with the answers of a queue in memory."""
+
+    class BesideYesterday(shared_twins(server)):  # type: ignore[misc]
+        lengths: list[int] = []
+
+        def opened(self) -> TaskQueue:
+            server.client.flushall()
+            self.over_one = [kind.at(server.url, self.clock) for kind in (Reviewed, Yesterdays)]
+            return self.over_one[0]
+
+    run_state_machine_as_test(BesideYesterday, settings=settings(FEW, max_examples=15))
+
+
+async def test_what_the_earlier_version_does_meanwhile_is_found(server: Server) -> None:
+    """What it stores, at once and by every heading; what it ends; and what it drops leaves nothing for long."""
+    old, new = Yesterdays.at(server.url, ManualClock()), queues.open(server.url, ManualClock())
+    names = [f"{number:04}" for number in range(SCANNED + 10)]
+    many = Limits(max_active=10_000)
+    await asyncio.gather(*(old.submit(request(n, tenant="t", fingerprint=n), [], [], many) for n in names))
+    found, again = await asyncio.gather(
+        new.list(Filter(tenant="t"), limit=2000), new.list(Filter(tenant="t", fingerprint=names[-1]))
+    )
+    assert [one.context.id for one in found] == names[::-1] and again == found[:1]
+    await submitted(new, "a")
+    for name in names[:-5]:
+        await old.commit(change(await old.load(name), status="failed", completed_at=1.0))
+    assert [one.context.id for one in await new.list(Filter(tenant="t", status="failed"), limit=2000)] == names[:-5][
+        ::-1
+    ]
+    assert len(await new.list(Filter(status="queued"))) == 6
+    await old.forget(2.0)
+    assert len(await new.list(Filter(tenant="t"))) == 5
+    for _ in range(9):
+        await new.forget(0.0)
+    kept = {key.partition(b":list:")[2] for key in server.client.scan_iter() if b":list:" in key}
+    of_t = {b"//", b"/over/0", b"/status/queued", *(b"/fingerprint/%b" % name.encode() for name in names[-5:])}
+    of_others = {b"7:default://", b"7:default:/over/0", b"7:default:/status/queued", b"/status/queued"}
+    assert kept == {b"1:t:" + heading for heading in of_t} | of_others
+    assert server.client.hlen("{unfuse}:listed") == 6
+    for queue in (old, new):
+        await queue.close()
+
+
+async def test_many_may_open_what_was_stored_at_once(server: Server) -> None:
+    restore(server)
+    many = [queues.open(server.url, ManualClock(LATER, LATER)) for _ in range(4)]
+    with patch("unfuse.queues.redis.SCANNED", 2):
+        lists = await asyncio.gather(*(queue.list(Filter(video=True)) for queue in many * 2))
+    assert [[one.context.id for one in found] for found in lists] == [["video_queued", "video_completed"]] * 8
+    await check_lists(many[0])
+    for queue in many:
+        await queue.close()
