@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, tasks
+from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, stored, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
@@ -198,6 +198,14 @@ def test_leases_are_timed_at_every_depth() -> None:
 
     assert {queue: {"64", "128"} <= rows.keys() for queue, rows in found.items()} == dict.fromkeys(found, True)
     assert found.keys() == {"memory", "sqlite", "redis"}
+
+
+@with_redis
+def test_what_clients_ask_is_timed_at_both_depths() -> None:
+    found = stored.measure(300, 1)
+
+    assert found.keys() == {"sqlite", "redis"}
+    assert all(found[queue][ask]["p50_ratio"] > 0 for queue in found for ask in stored.ROUTES)
 
 
 @with_redis

@@ -114,6 +114,15 @@ class TestTwoQueuesOverOneServer:
         await submitted(queue, "a")
         assert [lease.task.request for lease in await waiting] == ["a"]
 
+    async def test_simultaneous_repeats_at_both_are_one_request(self, queue: TaskQueue, other: TaskQueue) -> None:
+        names = [f"{number:02}" for number in range(20)]
+        same = (
+            (queue, other)[number % 2].submit(request(name, idempotency_key="k"), [task(name)], [], LIMITS)
+            for number, name in enumerate(names)
+        )
+        assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
+        assert (len(await other.list(Filter())), await queue.size("p")) == (1, 1)
+
     async def test_a_task_is_leased_by_one_of_them(self, queue: TaskQueue, other: TaskQueue) -> None:
         waiting = [await started(q.lease("w", wanted("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
         for number in range(20):

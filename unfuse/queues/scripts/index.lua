@@ -38,18 +38,17 @@ end
 
 -- Lists a request as these facts say, and one that has none, since it is gone, nowhere.
 local function relist(id, fact)
-  local before, stays = call('HGET', LISTED, id), {}
+  local before, was = call('HGET', LISTED, id), {}
   local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint}
   local packed = after and cmsgpack.pack(after)
   if packed == before then return end
+  local listed_by = before and sound(cmsgpack.unpack, before)
+  for _, key in ipairs(type(listed_by) == 'table' and sound(headings, unpack(listed_by)) or {}) do was[key] = true end
   for _, key in ipairs(after and headings(unpack(after)) or {}) do
-    sound(call, 'ZADD', key, fact.number, id)
-    stays[key] = true
+    if not was[key] then sound(call, 'ZADD', key, fact.number, id) end
+    was[key] = nil
   end
-  local was = before and sound(cmsgpack.unpack, before)
-  for _, key in ipairs(type(was) == 'table' and sound(headings, unpack(was)) or {}) do
-    if not stays[key] then sound(call, 'ZREM', key, id) end
-  end
+  for key in pairs(was) do sound(call, 'ZREM', key, id) end
   if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
 end
 

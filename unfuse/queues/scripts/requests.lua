@@ -120,12 +120,12 @@ function verbs.list()
     local fits = fact
     for field, value in pairs(A.which) do fits = fits and fact[field] == value end
     if fits then one = sound(record, ids[i]) end
-    if one then
-      found[#found + 1] = one
-    elseif fits or not fact and call('EXISTS', request_key(ids[i])) == 1 then
+    if one then found[#found + 1] = one end
+    if not one and (fits or not fact and call('EXISTS', request_key(ids[i])) == 1) then
       unsound[#unsound + 1] = ids[i]
+    else
+      relist(ids[i], fact) -- an earlier version may have changed it
     end
-    relist(ids[i], fact) -- an earlier version may have changed it
     from = ids[i + 1]
     if #found == A.limit then break end
   end
