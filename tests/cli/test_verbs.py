@@ -511,6 +511,7 @@ def test_settings_become_what_is_composed() -> None:
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA
     assert composed.limits.max_active == 7
+    assert composed.queue == "sqlite:/d/queue.db"
     assert options(load({"serve.workers": False}, None, environment)).workers == Wanted({})
 
 

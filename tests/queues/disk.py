@@ -15,13 +15,14 @@ class Disk(apsw.VFS):
     """Counts what changes files. The change numbered `stops_at` is done by half and raises `error`.
 
     Later ones never reach the disk, as if the process had ended there; with `stops_at` None again, they do.
+    While it is `full`, nothing is written.
     """
 
     def __init__(self) -> None:
         super().__init__("disk", REAL, makedefault=True)
         self.changes = 0
         self.stops_at: int | None = None
-        self.error: type[Exception] = apsw.IOError
+        self.full = False
         self._synced: dict[Path, bytes] = {}
 
     @property
@@ -35,7 +36,7 @@ class Disk(apsw.VFS):
             do()
         elif self.changes == self.stops_at:
             half()
-            raise self.error("the disk has stopped")
+            raise apsw.IOError("the disk has stopped")
 
     def xOpen(self, name: str | apsw.URIFilename | None, flags: list[int]) -> apsw.VFSFile:
         return _File(self, name, flags)
@@ -61,6 +62,8 @@ class _File(apsw.VFSFile):
         super().__init__(REAL, name, flags)
 
     def xWrite(self, data: bytes, offset: int) -> None:
+        if self._disk.full:
+            raise apsw.FullError("no room")
         write = super().xWrite
         kept = bytes(data)
         self._disk.change(lambda: write(kept, offset), lambda: write(kept[: len(kept) // 2], offset))

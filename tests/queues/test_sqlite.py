@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from unittest.mock import patch
@@ -19,13 +20,14 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.disks import fill, small_disk
 from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
-from unfuse.queues import journal
+from unfuse.queues import journal, sqlite
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
@@ -275,10 +277,7 @@ def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken
 
 
 class TestADiskThatFails:
-    @pytest.mark.parametrize("error", [apsw.FullError, apsw.IOError])
-    async def test_ends_everything_and_loses_nothing(
-        self, error: type[Exception], path: Path, clock: ManualClock
-    ) -> None:
+    async def test_ends_everything_and_loses_nothing(self, path: Path, clock: ManualClock) -> None:
         """Given a disk that fails once and recovers, then memory might know what the disk does not: nothing is
         answered any more, who waits is told, and the next start has all that was acknowledged."""
         with failing_disk() as disk:
@@ -289,10 +288,11 @@ class TestADiskThatFails:
             waiting = await started(queue.lease("w", wanted("q"), TTL, wait=60.0))
             stream = queue.watch("a", after=2)
             watching = await started(anext(stream))  # type: ignore[arg-type]
-            disk.error, disk.stops_at = error, disk.changes + 1
+            disk.stops_at = disk.changes + 1
             refusal = await raised(TransientError, submitted(queue, "b"))
             disk.stops_at = None
-            assert "make room or repair the disk, then start the server again" in str(refusal)
+            assert "repair the disk, then start the server again" in str(refusal)
+            assert str(path.parent) not in str(refusal)
             for work in (waiting, watching):
                 assert str(await raised(TransientError, work)) == str(refusal)
             for call in (
@@ -316,6 +316,75 @@ class TestADiskThatFails:
         assert (await queue.load("a")).context == record.context
         await queue.commit(done(record, lease))
         await queue.close()
+
+
+class TestADiskThatIsFull:
+    async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
+        """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
+        what is not; with room again all goes on by itself, and the file has what memory has."""
+        with failing_disk() as disk, patch.object(sqlite, "FULL_PAUSE_S", 0.01):
+            queue = SqliteQueue(path, clock)
+            record, other = await submitted(queue, "a"), await submitted(queue, "b")
+            lease = await leased(queue)
+            await queue.load("a")
+            following = await started(history(queue, "a", after=2))
+            disk.full = True
+            for call in (
+                queue.commit(done(record, lease, status="completed", events=(Event("completed"),))),
+                submitted(queue, "c"),
+                queue.lease("w", wanted("p"), TTL),
+                queue.renew([lease.claim], TTL),
+                queue.progress(lease.claim, []),
+                queue.commit(change(other, status="failed")),
+                queue.hand_back(lease.claim),
+                queue.expired(TTL),
+                queue.check(),
+                queue.load("a"),
+            ):
+                assert "full" in str(refusal := await raised(TransientError, call))
+                assert str(path.parent) not in str(refusal)
+            assert (await queue.load("b")).context == other.context
+            assert await queue.workers() == []
+            assert not following.done()
+            disk.full = False
+            assert [event.type for event in await following] == ["completed"]
+            await queue.check()
+            await submitted(queue, "d")
+            stands = [await queue.load(name) for name in "abd"]
+            queue = await again(queue, clock)
+            assert [(await queue.load(name)).context for name in "abd"] == [record.context for record in stands]
+            assert stands[0].context.status == "completed"
+            await raised(NotFound, queue.load("c"))
+            await queue.close()
+
+    async def test_lets_the_queue_be_closed(self, tmp_path: Path, clock: ManualClock) -> None:
+        """Given a disk that stays full, then what was acknowledged is there at the next start, and nothing else."""
+        with small_disk(tmp_path, 256) as disk:
+            queue = SqliteQueue(disk / "queue.db", clock)
+            record = await submitted(queue, "a")
+            fill(disk)
+            await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            await queue.close()
+            (disk / "filler").unlink()
+            queue = SqliteQueue(disk / "queue.db", clock)
+            assert (await queue.load("a")).context == record.context
+            await queue.close()
+
+    async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
+        with small_disk(tmp_path, 256) as disk, patch.object(sqlite, "FULL_PAUSE_S", 0.01):
+            queue = SqliteQueue(disk / "queue.db", clock)
+            record = await submitted(queue, "a")
+            fill(disk)
+            refusal = await raised(TransientError, queue.commit(change(record, metadata={"k": "v" * 50_000})))
+            assert "full" in str(refusal)
+            (disk / "filler").unlink()
+            while True:
+                with suppress(TransientError):
+                    await queue.check()
+                    break
+                await asyncio.sleep(0.01)
+            assert (await queue.load("a")).context.metadata == {"k": "v" * 50_000}
+            await queue.close()
 
 
 async def test_what_cannot_be_stored_is_refused_alone(queue: SqliteQueue) -> None:
@@ -408,7 +477,7 @@ class TestTheFile:
             queues.open(f"sqlite:{path}")
         script = f"from unfuse import queues; queues.open('sqlite:{path}')"
         other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-        assert f"ConfigError: the queue cannot be kept in {path}: process {os.getpid()} has it: end" in other.stderr
+        assert f"InUse: the queue cannot be kept in {path}: process {os.getpid()} has it: end" in other.stderr
 
     async def test_is_free_again_when_it_is_closed(self, queue: SqliteQueue, clock: ManualClock) -> None:
         await (await again(queue, clock)).close()

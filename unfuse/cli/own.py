@@ -11,7 +11,7 @@ import msgspec
 from unfuse.cli.logs import Terminal
 from unfuse.cli.remains import passing_folder
 from unfuse.cli.serve import options
-from unfuse.cli.settings import Loaded, load
+from unfuse.cli.settings import DEFAULT, Loaded, load
 
 if TYPE_CHECKING:
     from unfuse.cli.loading import Loading
@@ -47,6 +47,7 @@ def own_pools(loaded: Loaded, terminal: Terminal | None = None, loading: Loading
         loading.expect([worker.role for worker in planned.workers])
     with passing_folder() as folder:
         places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
-        chosen = msgspec.structs.replace(chosen, places=places, costs=None)
+        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else chosen.queue
+        chosen = msgspec.structs.replace(chosen, places=places, costs=None, queue=queue)
         with compose.local(chosen, planned, terminal) as client:
             yield client

@@ -96,7 +96,7 @@ def options(loaded: Loaded) -> ServeOptions:
         admins=frozenset(admins),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
-        queue=serve.queue,
+        queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),
         run_dir=settings.run_dir,
         listen=listen,

@@ -70,7 +70,12 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
     ] = 2048
-    queue: Annotated[str, says("Where tasks wait and requests live.")] = "memory"
+    queue: Annotated[
+        str,
+        says(
+            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, or memory, which keeps none."
+        ),
+    ] = "sqlite:DATA_DIR/queue.db"
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
     store: Annotated[
         str,

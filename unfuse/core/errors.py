@@ -15,6 +15,10 @@ class UsageError(ConfigError):
     """What was typed, or set, is nothing that can be asked for; the text says what can."""
 
 
+class InUse(UsageError):
+    """Another process has what this one was to have alone; the text names that process and says what to do."""
+
+
 class InvalidParameter(UnfuseError):
     """The client asked for something this model cannot do. Never retried.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import cast
 import apsw
 import msgspec
 
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, InUse, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
@@ -34,6 +35,9 @@ MAGIC = b"SQLite format 3\0"
 MOUNTS = Path("/proc/self/mountinfo")
 REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
 LOCAL_FUSE = "fuse.fuse-overlayfs"
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says where there is no room."""
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
@@ -70,7 +74,7 @@ class Journal:
             _refuse_remote(path)
             _refuse_foreign(path)
             with ExitStack() as opened:
-                opened.enter_context(_locked(path.with_name(f"{path.name}.lock")))
+                opened.enter_context(_locked(path))
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
                 self._file = apsw.Connection(str(path))
                 opened.callback(self._file.close, force=True)
@@ -83,14 +87,34 @@ class Journal:
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         self.damaged[str(id)] = cast(int, number), str(error)
                 self._opened = opened.pop_all()
+        except InUse:
+            raise
         except (OSError, apsw.Error, msgspec.MsgspecError, ConfigError) as error:
             raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
     def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
-        """Replace these rows, and delete those that are None, as a whole. What is not durable may go with the power."""
+        """Replace these rows, and delete those that are None, as a whole. What is not durable may go with the power.
+
+        Raises TransientError, with nothing changed, where the disk has no room.
+        """
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
+        try:
+            self._write(kept, gone, durable)
+        except apsw.Error as error:
+            if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
+                raise
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise TransientError("the disk is full") from error
+
+    def close(self) -> None:
+        """Let the next process have it."""
+        self.thread.shutdown()
+        self._opened.close()
+
+    def _write(self, kept: Sequence[tuple[int, str, bytes]], gone: Sequence[tuple[int]], durable: bool) -> None:
         self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
         self._file.execute("BEGIN IMMEDIATE")
         self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
@@ -98,11 +122,6 @@ class Journal:
             self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
             self._file.execute("PRAGMA incremental_vacuum").fetchall()
         self._file.execute("COMMIT")
-
-    def close(self) -> None:
-        """Let the next process have it."""
-        self.thread.shutdown()
-        self._opened.close()
 
     def _begin(self) -> int:
         """Check and prepare the file; returns how often it was opened before."""
@@ -126,14 +145,19 @@ class Journal:
 
 
 def _locked(path: Path) -> FileIO:
-    """A file that says which process has it. Raises ConfigError when it is another one."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
+    """A file beside the queue's that says which process has it. Raises InUse when it is another one."""
+    lock = path.with_name(f"{path.name}.lock")
+    file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         with file:
             holder = file.read().decode()
-        raise ConfigError(f"process {holder} has it: end that one, or give this one a file of its own") from error
+        raise InUse(
+            f"the queue cannot be kept in {path}: process {holder} has it: end that one, or give this one another "
+            "folder with UNFUSE_DATA_DIR, or another file with --queue sqlite:PATH; servers share a queue that is "
+            "--queue redis://HOST:PORT/DATABASE"
+        ) from error
     file.truncate(0)
     file.write(str(os.getpid()).encode())
     return file
@@ -174,4 +198,6 @@ def _refuse_remote(path: Path) -> None:
         kind = line.partition(" - ")[2].split()[0]
         is_remote = kind in REMOTE or (kind.startswith("fuse.") and kind != LOCAL_FUSE)
         if is_remote and line.split()[2] == f"{os.major(device)}:{os.minor(device)}":
-            raise ConfigError(f"it is on a network file system ({kind}), choose a disk of this machine")
+            raise ConfigError(
+                f"it is on a network file system ({kind}): choose a disk of this machine, with --queue sqlite:PATH"
+            )

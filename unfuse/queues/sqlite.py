@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import builtins
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+
+import structlog
 
 from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
@@ -25,8 +28,14 @@ from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal, Row, Standing
 from unfuse.queues.memory import MemoryQueue, _Held
 
+FULL_PAUSE_S = 1.0
+"""How long after the disk was found full it is tried again."""
+
 EVENTS_A_START = 2**24
 """More events than one request publishes between two starts: numbers continue at the next multiple."""
+
+
+log = structlog.get_logger(__name__)
 
 
 class _UnixClock(AlarmClock):
@@ -57,8 +66,19 @@ class _Batch:
     durable: bool = False
 
 
+def _merged(batches: Sequence[_Batch]) -> _Batch:
+    """What these were to write, to be written by one transaction."""
+    merged = _Batch(asyncio.get_running_loop().create_future())
+    for batch in batches:
+        merged.entries |= batch.entries
+        merged.durable |= batch.durable
+    return merged
+
+
 class SqliteQueue(MemoryQueue):
-    """A queue that survives its process. When its file cannot be written any more, it does nothing any more."""
+    """A queue that survives its process. While its disk is full, what would change anything is refused, and what is not
+    written yet waits for room. When its file cannot be written for another reason, it does nothing any more.
+    """
 
     def __init__(self, path: Path, clock: Clock) -> None:
         super().__init__(_UnixClock(clock))
@@ -66,7 +86,8 @@ class SqliteQueue(MemoryQueue):
         self._journal = Journal(path)
         self._writing: _Batch | None = None
         self._coming: _Batch | None = None
-        self._broken = ""
+        self._broken = self._full = ""
+        self._trying: asyncio.TimerHandle | None = None
         self._restored: set[Claim] = set()
         rows, self._journal.rows = self._journal.rows, []
         for number, row in rows:
@@ -85,19 +106,21 @@ class SqliteQueue(MemoryQueue):
         return cls(Path(path).expanduser().absolute(), clock)
 
     async def check(self) -> None:
-        """Raise TransientError once the file could not be written."""
+        """Raise TransientError while the disk is full, and once the file could not be written."""
         self._check()
 
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         """Store a new request, once."""
+        self._check()
         return await self._kept(await super().submit(context, tasks, events, limits))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> builtins.list[Lease]:
         """Claim tasks. This is written with what comes next and not waited for: at worst a task is leased twice."""
-        leases = await super().lease(worker, wanted, ttl, wait)
         self._check()
+        leases = await super().lease(worker, wanted, ttl, wait)
+        self._check_file()
         for lease in leases:
             self._note(self._requests[lease.task.request])
         return leases
@@ -109,6 +132,7 @@ class SqliteQueue(MemoryQueue):
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
+        self._check()
         return await self._kept(await super().commit(change))
 
     async def hand_back(self, claim: Claim) -> bool:
@@ -151,7 +175,7 @@ class SqliteQueue(MemoryQueue):
 
     async def workers(self) -> Sequence[Member]:
         """The registry, which is new after a start: workers say that they live."""
-        self._check()
+        self._check_file()
         return await super().workers()
 
     async def damaged(self) -> Sequence[Damage]:
@@ -168,7 +192,7 @@ class SqliteQueue(MemoryQueue):
         try:
             await loop.run_in_executor(self._journal.thread, self._journal.write, [(number, None)], True)
         except Exception as error:
-            raise TransientError(f"the queue's file {self._path} cannot be written: {error}") from error
+            raise TransientError(f"the queue's file cannot be written: {error}") from error
         self._journal.damaged.pop(id, None)
 
     async def drop(self, request: str) -> None:
@@ -181,12 +205,14 @@ class SqliteQueue(MemoryQueue):
     async def close(self) -> None:
         """Wake everyone who waits, write what is not written, and let go of the file."""
         await super().close()
-        while batch := self._coming or self._writing:
+        while (batch := self._coming or self._writing) and not self._full:
             await batch.done
+        if self._trying is not None:
+            self._trying.cancel()
         self._journal.close()
 
     def _entry(self, request: str) -> Entry:
-        self._check()
+        self._check_file()
         return super()._entry(request)
 
     def _held(self, claim: Claim) -> _Held | None:
@@ -194,14 +220,23 @@ class SqliteQueue(MemoryQueue):
         return super()._held(claim)
 
     def _check(self) -> None:
+        """Before a change: nothing is changed that cannot be written."""
+        self._check_file()
+        if self._full:
+            raise TransientError(self._full)
+
+    def _check_file(self) -> None:
         if self._broken:
             raise TransientError(self._broken)
 
     async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
         async for event in entry.history.follow(after):
-            await self._settled(entry)
+            while self._unwritten(entry):
+                with suppress(TransientError):  # whoever follows waits as long as the disk is full
+                    await self._settled(entry)
+                self._check_file()
             yield event
-        self._check()
+        self._check_file()
 
     async def _kept(self, record: Record) -> Record:
         """The record, once it is on the disk."""
@@ -209,11 +244,15 @@ class SqliteQueue(MemoryQueue):
         return record
 
     async def _settled(self, entry: Entry) -> None:
-        """Wait until an entry is written as it is now."""
-        batches = [batch for batch in (self._writing, self._coming) if batch and entry.number in batch.entries]
-        for batch in batches[-1:]:
+        """Wait until an entry is written as it is now. Raises TransientError when it cannot be, or not yet."""
+        for batch in self._unwritten(entry)[-1:]:
             await asyncio.shield(batch.done)
-        self._check()
+            if self._full and self._unwritten(entry):
+                raise TransientError(self._full)
+        self._check_file()
+
+    def _unwritten(self, entry: Entry) -> builtins.list[_Batch]:
+        return [batch for batch in (self._writing, self._coming) if batch and entry.number in batch.entries]
 
     def _note(self, entry: Entry, durable: bool = False) -> Entry:
         """An entry has changed: the next transaction writes it."""
@@ -240,18 +279,27 @@ class SqliteQueue(MemoryQueue):
                 self._written(error)
 
     def _written(self, error: BaseException | None) -> None:
-        if error:
-            self._broken = (
-                f"the queue's file {self._path} cannot be written ({error}): make room or repair the disk, then start "
-                "the server again; all that was accepted is kept"
-            )
+        """A transaction is over: go on with the next, or with the same again where the disk is full."""
         batches, self._writing = [self._writing], None
-        if self._broken:
+        if error is not None:
             batches, self._coming = [*batches, self._coming], None
+            if not self._full:
+                log.error("the queue's file cannot be written", file=str(self._path), reason=str(error))
+        self._full = ""
+        if isinstance(error, TransientError):
+            self._full = "the disk of the queue is full: nothing is accepted or changed until there is room again"
+            self._coming = _merged([batch for batch in batches if batch])
+            self._trying = asyncio.get_running_loop().call_later(FULL_PAUSE_S, self._flush)
+        elif error is not None:
+            self._broken = (
+                f"the queue's file cannot be written ({error}): repair the disk, then start the server again; "
+                "all that was accepted is kept"
+            )
             self._closing = asyncio.ensure_future(super().close())
         for batch in filter(None, batches):
             batch.done.set_result(None)
-        self._flush()
+        if error is None:
+            self._flush()
 
     def _row(self, entry: Entry) -> Row | None:
         context = entry.context

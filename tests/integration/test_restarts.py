@@ -1,0 +1,77 @@
+"""`serve` as it comes keeps its queue in the data folder: what was accepted outlives it; the folder has one owner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.cluster import install
+from tests.integration.harness import all_gone, environment, family_of, free_port, serving, unfuse, until
+
+SLOW = "a circle [sleep=0.05@denoise]"
+
+
+def installed(folder: Path) -> tuple[str, dict[str, str]]:
+    """A fast model without torch, and the variables it needs."""
+    site, model = install(folder)
+    paths = [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    return str(model), {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "UNFUSE_LEASE__TTL_S": "2"}
+
+
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "upgraded"])
+def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp_path: Path) -> None:
+    """Given requests that run and wait, when server and workers end, at once or in order, then the next server on the
+    same data folder completes them all, under their ids."""
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--arena", "16MiB", "--drain-timeout", "0", **variables) as server:
+        server.ready()
+        before = server.submit("a star")
+        assert server.finished(before)["status"] == "completed"
+        requests = [server.submit(SLOW, seed=seed, num_inference_steps=40) for seed in range(6)]
+        until(lambda: server.get(f"/v1/requests/{requests[0]}")["status"] == "in_progress", "it to run", server.process)
+        everyone = family_of(server.process.pid)
+        server.process.send_signal(ending)
+        server.process.wait()
+        until(lambda: all_gone(everyone), "the server's processes to end")
+        server.killed_and_started_again().ready()
+        assert [server.finished(request)["status"] for request in requests] == ["completed"] * 6
+        assert server.result(before)
+        assert (tmp_path / "queue.db").exists()
+
+
+def test_a_second_server_on_the_folder_is_told_what_to_do(tmp_path: Path) -> None:
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--no-workers", **variables) as server:
+        until(lambda: server.get("/health"), "the gateway", server.process)
+        ports = ("--port", str(free_port()), "--listen", f"tcp://127.0.0.1:{free_port()}")
+        command = unfuse("serve", model, "--no-workers", *ports)
+        second = subprocess.run(
+            command, env=environment(tmp_path) | variables, capture_output=True, text=True, timeout=110
+        )
+        assert second.returncode == 2
+        said = second.stderr.splitlines()[-1]
+        assert f"process {server.process.pid} has it" in said
+        assert "UNFUSE_DATA_DIR" in said and "--queue" in said
+        assert "Traceback" not in second.stderr
+        elsewhere = environment(tmp_path / "other") | variables
+        with subprocess.Popen(command, env=elsewhere, stderr=subprocess.PIPE, text=True) as other:
+            assert other.stderr is not None
+            assert any(" at http://" in line for line in other.stderr)
+            other.terminate()
+            other.stderr.read()
+
+
+def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> None:
+    """Given a server on the data folder, then a one-shot verb beside it works, since its queue is its own."""
+    model, variables = installed(tmp_path)
+    code = f"import unfuse\nwith unfuse.local({model!r}) as u: print(len(u.generate('a star').data))"
+    environ = environment(tmp_path) | variables
+    with serving(tmp_path, model, "--no-workers", **variables) as server:
+        until(lambda: server.get("/health"), "the gateway", server.process)
+        command = [*unfuse()[:1], "-c", code]
+        made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
+        assert made.stdout == "1\n", made.stderr
