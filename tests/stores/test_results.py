@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
+from tests.disks import fill, small_disk
 from tests.stores.servers import S3Server
-from unfuse.core.errors import ConfigError, NotFound, TransientError
+from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.request import new_request_id
 from unfuse.stores.results import REQUEST_ID, ResultStore, open_results
 
@@ -188,9 +189,9 @@ def test_a_full_disk_is_said_and_nothing_is_left(
 
     with monkeypatch.context() as patch:
         patch.setattr(*((os, "fsync") if broken == "fsync" else (Path, "replace")), full)
-        sentence = r"\(3 bytes\) cannot be written: No space left on device; make room under"
-        with pytest.raises(TransientError, match=sentence):
+        with pytest.raises(ResultsUnavailable) as caught:
             results.put(request, 0, "image/png", b"new")
+        assert "(3 bytes) cannot be written: No space left on device; make room under" in str(caught.value.__cause__)
     assert os.listdir(folder / request) == ["0"] and results.read(request, 0) == b"old"
     results.put(request, 0, "image/png", b"new")
     assert results.read(request, 0) == b"new"
@@ -206,7 +207,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
     results.put(request, 0, "video/mp4", bytes(200_000))
 except TransientError as error:
-    sys.exit(f"{error} {os.listdir(sys.argv[2] + '/' + request)}")
+    told = f"{error.__cause__} {os.listdir(sys.argv[2] + '/' + request)}"
+try:
+    results.check()
+except TransientError:
+    sys.exit(told)
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", script, f"disk:{folder}", str(folder)]
@@ -265,3 +270,28 @@ def test_an_attachment_with_another_kind_of_name_is_not_kept(tmp_path: Path, nam
     with pytest.raises(NotFound):
         store.attach(new_request_id(), name, b"")
     assert list(tmp_path.rglob("*")) == []
+
+
+def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Given a disk that fills up while a result is written, then nothing of it is there, what was is, and with room
+    again the same call succeeds."""
+    with small_disk(tmp_path, 2048) as disk:
+        results, request = open_results(f"disk:{disk}"), new_request_id()
+        results.check()
+        results.put(request, 0, "image/png", b"first")
+        fill(disk)
+        with (disk / "filler").open("r+b") as file:
+            file.truncate(file.seek(0, os.SEEK_END) - 8192)
+        for call in (
+            results.check,
+            lambda: results.put(request, 1, "image/png", bytes(100_000)),
+            lambda: results.attach(request, "image", bytes(100_000)),
+        ):
+            with pytest.raises(ResultsUnavailable) as caught:
+                call()
+            assert str(disk) not in str(caught.value)
+        assert [path.name for path in disk.rglob("*") if path.is_file()] == ["filler", "0"]
+        assert results.read(request, 0) == b"first"
+        (disk / "filler").unlink()
+        results.check()
+        assert results.put(request, 1, "image/png", bytes(100_000)).bytes == 100_000

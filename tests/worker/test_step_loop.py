@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from unfuse.core.codec import encode
-from unfuse.core.errors import ArenaFull, PermanentError
+from unfuse.core.errors import ArenaFull, PermanentError, TransientError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
@@ -22,7 +22,8 @@ from unfuse.core.task import Lease, Task
 from unfuse.stages.base import Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped
+from unfuse.worker import step_loop
+from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped, Waits
 from unfuse.worker.step_loop import StepLoop
 
 
@@ -348,3 +349,68 @@ def test_a_stage_gets_the_uploads_it_names(tmp_path: Path) -> None:
     failed = loop.outcome(loop.run())
     assert isinstance(failed, Failed)
     assert (failed.kind, "has no image" in failed.message) == ("permanent", True)
+
+
+class Full:
+    """A result store whose place has no room, for writing or for reading, until it is made."""
+
+    def __init__(self, loop: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.room, self._shelf = False, loop.results._shelf
+        monkeypatch.setattr(step_loop, "PAUSE_S", 0.001)
+        monkeypatch.setattr(loop.results, "_shelf", self)
+
+    def __getattr__(self, name: str) -> Any:
+        if not self.room:
+            raise TransientError("/srv/results: no space left on device")
+        return getattr(self._shelf, name)
+
+
+def waits(loop: Bench, lease: Lease, tries: int = 1) -> None:
+    """Turn until a task has been told of as one that waits, so many times."""
+    for _ in range(1000):
+        if loop.sent.count(Waits(lease.claim)) >= tries:
+            return
+        loop.loop.turn()
+    raise AssertionError("it does not wait")
+
+
+class TestAResultStoreWithoutRoom:
+    def test_has_what_is_made_wait_and_other_tasks_go_on(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop, count = bench(tmp_path)
+        place = Full(loop, monkeypatch)
+        waiting = [loop.run("print"), loop.run("print")]
+        for lease in waiting:
+            waits(loop, lease, tries=3)
+        assert isinstance(loop.outcome(loop.run(tag=7)), Done)
+        assert count.order == [7, 7, 7]
+        place.room = True
+        for lease in waiting:
+            done = loop.outcome(lease)
+            assert isinstance(done, Done)
+            assert loop.results.read(lease.task.request, done.results[0].index) == b"tensor([0., 0., 0.])"
+        assert not any(isinstance(message, Failed) for message in loop.sent)
+
+    def test_keeps_no_cancellation_waiting(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        loop, _ = bench(tmp_path)
+        place = Full(loop, monkeypatch)
+        lease = loop.run("print")
+        waits(loop, lease)
+        loop.inbox.put(Cancel(lease.claim))
+        assert loop.outcome(lease) == Stopped(lease.claim)
+        place.room = True
+        assert isinstance(loop.outcome(loop.run("print")), Done)
+        assert not list(tmp_path.glob(f"{lease.task.request}/*"))
+
+    def test_that_cannot_be_reached_has_a_task_wait_for_its_upload(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        loop, count = bench(tmp_path)
+        count.uploads = ("image",)
+        lease = loop.run()
+        loop.results.attach(lease.task.request, "image", b"picture")
+        place = Full(loop, monkeypatch)
+        waits(loop, lease, tries=2)
+        assert not count.batches
+        place.room = True
+        assert isinstance(loop.outcome(lease), Done)
+        assert count.uploaded == [b"picture"]

@@ -65,6 +65,13 @@ class ObjectLost(TransientError):
         self.object_id = object_id
 
 
+class ResultsUnavailable(TransientError):
+    """The place where results and uploads are kept has no room, or cannot be reached.
+
+    That is no failure of a task: it waits until the place is well again.
+    """
+
+
 class ArenaFull(TransientError):
     """There is no room for an object now; `needed` and `free` are bytes. `full` says where, `remedy` what helps."""
 

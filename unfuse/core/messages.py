@@ -45,6 +45,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     `high_water` is the most that ever were, `fragmentation` the share of the free ones that no one object can have.
     Other nodes pull its objects at the addresses of its transfer `engines`. `device` says what it computes on: cpu, or
     the name of the GPU.
+    So many of its tasks are `unwritten`: they wait for the result store, which has no room or cannot be reached.
     `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
     """
 
@@ -62,6 +63,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     fragmentation: Share = 0.0
     engines: dict[str, str] = {}
     device: str = ""
+    unwritten: int = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +102,7 @@ class Moved(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take.
 
-    `moved` is what came by which transfer engine since the last one.
+    `moved` is what came by which transfer engine since the last one; `unwritten` tasks wait for the result store.
     The answer may wait up to `wait` seconds for a request to be interrupted: a cancellation is heard of at once.
     """
 
@@ -111,6 +113,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     high_water: Count = 0
     fragmentation: Share = 0.0
     moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
+    unwritten: Annotated[int, Meta(ge=0)] = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

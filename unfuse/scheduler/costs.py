@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from statistics import fmean
@@ -183,4 +184,6 @@ def _write(path: Path, data: bytes) -> None:
         fresh.write_bytes(data)
         fresh.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            fresh.unlink()
         log.warning("what stages take could not be kept", file=str(path), reason=str(error))

@@ -231,7 +231,8 @@ class Desk:
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        fill = {"used": beat.used, "high_water": beat.high_water, "fragmentation": beat.fragmentation}
+        told = ("used", "high_water", "fragmentation", "unwritten")
+        fill = {name: getattr(beat, name) for name in told}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
         with self._background.besides("counting what was moved"):
             for engine, moved in beat.moved.items():

@@ -17,6 +17,7 @@ from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
 from unfuse.core.plan import Params, compile_plan
+from unfuse.core.redact import without_paths
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, Member, TaskQueue
@@ -221,9 +222,10 @@ class Scheduler:
         if failed.kind == "hand_back":
             return await self._handed_back(failed, worker)
         queue_now, now = await self.queue.now(), self._clock.wall()
+        message, evidence = without_paths(failed.message), without_paths(failed.evidence)
+        told = msgspec.structs.replace(failed, message=message, evidence=evidence)
         record, _ = await self._apply(
-            claim.request,
-            lambda record: lifecycle.failed(record.context, failed, worker, now, queue_now, record.running),
+            claim.request, lambda record: lifecycle.failed(record.context, told, worker, now, queue_now, record.running)
         )
         if failed.object_id:
             with self._background.besides("giving up a lost output"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import secrets
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from unfuse.core.errors import (
     InvalidParameter,
     NotFound,
     Overloaded,
+    ResultsUnavailable,
     TransientError,
     UnfuseError,
     UnknownModel,
@@ -94,6 +96,10 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
+        case ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            log.error("no room", reason=str(error.__cause__ or error))
+            message = "the server has no room for what it was sent, or cannot reach where it is kept: try again later"
+            return Refusal(503, "no_room", message, headers={"retry-after": "10"})
         case TransientError():
             log.error("unavailable", reason=str(error))
             message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"

@@ -13,7 +13,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import Damaged, InvalidParameter, NotFound, Overloaded, UnknownModel
+from unfuse.core.errors import (
+    Damaged,
+    InvalidParameter,
+    NotFound,
+    Overloaded,
+    ResultsUnavailable,
+    UnknownModel,
+)
 from unfuse.core.messages import Moved
 from unfuse.core.plan import Params
 from unfuse.core.request import Record, RequestContext
@@ -66,6 +73,7 @@ class Gateway(Observer):
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.loras = Loras(loras) if loras else None
+        self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self._background = Supervisor()
         scheduler.observer = self
@@ -189,6 +197,19 @@ class Gateway(Observer):
             await asyncio.wait({releasing})
         await to_thread.run_sync(self.results.delete, request)
         await self.queue.drop(request)
+
+    async def unwritten(self) -> tuple[bool, int]:
+        """Whether results can be kept now, as far as is known here, and how many tasks wait for that."""
+        waiting = sum(member.info.unwritten for member in await self.scheduler.workers())
+        why = ""
+        try:
+            await to_thread.run_sync(self.results.check)
+        except ResultsUnavailable as error:
+            why = str(error.__cause__)
+        if why and why != self._no_room:
+            log.error("results cannot be kept", reason=why)
+        self._no_room = why
+        return not (why or waiting), waiting
 
     async def finished(self, record: Record) -> Record:
         """The request once it is over. A caller that stops waiting changes nothing for it.

@@ -28,12 +28,16 @@ async def health() -> dict[str, str]:
 async def ready(gateway: Served) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 
-    503 too while the queue cannot work.
+    503 too while the queue cannot work, and while results cannot be kept.
     """
     try:
         await gateway.queue.check()
     except TransientError as error:
         raise Refusal(503, "not_ready", str(error), headers={"retry-after": "2"}) from error
+    kept, waiting = await gateway.unwritten()
+    if not kept:
+        message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
+        raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
     missing = await gateway.scheduler.missing()
     served = await gateway.models()
     if served and not missing:
@@ -54,5 +58,6 @@ async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
     pools = {pool for card in (await gateway.models()).values() for pool in card.pools().values()}
     oldest = {pool: await gateway.oldest(pool) for pool in sorted(pools)}
+    gateway.metrics.results(*await gateway.unwritten())
     page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), oldest)
     return Response(page, media_type=CONTENT_TYPE_LATEST)

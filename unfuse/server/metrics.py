@@ -66,6 +66,8 @@ class Metrics:
         self._predicted = self._gauge(
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", "pool"
         )
+        self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")
+        self._unwritten = self._gauge("results_waiting", "Tasks that wait until they can be")
         self._size = self._gauge("queue_size", "Tasks that wait", "pool")
         self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", "pool")
         self._busy = self._gauge("worker_active", "Healthy workers that hold a task", "pool")
@@ -107,6 +109,11 @@ class Metrics:
         """The encoder cache was looked through for an accepted request."""
         self._hits.inc(hits)
         self._misses.inc(misses)
+
+    def results(self, kept: bool, waiting: int) -> None:
+        """Whether results can be kept now, and how many tasks wait for that."""
+        self._kept.set(kept)
+        self._unwritten.set(waiting)
 
     async def page(self, queue: TaskQueue, members: Sequence[Member], oldest: Mapping[str, float]) -> bytes:
         """Everything in Prometheus' text format; `oldest` is the longest wait in each pool, in seconds."""

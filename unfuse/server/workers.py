@@ -33,6 +33,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "room": member.info.room,
             "used": member.info.used,
             "high_water": member.info.high_water,
+            "unwritten": member.info.unwritten,
             "fragmentation": round(member.info.fragmentation, 3),
             "engines": member.info.engines,
             "healthy": member.info.id in healthy,

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
@@ -77,6 +78,14 @@ class DiskShelf(Shelf):
                 with suppress(FileNotFoundError):  # removed meanwhile
                     stat = os.stat(os.path.join(folder, name))
                     yield Entry(os.path.relpath(folder, self._root), name, stat.st_size, stat.st_mtime)
+
+    def require_room(self, nbytes: int) -> None:
+        """Raise TransientError unless a file of that many bytes could be written now."""
+        try:
+            with TemporaryFile(dir=self._root) as file:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+        except OSError as error:
+            raise TransientError(f"{nbytes} bytes cannot be written under {self._root}: {error.strerror}") from error
 
     def _write(self, folder: str, name: str, data: Data, fsync: bool) -> None:
         target = self._root / folder

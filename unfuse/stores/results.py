@@ -9,10 +9,12 @@ import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
-from unfuse.core.errors import ConfigError, NotFound
+from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.request import ResultFile
 from unfuse.stores.disk import DiskShelf
 from unfuse.stores.shelf import Shelf, open_shelf
@@ -21,6 +23,9 @@ ATTACHED = "attached-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
 
+LEAST_ROOM = 1 << 20
+"""Bytes without which a disk counts as full: a picture takes as many."""
+
 COPY_S = 3600
 """How long a file with a copy of a result is there: longer than anybody reads it."""
 
@@ -28,20 +33,25 @@ COPY_S = 3600
 class ResultStore(ABC):
     """Results by request and index. A result is there as a whole or not at all; putting it again replaces it.
 
-    Every method raises TransientError when the place fails, and NotFound for what is not a request's id.
+    Every method raises ResultsUnavailable when the place fails, and NotFound for what is not a request's id.
     """
 
     def __init__(self, shelf: Shelf) -> None:
         self._shelf = shelf
 
     def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
-        """Keep `data`; it is safe when this returns. Raises TransientError, nothing kept, when there is no room."""
-        self._shelf.write(_folder(request), str(index), data)
+        """Keep `data`; it is safe when this returns. Raises ResultsUnavailable, nothing kept, when there is no room."""
+        with _told():
+            self._shelf.write(_folder(request), str(index), data)
         return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
 
     @abstractmethod
     def path(self, request: str, index: int) -> Path:
         """A file that holds the result, for reading. Raises NotFound."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise ResultsUnavailable when a result could not be kept now, as far as that is known without keeping one."""
 
     def read(self, request: str, index: int) -> bytes:
         """The bytes of a result. Raises NotFound."""
@@ -50,9 +60,10 @@ class ResultStore(ABC):
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
         """Keep bytes beside a request's results until it is over: an upload, a preview, which need not be durable.
 
-        Raises TransientError when there is no room.
+        Raises ResultsUnavailable when there is no room.
         """
-        self._shelf.write(_folder(request), _attachment(name), data, durable=durable)
+        with _told():
+            self._shelf.write(_folder(request), _attachment(name), data, durable=durable)
 
     def attached(self, request: str, name: str) -> bytes:
         """What was attached under that name. Raises NotFound."""
@@ -60,20 +71,23 @@ class ResultStore(ABC):
 
     def detach(self, request: str) -> None:
         """Forget what was attached to a request, but not its results. Idempotent."""
-        for entry in self._shelf.entries(_folder(request)):
-            if entry.name.startswith(ATTACHED):
-                self._shelf.remove(request, entry.name)
+        with _told():
+            for entry in self._shelf.entries(_folder(request)):
+                if entry.name.startswith(ATTACHED):
+                    self._shelf.remove(request, entry.name)
 
     def delete(self, request: str) -> None:
         """Forget a request's results and attachments. Idempotent."""
-        self._shelf.drop(_folder(request))
+        with _told():
+            self._shelf.drop(_folder(request))
 
     def forget(self, before: float) -> list[str]:
         """Delete the results of requests that got their last one before Unix time `before`; returns their ids."""
         last: dict[str, float] = {}
-        for entry in self._shelf.entries():
-            if REQUEST_ID.fullmatch(entry.folder):
-                last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
+        with _told():
+            for entry in self._shelf.entries():
+                if REQUEST_ID.fullmatch(entry.folder):
+                    last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
         old = [request for request, modified in last.items() if modified < before]
         for request in old:
             self.delete(request)
@@ -82,7 +96,8 @@ class ResultStore(ABC):
     def _read(self, request: str, name: str, what: str) -> bytes:
         folder = _folder(request)
         try:
-            return b"".join(self._shelf.read(folder, name)[1])
+            with _told():
+                return b"".join(self._shelf.read(folder, name)[1])
         except NotFound:
             raise _none(request, what) from None
 
@@ -99,9 +114,20 @@ class DiskResults(ResultStore):
             raise _none(request, f"result {index}")
         return path
 
+    def check(self) -> None:
+        """See ResultStore."""
+        with _told():
+            self._shelf.require_room(LEAST_ROOM)
+
 
 class RemoteResults(ResultStore):
-    """Results in S3. One that is asked for as a file is copied to this machine, for an hour, to be read in ranges."""
+    """Results in S3, which says that it takes no more only to who writes there.
+
+    One that is asked for as a file is copied to this machine, for an hour, to be read in ranges.
+    """
+
+    def check(self) -> None:
+        """See ResultStore."""
 
     def path(self, request: str, index: int) -> Path:
         """See ResultStore."""
@@ -125,6 +151,15 @@ def open_results(url: str) -> ResultStore:
         raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
     shelf = open_shelf(url)
     return DiskResults(shelf) if isinstance(shelf, DiskShelf) else RemoteResults(shelf)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever fails in the place is a state of the place; where that is, is for logs only."""
+    try:
+        yield
+    except TransientError as error:
+        raise ResultsUnavailable("the place for results has no room, or cannot be reached") from error
 
 
 def _folder(request: str) -> str:

@@ -102,6 +102,12 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Waits(msgspec.Struct, frozen=True, tag=True):
+    """A task waits until the result store takes what it made, or gives what was uploaded for it. Said at each try."""
+
+    claim: Claim
+
+
 class Stopped(msgspec.Struct, frozen=True, tag=True):
     """A cancelled task is dropped."""
 
@@ -109,7 +115,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCompute = Load | Run | Cancel
-FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | Kept | Stopped | Done | Failed
+FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | Kept | Waits | Stopped | Done | Failed
 
 
 class ComputeChannel:

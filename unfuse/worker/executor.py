@@ -34,6 +34,7 @@ from unfuse.worker.channel import (
     Run,
     Stepped,
     Stopped,
+    Waits,
 )
 from unfuse.worker.records import read_record, relog
 
@@ -74,6 +75,7 @@ class Executor:
         self._waiting: dict[Claim, Run] = {}
         self._given: dict[Claim, Run] = {}
         self._begun: set[Claim] = set()
+        self._unwritten: set[Claim] = set()
         self._heard_at = 0.0
         self._killed_for = ""
         self._log = ""
@@ -85,6 +87,11 @@ class Executor:
     def pid(self) -> int | None:
         """Process id of the compute process, for people and for tests."""
         return self._process.pid if self._process else None
+
+    @property
+    def unwritten(self) -> int:
+        """Tasks that wait for the result store."""
+        return len(self._unwritten)
 
     async def start(self) -> str:
         """Start the process and load; returns what it computes on. Raises ConfigError when it cannot load."""
@@ -185,7 +192,10 @@ class Executor:
             message: FromCompute = await self._channel.receive()
             self._heard_at = time.monotonic()
             match message:
+                case Waits():
+                    self._unwritten |= {message.claim} & self._given.keys()
                 case Stepped():
+                    self._unwritten.discard(message.claim)
                     if message.claim in self._given:
                         self._begun.add(message.claim)
                         await self._report(message)
@@ -193,6 +203,7 @@ class Executor:
                     await self._report(message)
                 case Stopped() | Done() | Failed():
                     self._begun.discard(message.claim)
+                    self._unwritten.discard(message.claim)
                     if self._given.pop(message.claim, None):
                         await self._report(message)
                         await self._feed()
@@ -224,7 +235,7 @@ class Executor:
         words = await self._last_words()
         log.error("compute process died", reason=words, begun=len(self._begun))
         claims, begun = [*self._given, *self._waiting], self._begun
-        self._given, self._waiting, self._begun = {}, {}, set()
+        self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()
         message, evidence = f"the compute process died: {words}", f"{words}\n{self._log}".strip()
         for claim in claims:
             crashed = claim in begun

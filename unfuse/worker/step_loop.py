@@ -5,29 +5,35 @@ from __future__ import annotations
 import queue
 import time
 import traceback
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
 
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, ResultsUnavailable, UnfuseError
 from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.channel import Cancel, FromCompute, Kept, Run, Stepped, Stopped
+from unfuse.worker.channel import Cancel, FromCompute, Kept, Run, Stepped, Stopped, Waits
 from unfuse.worker.checkpoints import Policy, packed, unpacked
+from unfuse.worker.told import about
 
 REPORT_S = 0.05
 """At most 20 progress messages a second; each lists the steps since the last."""
 
 ROOM_S = 2.0
 """How long an output waits for room in a full arena: readers elsewhere may give some back, while nothing runs here."""
+
+PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
+"""After what time a task that waits for the result store tries again: the first time, and the longest it grows to."""
 
 EVIDENCE_CHARS = 4000
 
@@ -70,6 +76,15 @@ class Job:
         return self.lease.task.priority
 
 
+@dataclass(eq=False)
+class _Parked:
+    """A task that waits for the result store: what is tried again, when (monotonic seconds), after which pause."""
+
+    again: Callable[[], None]
+    at: float
+    pause: float
+
+
 class StepLoop:
     """Runs tasks on the stages of one compute process.
 
@@ -77,6 +92,7 @@ class StepLoop:
     forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
     order of arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
     States are saved as the policy has it, and when they step aside, so that another worker can go on from there.
+    While the result store has no room, what is made waits for it, and other tasks go on.
     """
 
     def __init__(
@@ -96,6 +112,7 @@ class StepLoop:
         self._inbox, self._send = inbox, send
         self._sizes = BatchSizes(batch)
         self._jobs: dict[Claim, Job] = {}
+        self._parked: dict[Claim, _Parked] = {}
 
     def run(self) -> None:
         """Serve until the process ends."""
@@ -105,6 +122,7 @@ class StepLoop:
     def turn(self) -> None:
         """Take what came in, waiting for it when there is nothing else to do; then one step of the most urgent."""
         self._admit()
+        self._try_again()
         if self._jobs:
             batch = self._pick()
             self._set_aside(below=batch[0].priority)
@@ -113,7 +131,9 @@ class StepLoop:
     def _admit(self) -> None:
         """Take every message that is there; wait for one only when there is nothing to do."""
         if not self._jobs:
-            self._take(self._inbox.get())
+            due = min((parked.at for parked in self._parked.values()), default=None)
+            with suppress(queue.Empty):
+                self._take(self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic())))
         while not self._inbox.empty():
             self._take(self._inbox.get())
 
@@ -146,9 +166,33 @@ class StepLoop:
                 run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
                 resumed=step, saved=step, reported=step,
             )  # fmt: skip
+        except ResultsUnavailable as error:
+            _close(inputs)
+            self._park(claim, error, partial(self._start, run))
         except Exception as error:  # the process must survive what one task brings
             _close(inputs)
             self._send(_failure(claim, error))
+
+    def _park(self, claim: Claim, error: ResultsUnavailable, again: Callable[[], None]) -> None:
+        """Have a task wait for the result store. Whoever watches us hears of every try."""
+        before = self._parked.get(claim)
+        if before is None:
+            log.warning("waits for the result store", **about(claim), reason=str(error.__cause__ or error))
+        pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
+        self._parked[claim] = _Parked(again, time.monotonic() + pause, pause)
+        self._send(Waits(claim))
+
+    def _try_again(self) -> None:
+        """Those whose pause is over; one that has to wait again is parked anew."""
+        for claim, parked in list(self._parked.items()):
+            if time.monotonic() < parked.at:
+                continue
+            try:
+                parked.again()
+            except Exception as error:  # the process must survive what one task brings
+                self._send(_failure(claim, error))
+            if self._parked[claim] is parked:
+                del self._parked[claim]
 
     def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
         """Where an earlier attempt was saved; None if that cannot be had, which costs time and no result."""
@@ -260,13 +304,22 @@ class StepLoop:
         began = time.monotonic()
         output = job.stage.finish(job.state)
         finished = time.monotonic()
+        job.run_s += finished - began
         ref = self._put(job, output)
-        results = self._write(job, output)
         _close(job.inputs)
         del self._jobs[job.claim]
+        self._deliver(job, ref, output.media, finished)
+
+    def _deliver(self, job: Job, ref: ObjectRef | None, media: Sequence[Media], finished: float) -> None:
+        try:
+            results = self._write(job, media)
+        except ResultsUnavailable as error:
+            job.inputs, job.state = [], None
+            self._park(job.claim, error, partial(self._deliver, job, ref, media, finished))
+            return
         timings = Timings(
-            get_s=job.get_s, run_s=job.run_s + finished - began, put_s=time.monotonic() - finished,
-            steps=job.steps, batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
+            get_s=job.get_s, run_s=job.run_s, put_s=time.monotonic() - finished, steps=job.steps,
+            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
@@ -279,14 +332,14 @@ class StepLoop:
             output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
         )
 
-    def _write(self, job: Job, output: StageOutput) -> tuple[ResultFile, ...]:
+    def _write(self, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
         task = job.lease.task
         first = task.params.get("index") or 0
         if not isinstance(first, int):
             raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
         return tuple(
-            self._results.put(task.request, first + offset, media.content_type, media.data)
-            for offset, media in enumerate(output.media)
+            self._results.put(task.request, first + offset, one.content_type, one.data)
+            for offset, one in enumerate(media)
         )
 
     def _drop(self, message: Cancel) -> None:
@@ -294,6 +347,8 @@ class StepLoop:
             if message.save:
                 self._keep(job)
             _close(job.inputs)
+            self._send(Stopped(message.claim))
+        elif self._parked.pop(message.claim, None):
             self._send(Stopped(message.claim))
 
 

@@ -45,6 +45,7 @@ from unfuse.worker.executor import Executor
 from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
+from unfuse.worker.told import about, tell
 
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
@@ -281,7 +282,7 @@ class Worker:
             if message.step:
                 self._background.once("telling of a step", partial(self._progress, message))
             else:
-                log.debug("task began", **_about(message.claim))
+                log.debug("task began", **about(message.claim))
         elif isinstance(message, Kept):
             if self._keeper:
                 self._background.once("keeping a checkpoint", partial(self._keeper.keep, message))
@@ -316,7 +317,7 @@ class Worker:
             await self._keeper.settled()  # whoever tries again is to go on from there
         if self._objects and lease:
             message = self._objects.settle(lease, message)
-        _tell(message)
+        tell(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
         self._changed.set()
@@ -334,7 +335,7 @@ class Worker:
                     await self._objects.delete(message.output)
                     self._changed.set()
                 return False
-            log.warning("an outcome was refused", reason=answer.message, **_about(message.claim))
+            log.warning("an outcome was refused", reason=answer.message, **about(message.claim))
             await asyncio.sleep(PAUSE_S)
         return True
 
@@ -344,7 +345,8 @@ class Worker:
         held = tuple(self._active.keys() - ended)
         moved = objects.tally.take()
         usage, holding = objects.usage(), tuple(objects.holding())
-        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
+        waits = self._executor.unwritten if self._executor else 0
+        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits)
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
@@ -381,17 +383,3 @@ class Worker:
             async with asyncio.timeout(3 * LEAVE_S):
                 for message in last:
                     await self._link.call(message, LEAVE_S)
-
-
-def _about(claim: Claim) -> dict[str, object]:
-    """What every log line on a task says."""
-    return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}
-
-
-def _tell(message: Stopped | Done | Failed) -> None:
-    if isinstance(message, Done):
-        log.debug("task done", run_s=message.timings.run_s, **_about(message.claim))
-    elif isinstance(message, Failed):
-        log.warning("task failed", kind=message.kind, reason=message.message, **_about(message.claim))
-    else:
-        log.info("task stopped", **_about(message.claim))

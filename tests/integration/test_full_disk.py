@@ -1,0 +1,62 @@
+"""The disk under `serve`'s data folder fills up: work waits, probes are told, and with room again all goes on."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.disks import fill, small_disk
+from tests.integration.harness import Server, serving, until
+from tests.integration.test_restarts import SLOW, installed
+
+
+def asked(server: Server, path: str) -> tuple[int, str]:
+    """The status and the text of an answer, whatever it is."""
+    try:
+        with urllib.request.urlopen(server.url + path, timeout=10) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def waiting(server: Server) -> float:
+    lines = asked(server, "/metrics")[1].splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith("unfuse_results_waiting "))
+
+
+def attempts(shown: dict[str, Any]) -> tuple[int, int]:
+    return shown["attempts"], sum(stage["failures"] + stage["crashes"] for stage in shown["stages"])
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["a disk of their own", "the data folder's disk"])
+def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
+    """Given requests that run when the disk fills up, then nothing fails and no attempt is charged, `/ready` is 503
+    and says why without a path; one with a timeout expires; with room again the others complete by themselves."""
+    model, variables = installed(tmp_path)
+    with small_disk(tmp_path, 8192) as disk:
+        where = {"UNFUSE_SERVE__RESULTS": f"disk:{disk}"} if apart else {"UNFUSE_DATA_DIR": str(disk)}
+        with serving(tmp_path, model, "--arena", "16MiB", **variables, **where) as server:
+            server.ready()
+            requests = [server.submit(SLOW, seed=seed, num_inference_steps=20) for seed in range(3)]
+            hasty = server.submit(SLOW, seed=9, timeout=4) if apart else ""
+            for event in server.events(requests[0]):
+                if event["type"] == "progress":
+                    break
+            fill(disk)
+            until(lambda: asked(server, "/ready")[0] == 503, "it to be not ready", server.process)
+            if apart:
+                until(lambda: waiting(server) == 2, "the decoder's slots to wait", server.process)
+                assert server.finished(hasty)["status"] == "expired"
+                states = [server.get(f"/v1/requests/{request}")["status"] for request in requests]
+                assert states == ["in_progress"] * 3
+            assert str(tmp_path) not in asked(server, "/ready")[1]
+            (disk / "filler").unlink()
+            shown = [server.finished(request) for request in requests]
+            assert [(one["status"], *attempts(one)) for one in shown] == [("completed", 1, 0)] * 3
+            assert all(server.result(request) for request in requests)
+            until(lambda: asked(server, "/ready")[0] == 200, "it to be ready", server.process)
+            assert not [path for path in disk.rglob(".*") if path.is_file()]

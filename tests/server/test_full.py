@@ -1,0 +1,86 @@
+"""A gateway whose result store has no room says so, and says nothing of where that is."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import httpx2
+import pytest
+from msgspec.structs import replace
+
+from tests.disks import fill, small_disk
+from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve
+from unfuse.core.messages import Beat, Failed, Hello, Places
+from unfuse.queues.base import Wanted
+from unfuse.scheduler.desk import Desk
+
+EDITS, MADE = "/v1/images/edits", "/v1/images/generations"
+ASYNC = {"prefer": "respond-async"}
+
+
+def client(served: Served) -> httpx2.Client:
+    return httpx2.Client(base_url=served.url, timeout=30, trust_env=False)
+
+
+def gauges(http: httpx2.Client) -> dict[str, float]:
+    lines = [line.split() for line in http.get("/metrics").text.splitlines() if line.startswith("unfuse_results_")]
+    return {name.removeprefix("unfuse_results_"): float(value) for name, value in lines}
+
+
+def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path, 4096) as disk,
+        serve(disk, idle=False, cards=(PICTURES, MOVING)) as served,
+        client(served) as http,
+    ):
+        assert http.get("/ready").status_code == 200
+        assert gauges(http) == {"writable": 1.0, "waiting": 0.0}
+        fill(disk)
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()["error"]["code"]) == (503, "not_ready")
+        assert ready.headers["retry-after"]
+        assert "results cannot be kept" in ready.json()["error"]["message"]
+        assert gauges(http) == {"writable": 0.0, "waiting": 0.0}
+        upload = {"image": ("a.png", io.BytesIO(picture(1)), "image/png")}
+        refused = http.post(EDITS, data={"prompt": "a", "model": MOVING.name}, files=upload)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_room")
+        assert refused.headers["retry-after"]
+        assert not http.get("/v1/requests").json()["data"]
+        assert str(disk) not in ready.text + refused.text
+        (disk / "filler").unlink()
+        assert http.get("/ready").status_code == 200
+        assert http.get("/health").status_code == 200
+
+
+def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> None:
+    """Given a worker that cannot keep what it made, which the gateway cannot know by itself, then its word counts."""
+    with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
+        desk = Desk(served.scheduler, [], Places(""))
+        served.run(desk.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
+        assert http.get("/ready").status_code == 200
+        served.run(desk.answer(b"w", Beat(unwritten=3)))
+        assert http.get("/ready").status_code == 503
+        assert gauges(http) == {"writable": 0.0, "waiting": 3.0}
+        assert http.get("/v1/workers").json()["data"][0]["unwritten"] == 3
+        served.run(desk.answer(b"w", Beat()))
+        assert http.get("/ready").status_code == 200
+
+
+@pytest.mark.parametrize("kind", ["permanent", "transient"])
+def test_what_a_worker_says_of_a_failure_names_no_path(kind: str, tmp_path: Path) -> None:
+    """Given a failure whose words and log are full of paths, then no answer and no event holds one."""
+    with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
+        served.run(served.queue.hello(WORKER, (PICTURES,)))
+        id = http.post(MADE, json={"prompt": "a"}, headers=ASYNC).json()["id"]
+        said = "[Errno 2] No such file: '/srv/models/wan/vae.bin'; make room under /var/unfuse"
+        evidence = 'Traceback\n  File "/opt/venv/lib/x.py", line 3, in run\n/srv/models/wan is gone'
+        for _ in range(4):
+            wanted = Wanted(frozenset(WORKER.pools), 1)
+            for lease in served.run(served.queue.lease(WORKER.id, wanted, 60.0, wait=5.0)):
+                failed = Failed(lease.claim, kind, said, evidence)  # type: ignore[arg-type]
+                served.run(served.scheduler.fail(failed, WORKER.id))
+        paths = (f"/v1/requests/{id}", "/v1/requests", "/v1/dead", f"/v1/requests/{id}/events")
+        answers = "".join(http.get(path).text for path in paths)
+        assert "vae.bin" in answers and "line 3" in answers
+        assert not [place for place in ("/srv", "/var", "/opt") if place in answers]
