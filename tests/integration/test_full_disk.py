@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -60,3 +61,19 @@ def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
             assert all(server.result(request) for request in requests)
             until(lambda: asked(server, "/ready")[0] == 200, "it to be ready", server.process)
             assert not [path for path in disk.rglob(".*") if path.is_file()]
+
+
+def test_what_can_never_fit_the_arenas_is_refused_before_and_after_workers_are_there(tmp_path: Path) -> None:
+    """Given arenas of 1 MiB, then a picture whose latents take 256 bytes more is a 400 with the sum and the flag, and
+    a smaller one is made."""
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--arena", "1MiB", **variables) as server:
+        until(lambda: server.get("/health"), "the gateway", server.process)
+        for _ in range(2):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                server.submit("a star", size="1024x1024")
+            error = json.loads(refused.value.read())["error"]
+            assert (refused.value.code, error["code"]) == (400, "invalid_parameter")
+            assert "1048832 bytes" in error["message"] and "--arena 2MiB" in error["message"]
+            server.ready()
+        assert server.finished(server.submit("a star", size="1024x512"))["status"] == "completed"

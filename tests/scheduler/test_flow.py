@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
@@ -164,3 +165,59 @@ async def test_a_thousand_requests_go_through_arenas_that_hold_a_dozen(workers: 
     if len(workers) == 3 and workers[0] == (ENCODE,):
         ahead = (AHEAD + 2) * 2 * 2 * ROOMS[0].fixed
         assert here[0].peak <= ahead < 1000 * ROOMS[0].fixed
+
+
+LARGE = msgspec.structs.replace(
+    BIG,
+    pipeline=Pipeline(
+        tuple(
+            msgspec.structs.replace(s, room=room)
+            for s, room in zip(PIPELINE.stages, (Room(20 * MIB), Room(0, MIB), Room()), strict=True)
+        )
+    ),
+)
+"""Latents of it take a MiB a pixel: of 220 pixels nearly a whole arena."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("urgent", [0, 5])
+async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: int, urgent: int) -> None:
+    """Given many small requests and some that need more than half of an arena, then all of them complete: what has to
+    stay free for the large ones is not filled with encodings that wait behind them."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    desk = Desk(scheduler, [], Places(""))
+    here = [Worker(desk, f"worker-{n}", ENCODE, DENOISE, DECODE) for n in range(workers)]
+    for worker in here:
+        await worker.say(Hello(worker.info, (LARGE,)))
+    ids = []
+    for number in range(120):
+        size = {7: 220, 3: 150}.get(number % 10, 10)
+        record = await scheduler.submit(
+            LARGE, params(width=size, height=1), priority=urgent * (size > 10 and number % 20 < 10)
+        )
+        ids.append(record.context.id)
+        for worker in here if number > 20 else ():
+            await worker.take_part()
+    idle = 0
+    while idle < 3:
+        worked = [await worker.take_part() for worker in here]
+        idle = 0 if any(worked) else idle + 1
+    assert {(await scheduler.queue.load(request)).context.status for request in ids} == {"completed"}
+
+
+async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> None:
+    """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
+    then the worker asks anew, and leaves that free."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    desk = Desk(scheduler, [], Places(""))
+    worker = Worker(desk, "worker", ENCODE, DENOISE, DECODE)
+    await worker.say(Hello(worker.info, (LARGE,)))
+    waiting = asyncio.create_task(worker.say(Ask(1, 200 * MIB, 10.0)))
+    await asyncio.sleep(0.01)
+    await scheduler.submit(LARGE, params(width=220, height=1))
+    assert await waiting == Granted((), {})
+    waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))
+    granted = await waiting
+    assert isinstance(granted, Granted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]

@@ -26,11 +26,12 @@ from unfuse.cli.logs import Terminal
 from unfuse.cli.machine import devices
 from unfuse.client import Client
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError
-from unfuse.core.messages import Places
-from unfuse.core.plan import SLOTS, Params
+from unfuse.core.messages import Places, WorkerInfo
+from unfuse.core.plan import SLOTS, Params, kinds_of
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
@@ -57,6 +58,9 @@ FORGET_S = 60.0
 
 REMAINS_S = 10.0
 """How often what dead workers left in durable places is looked for."""
+
+ARENAS = ("auto", "shared_memory", "spill")
+"""Stores whose objects lie in arenas."""
 
 log = structlog.get_logger(__name__)
 
@@ -172,7 +176,7 @@ class Service:
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
             cache_bytes=options.encoder_cache, flavour=f"{options.workers.compute.outcome} {options.places.encodings}",
-            costs=options.costs,
+            costs=options.costs, arenas=self._arenas(),
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
@@ -190,6 +194,16 @@ class Service:
                 await router.close()
             await scheduler.close()
             await queue.close()
+
+    def _arenas(self) -> Arenas:
+        """Those of the workers that are started here."""
+        expected = [
+            WorkerInfo(str(number), "", worker.role, tuple(pools), 1, "", self._options.workers.arena)
+            for number, worker in enumerate(self._plan.workers)
+            for pools in [{pool for m in self._plan.models for pool in m.card.pools(kinds_of(worker.role)).values()}]
+        ]
+        store = self._options.places.store.partition(":")[0]
+        return Arenas(expected if store in ARENAS else (), store == "spill")
 
     def _commands(self) -> list[list[str]]:
         """Arguments of each worker. Which dtypes, it hears from the scheduler: each model has its own."""

@@ -60,7 +60,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A worker's connection: who it is, the Ask that waits, and claims that were seen to be its own.
+    """A worker's connection: who it is, the Ask that waits and what that keeps free, and claims seen to be its own.
 
     One that hands a task back because it `leaves` gets no other.
     """
@@ -70,6 +70,7 @@ class _Peer:
     claims: set[Claim] = field(default_factory=set)
     leaves: bool = False
     silence: asyncio.TimerHandle | None = None
+    keep: dict[str, int] = field(default_factory=dict)
 
     @property
     def worker(self) -> WorkerInfo:
@@ -108,6 +109,7 @@ class Desk:
         self._flow_until = 0.0
         self._looking = asyncio.Lock()
         self._background = Supervisor()
+        scheduler.resized = self._ask_again
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
@@ -183,10 +185,11 @@ class Desk:
 
     async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
-        wanted = (await self._look()).wanted(peer.worker, ask, self._dispatch)
+        wanted = (await self._look()).wanted(peer.worker, ask, self._dispatch, self.scheduler.ahead)
         peer.withdraw()
         if peer.leaves:
             return Granted((), {})
+        peer.keep = wanted.keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
         try:
@@ -211,6 +214,12 @@ class Desk:
         for lease in leases:
             self.scheduler.observer.dispatched(lease.task.pool)
         return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
+
+    def _ask_again(self) -> None:
+        """Have those ask anew who would take something with less kept free than has to be from now on."""
+        for peer in self._peers.values():
+            if peer.ask and (not self._flow or self._flow.keep(peer.worker, self.scheduler.ahead) != peer.keep):
+                peer.withdraw()
 
     async def _look(self) -> Flow:
         """The flow through the pools, as it was lately."""

@@ -12,6 +12,7 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, WorkerInfo
 from unfuse.queues.base import Member, Wanted
+from unfuse.scheduler.ahead import Ahead
 
 Dispatch = Literal["locality", "round_robin", "max_free_slots"]
 """Which task a worker is given, or which worker a task: by what is near and fits what runs; by turns; by free slots."""
@@ -54,17 +55,29 @@ class Flow(msgspec.Struct, frozen=True):
         }
         return cls(depth, behind, frozenset(fed))
 
-    def wanted(self, worker: WorkerInfo, ask: Ask, dispatch: Dispatch = "locality") -> Wanted:
-        """What a worker that asks may be given.
+    def keep(self, worker: WorkerInfo, ahead: Ahead) -> dict[str, int]:
+        """What each of its pools that leave objects in its arena has to leave free there for later ones.
 
-        Where several of its pools leave objects in its arena, each keeps as much of it free as the later ones' share
-        is: the last may fill it, and ends requests, which gives all of it back.
+        That is their share: the last may fill the arena, and ends requests, which gives all of it back. And it is as
+        much as any request in flight still puts there, or one that is large would wait for others that wait for it.
         """
+        depth = {pool: self.depth.get(pool, 0) for pool in self.holding.intersection(worker.pools)}
+        levels = sorted(set(depth.values()), reverse=True)
+        later = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
+        most = {level: ahead.largest(pools) if pools else 0 for level, pools in later.items()}
+        return {
+            pool: max(worker.room * levels.index(level) // len(levels), most[level]) for pool, level in depth.items()
+        }
+
+    def wanted(
+        self, worker: WorkerInfo, ask: Ask, dispatch: Dispatch = "locality", ahead: Ahead | None = None
+    ) -> Wanted:
+        """What a worker that asks may be given, while these requests are in flight."""
         pools = frozenset(worker.pools)
         later = {pool: self.depth.get(pool, 0) for pool in pools}
-        levels = sorted({later[pool] for pool in pools & self.holding}, reverse=True)
-        keep = {pool: worker.room * levels.index(later[pool]) // len(levels) for pool in pools & self.holding}
-        slots, local = min(ask.slots, worker.slots), dispatch == "locality"
+        keep = self.keep(worker, ahead or Ahead())
+        blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
+        slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
         return Wanted(
             pools,
             slots,

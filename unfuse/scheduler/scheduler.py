@@ -22,6 +22,8 @@ from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, Member, TaskQueue
 from unfuse.scheduler import lifecycle
+from unfuse.scheduler.ahead import Ahead
+from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Nobody, Observer
@@ -56,7 +58,7 @@ class Scheduler:
 
     `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
     outputs of up to `cache_bytes` serve other requests too, of those whose schedulers have an equal `flavour`. What
-    stages take is kept in the file `costs`, if any.
+    stages take is kept in the file `costs`, if any. What can never fit the `arenas` is refused.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Scheduler:
         cache_bytes: int = 0,
         flavour: str = "",
         costs: Path | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         self.queue = queue
         self.lease_ttl = lease_ttl
@@ -83,7 +86,9 @@ class Scheduler:
         self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._rooms = Costs(costs), Rooms()
+        self._costs, self._rooms, self._arenas, self.ahead = Costs(costs), Rooms(), arenas or Arenas(), Ahead()
+        self.resized: Callable[[], None] = lambda: None
+        """Called when `ahead` has changed, and before that lets anything be queued."""
         self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
         self._owners: dict[str, WorkerInfo] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
@@ -126,7 +131,7 @@ class Scheduler:
         cache is neither read nor written; `asked` is what the client calls the model. Its stages may run for `limit_s`
         seconds (0: any), or for five times what was predicted if that is more; a model of which nothing is known yet is
         not limited. A repeat (same tenant and idempotency key) gets the first record. Raises Overloaded, which says
-        when to try again.
+        when to try again, and InvalidParameter for what no arena can ever hold.
         """
         seed = params["seed"]
         if not isinstance(seed, int):
@@ -167,11 +172,15 @@ class Scheduler:
         context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline, limit_s=limit_s)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
+        await self._arenas.require_room(context.plan, hits, self._owners.values(), self.workers)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
         push = self._rooms.given(admitted.push)
+        self.ahead.begin(context)
+        self.resized()
         try:
             record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
         except Overloaded as error:
+            self.ahead.end(context.id)
             error.retry_after = self._costs.until_room(context.cost, self._clock.now())
             raise
         if record.context == admitted.context:
@@ -318,6 +327,8 @@ class Scheduler:
             pause = min(CROWD_S, 2 * pause + 0.001)
 
     def _ended(self, context: RequestContext) -> None:
+        self.ahead.end(context.id)
+        self.resized()
         if handle := self._deadlines.pop(context.id, None):
             handle.cancel()
         if context.status != "completed":
@@ -393,12 +404,14 @@ class Scheduler:
             now = await self.queue.now()
             for record in page:
                 self._arm(record.context, now)
+                self.ahead.begin(record.context)
                 if lifecycle.overran(record.context, self._clock.wall(), record.running):
                     await self._end_overrun(record.context.id)
             if len(page) < REVIEW_PAGE:
                 break
             after = page[-1].context.id
             await asyncio.sleep(REVIEW_PAUSE_S)
+        self.ahead.sweep()
 
     async def _look_at_workers(self) -> None:
         """Learn who they are, and drop those that are gone."""

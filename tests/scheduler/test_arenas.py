@@ -1,0 +1,101 @@
+"""What can never lie in the arenas it has to lie in is refused with the sum; whatever might is not."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.test_flow import BIG, MIB, ROOMS
+from tests.scheduler.test_scheduler import info, scheduling
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.plan import ExecutionPlan, compile_plan
+from unfuse.queues.base import Member
+from unfuse.scheduler.arenas import Arenas
+from unfuse.scheduler.scheduler import Scheduler
+
+EACH = [frozenset((ENCODE,)), frozenset((DENOISE,)), frozenset((DECODE,))]
+ALL = [frozenset((ENCODE, DENOISE, DECODE))]
+LATENTS = ROOMS[1].fixed
+
+
+def plan(n: int = 1) -> ExecutionPlan:
+    return compile_plan(BIG.pipeline, BIG.pools(), params(), [{"seed": seed, "index": seed} for seed in range(n)])
+
+
+def workers(pools: list[frozenset[str]], *rooms: int) -> list[WorkerInfo]:
+    return [
+        msgspec.structs.replace(info(f"w{number}", *sorted(served)), room=room)
+        for number, (served, room) in enumerate(zip(pools, rooms, strict=True))
+    ]
+
+
+async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | None = None, *made: str) -> str:
+    """What the plan is refused with, having looked again; nothing if it is not."""
+    looked = []
+
+    async def look() -> list[Member]:
+        looked.append(True)
+        return [Member(worker, (), 0.0) for worker in live]
+
+    try:
+        await (arenas or Arenas()).require_room(plan, made, live, look)
+    except InvalidParameter as error:
+        assert looked
+        return str(error)
+    assert not looked
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("pools", "rooms", "n", "says"),
+    [
+        (EACH, (6 * MIB, 20 * MIB, 4096), 1, ""),
+        (EACH, (6 * MIB, 20 * MIB - 4096, 4096), 1, f"{20 * MIB} bytes, and an arena holds {20 * MIB - 4096}"),
+        (EACH, (5 * MIB, 20 * MIB, 4096), 1, "--arena 6MiB or more"),
+        (EACH, (6 * MIB, 60 * MIB, 4096), 3, ""),
+        (EACH, (6 * MIB, 59 * MIB, 4096), 3, "--arena 60MiB or more"),
+        (ALL, (26 * MIB,), 1, ""),
+        (ALL, (25 * MIB,), 1, f"{26 * MIB} bytes, and the arenas hold {25 * MIB}"),
+        (ALL, (86 * MIB,), 4, ""),
+        (ALL, (85 * MIB,), 4, "fewer pixels, frames or pictures"),
+        (ALL * 2, (46 * MIB, 46 * MIB), 4, ""),
+        (ALL * 2, (46 * MIB, 30 * MIB), 4, "--arena 43MiB or more"),
+        (ALL * 2, (50 * MIB, 39 * MIB), 4, "4 outputs of stage kind denoise take"),
+        ([*EACH, EACH[1]], (6 * MIB, 39 * MIB, 4096, 59 * MIB), 3, ""),
+        ([*EACH, EACH[1]], (6 * MIB, 39 * MIB, 4096, 39 * MIB), 3, "whole ones in the arenas"),
+        ([EACH[0] | EACH[1], EACH[1]], (26 * MIB, 20 * MIB), 2, ""),
+    ],
+)
+async def test_what_can_never_fit_is_refused_with_the_sum(
+    pools: list[frozenset[str]], rooms: tuple[int, ...], n: int, says: str
+) -> None:
+    found = await refusal(plan(n), workers(pools, *rooms))
+    assert says in found and bool(says) == bool(found)
+
+
+async def test_what_nobody_knows_is_no_reason() -> None:
+    small = workers(ALL, 25 * MIB)
+    assert not await refusal(plan(), [])
+    assert not await refusal(plan(), workers(EACH, 6 * MIB, 0, 0)), "a store without arenas"
+    assert not await refusal(compile_plan(CARD.pipeline, CARD.pools(), params(), [{"index": 0}]), small)
+    assert not await refusal(plan(), small, None, "text_encode"), "it is there already"
+    assert not await refusal(plan(), small, Arenas(spills=True)), "together they go elsewhere"
+    assert await refusal(plan(), workers(ALL, 19 * MIB), Arenas(spills=True)), "one by one they have to fit"
+
+
+async def test_workers_that_are_expected_count_until_there_are_live_ones() -> None:
+    expected = Arenas(workers(EACH, 6 * MIB, 19 * MIB, 4096))
+    assert await refusal(plan(), [], expected)
+    assert not await refusal(plan(), workers(ALL, 26 * MIB), expected)
+
+
+async def test_a_worker_that_came_just_now_is_found_before_a_request_is_refused() -> None:
+    async with scheduling(arenas=Arenas(workers(ALL, MIB))) as (scheduler, _):
+        with pytest.raises(InvalidParameter, match="--arena"):
+            await scheduler.submit(BIG, params())
+        assert isinstance(scheduler, Scheduler)
+        (live,) = workers(ALL, 26 * MIB)
+        await scheduler.queue.hello(live)
+        assert (await scheduler.submit(BIG, params())).context.status == "queued"

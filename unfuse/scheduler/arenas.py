@@ -1,0 +1,97 @@
+"""Whether the outputs of a request fit the arenas they have to lie in, all of them until it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.queues.base import Member
+
+BLOCK = 4096
+"""Arenas are cut in pages."""
+
+MIB = 1 << 20
+
+
+class Arenas:
+    """The arenas of a pool's live workers; while it has none, those of the workers that are `expected`.
+
+    Where a store `spills`, what does not fit together goes elsewhere, and only what is alone too large does not fit.
+    """
+
+    def __init__(self, expected: Sequence[WorkerInfo] = (), spills: bool = False) -> None:
+        self._expected, self._spills = expected, spills
+
+    async def require_room(
+        self,
+        plan: ExecutionPlan,
+        made: Collection[str],
+        known: Iterable[WorkerInfo],
+        look: Callable[[], Awaitable[Sequence[Member]]],
+    ) -> None:
+        """Raise InvalidParameter for a plan whose outputs can never be there together; those of `made` stages are.
+
+        Workers that are `known` are enough to say yes; before it says no, it has a `look` at who is there now. What
+        nobody knows, of pools without workers or of outputs that declare nothing, is no reason.
+        """
+        try:
+            self._require(plan, made, known)
+        except InvalidParameter:
+            self._require(plan, made, [member.info for member in await look()])
+
+    def _require(self, plan: ExecutionPlan, made: Collection[str], live: Iterable[WorkerInfo]) -> None:
+        workers, outputs = list(live), [stage for stage in plan.stages if stage.room and stage.name not in made]
+        serving = {stage.pool: self._serving(stage.pool, workers) for stage in outputs}
+        bounded = [stage for stage in outputs if _bounded(serving[stage.pool])]
+        for stage in bounded:
+            most = max(worker.room for worker in serving[stage.pool])
+            if stage.room > most:
+                raise _too_large(f"what stage {stage.name} makes takes", stage.room, "an arena holds", most, stage.room)
+        if not self._spills:
+            for stages in _together(bounded, serving):
+                _require_sum(stages, serving)
+
+    def _serving(self, pool: str, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
+        found = [worker for worker in live if pool in worker.pools]
+        return found or [worker for worker in self._expected if pool in worker.pools]
+
+
+def _bounded(workers: Sequence[WorkerInfo]) -> bool:
+    """Whether all there is to put something into are arenas."""
+    return bool(workers) and all(worker.room for worker in workers)
+
+
+def _together(outputs: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> list[list[PlannedStage]]:
+    """The outputs by what shares arenas, directly or by way of others."""
+    groups: list[tuple[set[str], list[PlannedStage]]] = []
+    for stage in outputs:
+        ids, stages = {worker.id for worker in serving[stage.pool]}, [stage]
+        for group in [group for group in groups if group[0] & ids]:
+            groups.remove(group)
+            ids, stages = ids | group[0], group[1] + stages
+        groups.append((ids, stages))
+    return [stages for _, stages in groups]
+
+
+def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerInfo]]) -> None:
+    """Outputs that share arenas fit all of these together; those of one pool fit them whole, one by one."""
+    arenas = {worker.id: worker.room for stage in stages for worker in serving[stage.pool]}
+    needed, there = sum(-(-stage.room // BLOCK) * BLOCK for stage in stages), sum(arenas.values())
+    if needed > there:
+        raise _too_large("its outputs together take", needed, "the arenas hold", there, -(-needed // len(arenas)))
+    for pool in {stage.pool for stage in stages}:
+        rooms = [stage.room for stage in stages if stage.pool == pool]
+        least, count = min(rooms), len(rooms)
+        if least * count > sum(worker.room // least * least for worker in serving[pool]):
+            fit = -(-count // len(serving[pool])) * least
+            raise _too_large(f"its {count} outputs of stage kind {pool.partition(':')[0]} take",
+                             least * count, "whole ones in the arenas", there, fit)  # fmt: skip
+
+
+def _too_large(what: str, needed: int, where: str, there: int, arena: int) -> InvalidParameter:
+    return InvalidParameter(
+        f"{what} {needed} bytes, and {where} {there}: ask for fewer pixels, frames or pictures, "
+        f"or have the workers started with --arena {-(-arena // MIB)}MiB or more"
+    )
