@@ -497,7 +497,11 @@ def test_settings_become_what_is_composed() -> None:
         "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
         "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
     }
-    environment |= {"UNFUSE_TRANSFER__ENGINE": "zmq,tcp", "UNFUSE_TRANSFER__TRUSTED_NETWORK": "true"}
+    environment |= {
+        "UNFUSE_STORE__ORPHAN_S": "77",
+        "UNFUSE_TRANSFER__ENGINE": "zmq,tcp",
+        "UNFUSE_TRANSFER__TRUSTED_NETWORK": "true",
+    }
 
     composed = options(load({"serve.max_active": 7}, None, environment))
 
@@ -506,6 +510,7 @@ def test_settings_become_what_is_composed() -> None:
     assert decode(encode(composed.places), Places) == composed.places, "workers are told"
     assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
     assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
+    assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
     assert composed.keys == {"k": "default"}
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}

@@ -75,3 +75,29 @@ def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> 
         command = [*unfuse()[:1], "-c", code]
         made = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
         assert made.stdout == "1\n", made.stderr
+
+
+def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: Path) -> None:
+    """Given requests that are encoded and wait when the server ends, then its encoder gives the encodings up after a
+    while, the denoiser finishes what it runs first, and with the next server all are made again and complete."""
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--no-workers", **variables) as server:
+        until(lambda: server.get("/health"), "the gateway", server.process)
+        for role in ("encoder", "denoiser", "decoder"):
+            server.worker(role, **variables, UNFUSE_STORE__ORPHAN_S="2")
+        server.ready()
+        requests = [server.submit(SLOW, seed=seed, num_inference_steps=100) for seed in range(6)]
+
+        def encoded() -> bool:
+            shown = [server.get(f"/v1/requests/{request}")["stages"][0]["status"] for request in requests]
+            return shown == ["done"] * len(requests)
+
+        until(encoded, "all to be encoded", server.process)
+        server.process.kill()
+        server.process.wait()
+        alone = '"requests": 6, "seconds": 2.0, "event": "no scheduler is heard of'
+        until(lambda: alone in server.log(), "the encoder to give them up")
+        server.killed_and_started_again().ready()
+        shown = [server.finished(request) for request in requests]
+        assert {one["status"] for one in shown} == {"completed"}
+        assert any(stage["recomputes"] for one in shown for stage in one["stages"])

@@ -106,6 +106,7 @@ def options(loaded: Loaded) -> ServeOptions:
             for name, value in (
                 ("run_dir", settings.run_dir),
                 ("insecure_listen", settings.insecure_listen),
+                ("store.orphan_s", settings.store.orphan_s),
                 *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
             )
         },

@@ -200,6 +200,14 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, says_bytes("Memory for stage outputs, taken from the machine at start.")] = 2 << 30
 
 
+class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What workers keep."""
+
+    orphan_s: Annotated[
+        float, says("Seconds without any scheduler after which a worker gives up the objects it keeps.", gt=0)
+    ] = 900.0
+
+
 class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A store that moves what nobody reads from a fast place to a slow one."""
 
@@ -285,6 +293,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
     lease: Leases = Leases()
+    store: Store = Store()
     spill: Spill = Spill()
     transfer: Transfer = Transfer()
     fault: Fault = Fault()

@@ -64,6 +64,7 @@ def worker(
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
+        orphan_s=settings.store.orphan_s,
         transfer=TransferOptions(
             host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
             secret=secret,

@@ -234,9 +234,13 @@ class TensorStore:
 
     def release(self, request: str) -> None:
         """Give up all objects of a request, durable copies too. Idempotent. Raises TransientError for what stays."""
-        self._backend.release(request)
+        self.abandon(request)
         if self._copies:
             self._copies.release(request)
+
+    def abandon(self, request: str) -> None:
+        """Give up the objects of a request, and leave durable copies. Idempotent. Raises TransientError."""
+        self._backend.release(request)
 
     def holding(self) -> frozenset[str]:
         """Ids of the requests this owner has objects of."""

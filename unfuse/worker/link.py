@@ -44,6 +44,8 @@ class Link:
         self._turn = asyncio.Lock()
         self._tried = 0
         self._missed = 0
+        self.heard = 0
+        """How many answers have come, from whichever scheduler."""
 
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and to all that follow."""
@@ -74,6 +76,7 @@ class Link:
             await self._leave(dealer, str(error))
             raise
         self._missed = 0
+        self.heard += 1
         if isinstance(answer, Stranger):
             if dealer is self._dealer:
                 self._welcome = None
@@ -98,6 +101,7 @@ class Link:
                     continue
                 self._welcome = answer
                 self._tried = self._missed = 0
+                self.heard += 1
                 self._renewed()
             return self._dealer, self._welcome
 

@@ -193,6 +193,18 @@ class Objects:
             except TransientError as error:
                 log.warning("something is left of a request", request=request, reason=str(error))
 
+    async def abandon(self) -> None:
+        """Give up all that is kept here, copies of others' objects included, and what was spilled from here.
+
+        Durable copies, and what lies where others reach it, are left to whoever knows whether its request is over.
+        """
+        for request in self._arena.requests() if self._arena else ():
+            try:
+                await asyncio.to_thread(self.store.abandon, request)
+            except TransientError as error:
+                log.warning("something is left of a request", request=request, reason=str(error))
+        self._elsewhere.clear()
+
     async def saved(self) -> None:
         """Wait until every durable copy is written."""
         while self._saving:

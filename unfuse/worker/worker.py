@@ -45,6 +45,7 @@ from unfuse.worker.executor import Executor
 from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
+from unfuse.worker.orphan import free_when_alone
 from unfuse.worker.told import about, tell
 
 WAIT_S = 20.0
@@ -76,6 +77,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
     the worker is told to leave. `transfer` is how its objects move between nodes, `run_dir` where those of one meet.
+    They are given up when no scheduler was heard for `orphan_s` seconds.
     """
 
     role: str
@@ -91,6 +93,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     drain_timeout: float = 20.0
     transfer: TransferOptions = TransferOptions()
     run_dir: str = ""
+    orphan_s: float = 900.0
 
 
 class Worker:
@@ -157,6 +160,8 @@ class Worker:
         ended: set[Claim] = set()
         self._background.forever("hearing compute", executor.serve)
         self._background.forever("saying that we live", partial(self._beat, objects, ended))
+        lonely = partial(free_when_alone, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
+        self._background.forever("looking whether a scheduler is there", lonely)
         await self._background.repeat("asking for work", partial(self._pull, executor, objects))
 
     async def _join(self) -> tuple[Executor, Objects]:
