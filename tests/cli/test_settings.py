@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.cli.settings import FIELDS, Settings, load
+from unfuse.cli.groups import Settings
+from unfuse.cli.settings import FIELDS, load
 from unfuse.cli.size import Size
 from unfuse.core.errors import ConfigError
 

@@ -22,9 +22,10 @@ from unfuse.cli import show
 from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
+from unfuse.cli.groups import Transfer
 from unfuse.cli.main import exit_code
 from unfuse.cli.serve import SHARED_ARENA, key_notes, keys, options
-from unfuse.cli.settings import Transfer, load
+from unfuse.cli.settings import load
 from unfuse.client import Client, connect
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute import ComputeOptions

@@ -175,7 +175,7 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
     async with scheduling() as (scheduler, _):
         gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
         await scheduler.queue.hello(gpu, [CARD])
-        await scheduler._look_at_workers()
+        await scheduler.review.workers()
         await scheduler.submit(CARD, params())
         await complete_one(scheduler)
         assert {name for devices in scheduler._costs._laws.values() for name in devices} == {"gpu"}
@@ -267,7 +267,7 @@ async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> Non
         await scheduler.submit(CARD, params())
         await complete_one(scheduler)
         heir = Scheduler(scheduler.queue, clock=clock)
-        await heir._learn()
+        await heir.review.learn()
         assert (await heir.submit(CARD, params())).context.cost == pytest.approx(12)
 
 
@@ -275,7 +275,7 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch:
     class Shared(MemoryQueue):
         shared = True
 
-    monkeypatch.setattr("unfuse.scheduler.scheduler.REVIEW_S", 0.01)
+    monkeypatch.setattr("unfuse.scheduler.review.REVIEW_S", 0.01)
     clock = ManualClock()
     queue = Shared(clock)
     one, other = Scheduler(queue, clock=clock), Scheduler(queue, clock=clock)

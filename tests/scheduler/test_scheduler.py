@@ -372,7 +372,7 @@ async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_
         record = await dead.submit(CARD, params(), timeout=30)
         await dead.close()
         clock.advance(31)
-        await other._arm_all()
+        await other.review.requests()
         assert [event.type async for event in other.queue.watch(record.context.id)][-1] == "failed"
         await other.close()
 
@@ -415,7 +415,7 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         clock.advance(60)
         await scheduler.queue.hello(info("here", ENCODE), [CARD])
         clock.advance(60)
-        await scheduler._look_at_workers()
+        await scheduler.review.workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
 
 
@@ -432,7 +432,7 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
 
         await take(scheduler)
         clock.advance(31.0)
-        await scheduler._arm_all()
+        await scheduler.review.requests()
 
         statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]
         assert statuses == ["queued", "queued", "expired", "completed"]

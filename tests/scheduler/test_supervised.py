@@ -14,7 +14,7 @@ from tests.scheduler.test_encoder_cache import WORKER, done
 from tests.scheduler.test_scheduler import info, take
 from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler import scheduler as module
+from unfuse.scheduler import review, scheduler as module
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -114,8 +114,9 @@ async def until(condition: Callable[[], object]) -> None:
 )  # fmt: skip
 async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
-    for pause in ("SWEEP_S", "REVIEW_S", "REVIEW_PAUSE_S"):
-        monkeypatch.setattr(module, pause, 0.001)
+    monkeypatch.setattr(module, "SWEEP_S", 0.001)
+    for pause in ("REVIEW_S", "REVIEW_PAUSE_S"):
+        monkeypatch.setattr(review, pause, 0.001)
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)

@@ -8,8 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core.errors import TransientError
+from unfuse.core.pace import TELL_S
 from unfuse.supervision import supervisor
-from unfuse.supervision.causes import EVERY_S, Causes
+from unfuse.supervision.causes import Causes
 from unfuse.supervision.supervisor import Supervisor
 
 
@@ -70,12 +71,12 @@ def test_a_cause_is_told_once_a_second_and_says_how_often_it_came_meanwhile() ->
             causes.tell("reading", ValueError(f"record {number}"), request="a")
         causes.tell("reading", KeyError("k"))
         causes.tell("writing", ValueError("v"))
-        now += EVERY_S
+        now += TELL_S
         causes.tell("reading", ValueError("again"))
-    assert [(line["doing"], type(line["exc_info"]), line.get("times_since")) for line in logs] == [
-        ("reading", ValueError, None),
-        ("reading", KeyError, None),
-        ("writing", ValueError, None),
-        ("reading", ValueError, 999),
+    assert [(line["doing"], type(line["exc_info"]), line["times"]) for line in logs] == [
+        ("reading", ValueError, 1),
+        ("reading", KeyError, 1),
+        ("writing", ValueError, 1),
+        ("reading", ValueError, 1000),
     ]
     assert logs[0]["request"] == "a"

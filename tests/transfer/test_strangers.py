@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.transfer.conftest import SECRET
-from unfuse.cli.settings import Settings
+from unfuse.cli.groups import Settings
 from unfuse.cli.worker import engines
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.tensor_store import TensorStore

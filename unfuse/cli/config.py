@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 from unfuse.cli import show as shown
+from unfuse.cli.groups import Settings
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import OFFERED, Config, Json
-from unfuse.cli.settings import FIELDS, Field, Settings, load
+from unfuse.cli.settings import FIELDS, Field, load
 from unfuse.cli.size import Size
 from unfuse.cli.verbs import Verbs
 

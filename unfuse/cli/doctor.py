@@ -9,9 +9,10 @@ import msgspec
 import typer
 
 from unfuse.cli import remains, show
+from unfuse.cli.groups import Transfer
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.cli.settings import Transfer, load
+from unfuse.cli.settings import load
 from unfuse.cli.size import Size
 from unfuse.core.errors import ConfigError
 

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from unfuse.cli.settings import Log
+from unfuse.cli.groups import Log
 from unfuse.cli.show import harmless
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import structlog
 
-from unfuse.cli.settings import Settings
+from unfuse.cli.groups import Settings
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, unix_path
 from unfuse.wire.keys import make_once, read

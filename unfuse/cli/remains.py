@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from unfuse.cli.settings import Settings
+from unfuse.cli.groups import Settings
 from unfuse.cli.size import Size
 
 PASSING = "unfuse-passing-"

@@ -13,11 +13,12 @@ import typer
 from msgspec.structs import asdict
 
 from unfuse.cli import show
+from unfuse.cli.groups import Settings
 from unfuse.cli.loading import Loading
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.progress import progress_on
-from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, Settings, load
+from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, load
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import SLOTS
 

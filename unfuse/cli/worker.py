@@ -9,9 +9,10 @@ import structlog
 import typer
 from msgspec.structs import asdict
 
+from unfuse.cli.groups import Fault, Settings
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
-from unfuse.cli.settings import Fault, Settings, load
+from unfuse.cli.settings import load
 from unfuse.core.plan import SLOTS
 
 if TYPE_CHECKING:

@@ -19,13 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import (
-    ConfigError,
-    Damaged,
-    NotFound,
-    ProtocolError,
-    TransientError,
-)
+from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef

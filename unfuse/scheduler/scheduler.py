@@ -20,7 +20,7 @@ from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Filter, Limits, Member, TaskQueue
+from unfuse.queues.base import Limits, Member, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.ahead import Ahead
 from unfuse.scheduler.arenas import Arenas
@@ -28,21 +28,12 @@ from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
+from unfuse.scheduler.review import Review
 from unfuse.scheduler.rooms import Rooms
 from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 0.5
 """How late the end of a lease may be noticed."""
-
-REVIEW_S, REVIEW_PAUSE_S, REVIEW_PAGE = 5.0, 0.5, 256
-"""How often the requests that are not over are looked through, for deadlines that another scheduler knew of, and how
-many in one go."""
-
-LEARN_FROM = 64
-"""Completed requests that are learned from at the start, and of other schedulers at each review."""
-
-GONE = 20
-"""A worker that was silent for this many lease times is dropped from the registry."""
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
@@ -92,13 +83,13 @@ class Scheduler:
         self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
         self._owners: dict[str, WorkerInfo] = {}
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
-        self._has_learned = False
         self._background = Supervisor()
+        self.review = Review(queue, self._costs, lease_ttl, self._know, self._meet, self.ahead.sweep)
 
     async def start(self) -> None:
         """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
         self._background.forever("looking for leases that ended", self._sweep)
-        self._background.forever("looking through the queue", self._review)
+        self._background.forever("looking through the queue", partial(self.review.run, self._background))
 
     async def close(self) -> None:
         """Stop sweeping. The queue stays open."""
@@ -354,11 +345,16 @@ class Scheduler:
         with suppress(NotFound):
             await self._apply(request, lambda record: lifecycle.timed_out(record.context, self._clock.wall()))
 
-    async def _end_overrun(self, request: str) -> None:
-        with suppress(NotFound):
-            await self._apply(
-                request, lambda record: lifecycle.overran(record.context, self._clock.wall(), record.running)
-            )
+    async def _meet(self, record: Record, now: float) -> None:
+        """A request that is not over: know its deadline and what it still needs, and end it if it took too long."""
+        self._arm(record.context, now)
+        self.ahead.begin(record.context)
+        if lifecycle.overran(record.context, self._clock.wall(), record.running):
+            with suppress(NotFound):
+                await self._apply(
+                    record.context.id,
+                    lambda record: lifecycle.overran(record.context, self._clock.wall(), record.running),
+                )
 
     async def _sweep(self) -> None:
         await asyncio.sleep(SWEEP_S)
@@ -378,46 +374,3 @@ class Scheduler:
                     "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
                 )
                 self.observer.lease_expired(task.pool)
-
-    async def _review(self) -> None:
-        """Look at the workers, at what completed, also by other schedulers, and at deadlines; then wait."""
-        for what, look in (
-            ("looking at workers", self._look_at_workers),
-            ("learning what requests cost", self._learn),
-            ("looking for deadlines", self._arm_all),
-            ("keeping what requests cost", self._costs.settle),
-        ):
-            with self._background.besides(what):
-                await look()
-        await asyncio.sleep(REVIEW_S)
-
-    async def _learn(self) -> None:
-        if self._has_learned and not self.queue.shared:
-            return
-        for record in reversed(await self.queue.list(Filter(status="completed"), limit=LEARN_FROM)):
-            self._costs.learn(record.context)
-        self._has_learned = True
-
-    async def _arm_all(self) -> None:
-        after: str | None = None
-        while page := await self.queue.list(Filter(over=False), after=after, limit=REVIEW_PAGE):
-            now = await self.queue.now()
-            for record in page:
-                self._arm(record.context, now)
-                self.ahead.begin(record.context)
-                if lifecycle.overran(record.context, self._clock.wall(), record.running):
-                    await self._end_overrun(record.context.id)
-            if len(page) < REVIEW_PAGE:
-                break
-            after = page[-1].context.id
-            await asyncio.sleep(REVIEW_PAUSE_S)
-        self.ahead.sweep()
-
-    async def _look_at_workers(self) -> None:
-        """Learn who they are, and drop those that are gone."""
-        horizon = await self.queue.now() - GONE * self.lease_ttl
-        members = await self.queue.workers()
-        self._know(members)
-        for member in members:
-            if member.seen < horizon:
-                await self.queue.bye(member.info.id)

@@ -19,6 +19,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from unfuse.core.pace import Seldom
 from unfuse.server.access import Access, address_of
 from unfuse.server.errors import Refusal, envelope
 
@@ -34,8 +35,6 @@ ACCEPTED_AT_ONCE = 32
 
 OTHER_FILES = 256
 """Open files that are kept for whatever is no connection."""
-
-SAID_EVERY_S = 1.0
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +61,7 @@ class Connections(ServerState):
         self.bounds, self._access = bounds, access
         self._most = min(bounds.connections, _files(bounds.connections + OTHER_FILES) - OTHER_FILES)
         self._from: Counter[str] = Counter()
-        self._said: dict[str, float] = {}
+        self._seldom = Seldom()
 
     def enter(self, peer: str) -> Refusal | None:
         """Count one that has come; why it may not stay, if it may not."""
@@ -93,10 +92,8 @@ class Connections(ServerState):
 
     def say(self, what: str, **told: object) -> None:
         """Log what goes on at the connections, each cause once a second at most."""
-        now = time.monotonic()
-        if now - self._said.get(what, -SAID_EVERY_S) >= SAID_EVERY_S:
-            self._said[what] = now
-            log.warning(what, **told)
+        if times := self._seldom.times(what):
+            log.warning(what, times=times, **told)
 
     def _whose(self, peer: str) -> str:
         """As whose a connection counts; empty for those that have no bound of their own."""

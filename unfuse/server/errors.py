@@ -94,6 +94,19 @@ def refusal_of(error: Exception) -> Refusal:
             return Refusal(404, "not_found", str(error))
         case Overloaded():
             return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+        case HTTPException():
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
+        case RequestValidationError():
+            first = error.errors()[0]
+            name = str(first["loc"][-1])
+            return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
+    return _trouble(error)
+
+
+def _trouble(error: Exception) -> Refusal:
+    """What is no fault of whoever asked; why is for the log, which may name places of this machine."""
+    match error:
         case Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
         case ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
@@ -104,13 +117,6 @@ def refusal_of(error: Exception) -> Refusal:
             log.error("unavailable", reason=str(error))
             message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"
             return Refusal(503, "unavailable", message, headers={"retry-after": "2"})
-        case HTTPException():
-            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-            return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)
-        case RequestValidationError():
-            first = error.errors()[0]
-            name = str(first["loc"][-1])
-            return Refusal(400, "invalid_parameter", f"{name}: {first['msg']}", name)
     log.error("request failed", exc_info=error)
     return Refusal(500, "internal_error", "the server failed; its log holds why, under this x-request-id")
 

@@ -1,0 +1,283 @@
+"""What can be set: small groups, each field with its reason. `settings` loads them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from unfuse.core.compute import ComputeOptions
+from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.order import Order
+
+
+def says(text: str, **limits: Any) -> Meta:
+    """What a field is for, in the words of `--help`."""
+    return Meta(description=text, **limits)
+
+
+def says_bytes(text: str) -> Meta:
+    """The same for a number of bytes, which may be written with a unit."""
+    return says(text, ge=0, le=2**63 - 1, extra={"unit": "byte"})
+
+
+class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The server: gateway, scheduler and the workers it starts."""
+
+    host: Annotated[str, says("Address to listen on; anything but loopback needs an API key.")] = "127.0.0.1"
+    port: Annotated[int, says("Port of the HTTP API; 0 takes a free one.", ge=0, le=65535)] = 8000
+    models: Annotated[tuple[str, ...], says("Models to serve: names, folders or hub ids.")] = ("unfuse/shapes",)
+    revision: Annotated[str, says("Branch, tag or commit of the models that come from the hub.")] = ""
+    served_model_name: Annotated[
+        tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
+    ] = ()
+    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
+    admin_key: Annotated[
+        tuple[str, ...],
+        says("A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does."),
+    ] = ()
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
+        ),
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], says("Websites that may use it from a browser, like https://example.com; * for any.")
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[str, ...], says("Addresses or networks of proxies that say what host and scheme they were asked for.")
+    ] = ()
+    max_connections: Annotated[int, says("Connections that may be open; more are told 503.", ge=1)] = 8192
+    max_connections_per_address: Annotated[
+        int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
+    ] = 2048
+    queue: Annotated[
+        str,
+        says(
+            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, or memory, which keeps none."
+        ),
+    ] = "sqlite:DATA_DIR/queue.db"
+    results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
+    store: Annotated[
+        str,
+        says(
+            "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or "
+            "pull them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
+            "disk:PATH, redis://… or s3://…: in that place, where every worker must reach it."
+        ),
+    ] = "shared_memory"
+    durable: Annotated[
+        str,
+        says(
+            "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
+            "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
+        ),
+    ] = "none"
+    durable_stages: Annotated[
+        tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
+    ] = ("denoise",)
+    checkpoint: Annotated[
+        str,
+        says(
+            "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
+            "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
+        ),
+    ] = "auto"
+    encode: Annotated[
+        tuple[str, ...],
+        says(
+            "Hand on what a kind of stage makes in half the bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
+            "floats as 16. Results are no longer those of the undivided pipeline, bit for bit."
+        ),
+    ] = ()
+    loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
+    listen: Annotated[
+        tuple[str, ...],
+        says(
+            "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with "
+            "keys that are made if there are none; or another unix:PATH in its place."
+        ),
+    ] = ()
+    workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
+    encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
+    denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
+    decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
+    place: Annotated[
+        str, says("Devices by role: encoder=cuda:0,denoiser=cuda:0+cuda:1,decoder=cpu; a worker for each device named.")
+    ] = ""
+    slots: Annotated[
+        tuple[str, ...],
+        says("ROLE=N: tasks that each worker of a role holds at a time; else encoder=4, denoiser=2, decoder=4."),
+    ] = ()
+    image_timeout: Annotated[
+        float,
+        says(
+            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
+            "number where nothing was measured. 0 sets no limit.",
+            ge=0,
+        ),
+    ] = 300.0
+    video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
+    max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
+    max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
+    max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
+    order: Annotated[
+        Order,
+        says("Who goes first: fifo by arrival, edf by deadline, shortest the short, fair each API key its share."),
+    ] = "fifo"
+    dispatch: Annotated[
+        Dispatch,
+        says("Who gets a task: locality, who has its inputs or runs what goes with it; round_robin; max_free_slots."),
+    ] = "locality"
+    encoder_cache: Annotated[
+        int,
+        says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
+    ] = 256 << 20
+    retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
+    strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
+        False
+    )
+    feature_cache: Annotated[
+        float,
+        says(
+            "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last time "
+            "by less than this share; requests may say otherwise. 0 skips nothing.",
+            ge=0, le=1,
+        ),
+    ] = 0.0  # fmt: skip
+    drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
+
+
+class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker."""
+
+    role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
+    scheduler: Annotated[
+        tuple[str, ...],
+        says(
+            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one "
+            "is gone, the worker goes to the next. Without any it is the server that runs here."
+        ),
+    ] = ()
+    model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
+    slots: Annotated[
+        int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
+    ] = 0
+    node: Annotated[
+        str,
+        says("Name of this node: work goes first to nodes that have its inputs; by default an id of the run folder."),
+    ] = ""
+    listen: Annotated[
+        str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
+    ] = ""
+    memory_limit: Annotated[
+        int, says_bytes("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
+    ] = 0
+
+
+class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's tensor memory."""
+
+    bytes: Annotated[int, says_bytes("Memory for stage outputs, taken from the machine at start.")] = 2 << 30
+
+
+class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What workers keep."""
+
+    orphan_s: Annotated[
+        float, says("Seconds without any scheduler after which a worker gives up the objects it keeps.", gt=0)
+    ] = 900.0
+
+
+class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A store that moves what nobody reads from a fast place to a slow one."""
+
+    threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
+    capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30
+
+
+class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tensors move between nodes."""
+
+    engine: Annotated[
+        tuple[str, ...],
+        says(
+            "Ways to move tensors between machines (tcp, zmq, mooncake, nixl): the best both ends have.", min_length=1
+        ),
+    ] = ("tcp", "zmq")
+    trusted_network: Annotated[
+        bool, says("Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its tensors.")
+    ] = False
+    threads: Annotated[
+        int, says("Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
+    ] = 4
+    queues: Annotated[int, says("Connections to each other worker.", ge=1, le=256)] = 4
+    bootstrap_s: Annotated[float, says("Seconds to reach an owner, or find room, before a transfer fails.", gt=0)] = (
+        30.0
+    )
+    heartbeat_s: Annotated[float, says("Seconds between two pings of another worker.", gt=0)] = 5.0
+    max_missed: Annotated[int, says("Pings without an answer after which a worker is given up.", ge=1)] = 2
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Transfers that fail on purpose, for tests: how probable each fault is at every pull."""
+
+    seed: Annotated[int, says("Seed of the faults.")] = 0
+    drop: Annotated[float, says("Nothing comes.", ge=0, le=1)] = 0.0
+    cut: Annotated[float, says("It ends in mid-range.", ge=0, le=1)] = 0.0
+    corrupt: Annotated[float, says("One bit is wrong.", ge=0, le=1)] = 0.0
+    delay: Annotated[float, says("It comes late.", ge=0, le=1)] = 0.0
+
+
+class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Timed claims on tasks."""
+
+    ttl_s: Annotated[float, says("Seconds of silence after which a worker's tasks go to another.", ge=2)] = 15.0
+    stall_s: Annotated[
+        float, says("Seconds without progress after which a compute process is killed as crashed.", gt=0)
+    ] = 600.0
+
+
+class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is written to standard error beside progress."""
+
+    level: Annotated[
+        Literal["auto", "error", "warning", "info", "debug"],
+        says("Log lines of this level and above; auto is info for serve and worker, warning for other verbs."),
+    ] = "auto"
+    format: Annotated[
+        Literal["auto", "text", "json"], says("How log lines are written; auto is text on a terminal, else JSON.")
+    ] = "auto"
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything that can be set, by group."""
+
+    data_dir: Annotated[str, says("Folder for results and whatever else outlives a process.")] = ""
+    run_dir: Annotated[
+        str, says("Folder of this user alone, in which the processes of one machine meet; by default one is made.")
+    ] = ""
+    server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
+    api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
+    keys: Annotated[
+        str,
+        says(
+            "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; "
+            "by default those in the data folder."
+        ),
+    ] = ""
+    insecure_listen: Annotated[
+        bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
+    ] = False
+    serve: Serve = Serve()
+    worker: Worker = Worker()
+    compute: ComputeOptions = ComputeOptions()
+    arena: Arena = Arena()
+    lease: Leases = Leases()
+    store: Store = Store()
+    spill: Spill = Spill()
+    transfer: Transfer = Transfer()
+    fault: Fault = Fault()
+    log: Log = Log()
