@@ -15,7 +15,7 @@ from unfuse.core import errors
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.clock import AlarmClock, SystemClock
 from unfuse.core.event import TERMINAL_EVENTS, EventType
-from unfuse.core.plan import ExecutionPlan, Pipeline, StageSpec
+from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
 from unfuse.testing import ManualClock
@@ -83,7 +83,9 @@ def test_a_card_names_the_pools_of_its_stages() -> None:
     weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
     card = ModelCard("m", "/m", "f", Pipeline(stages), Limits(), {}, weights, dtypes)
     assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
-    assert list(card.pools(frozenset({"vae_decode"}))) == ["decode"]
+    assert list(card.pools(Choice(frozenset({"vae_decode"})))) == ["decode"]
+    assert list(card.pools(Choice(components=("t",)))) == ["text"]
+    assert list(card.pools(Choice(frozenset({"vae_decode"}), ("t",)))) == []
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
@@ -94,7 +96,13 @@ def test_errors_are_one_tree_and_say_what_they_mean(kind: type[Exception]) -> No
 
 def test_the_type_decides_the_retry() -> None:
     again = {kind for kind in ERRORS if issubclass(kind, errors.TransientError)}
-    assert again == {errors.TransientError, errors.ObjectLost, errors.ArenaFull, errors.ComputeCrashed}
+    assert again == {
+        errors.TransientError,
+        errors.ObjectLost,
+        errors.ArenaFull,
+        errors.ComputeCrashed,
+        errors.ResultsUnavailable,
+    }
     assert not issubclass(errors.PermanentError, errors.TransientError)
 
 

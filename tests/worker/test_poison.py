@@ -19,6 +19,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Choice
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.models import find
@@ -85,7 +86,7 @@ async def computing(folder: Path, stall_s: float = 600.0) -> AsyncIterator[Compu
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         options = ComputeOptions(threads=1)
         load = Load(
-            (("outside", str(folder), "auto"),), None, options, "w", "n", store.address, store.write_token,
+            (("outside", str(folder), "auto"),), Choice(), options, "w", "n", store.address, store.write_token,
             Places(f"disk:{folder}/results"),
         )  # fmt: skip
         executor = Executor(load, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)

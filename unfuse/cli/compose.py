@@ -27,7 +27,7 @@ from unfuse.cli.machine import devices
 from unfuse.client import Client
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError
 from unfuse.core.messages import Places, WorkerInfo
-from unfuse.core.plan import SLOTS, Params, kinds_of
+from unfuse.core.plan import SLOTS, Choice, Params, kinds_of
 from unfuse.launch.local import LocalWorkers
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -200,7 +200,9 @@ class Service:
         expected = [
             WorkerInfo(str(number), "", worker.role, tuple(pools), 1, "", self._options.workers.arena)
             for number, worker in enumerate(self._plan.workers)
-            for pools in [{pool for m in self._plan.models for pool in m.card.pools(kinds_of(worker.role)).values()}]
+            for pools in [
+                {pool for m in self._plan.models for pool in m.card.pools(Choice(kinds_of(worker.role))).values()}
+            ]
         ]
         store = self._options.places.store.partition(":")[0]
         return Arenas(expected if store in ARENAS else (), store == "spill")

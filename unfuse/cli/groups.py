@@ -154,6 +154,10 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
     role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
+    component: Annotated[
+        tuple[str, ...],
+        says("Of these stages only those of one component: --role encoder --component text_encoder_2."),
+    ] = ()
     scheduler: Annotated[
         tuple[str, ...],
         says(

@@ -23,8 +23,8 @@ log = structlog.get_logger(__name__)
 
 
 @takes(
-    "worker.role", "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE, "worker.slots",
-    "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network", "arena.bytes",
+    "worker.role", "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE,
+    "worker.slots", "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network", "arena.bytes",
     "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
 def worker(
@@ -55,6 +55,7 @@ def worker(
     addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
     options = WorkerOptions(
         role=wanted.role,
+        components=wanted.component,
         schedulers=addresses,
         node=wanted.node or machine_id(run_folder),
         trust=trusted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from unfuse.core.plan import Params, Pipeline, pool_name
+from unfuse.core.plan import Choice, Params, Pipeline, pool_name
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -49,10 +49,10 @@ class ModelCard(msgspec.Struct, frozen=True):
         """Whether it can be asked for more than one frame."""
         return self.limits.max_frames > 1
 
-    def pools(self, kinds: frozenset[str] | None = None) -> dict[str, str]:
-        """Pool of each stage by stage name, of the given kinds only (None: all)."""
+    def pools(self, choice: Choice | None = None) -> dict[str, str]:
+        """Pool of each stage by stage name, of the chosen ones only (None: all)."""
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes)
             for stage in self.pipeline.stages
-            if kinds is None or stage.kind in kinds
+            if choice is None or choice.takes(stage)
         }

@@ -132,6 +132,18 @@ def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str,
     return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """Which stages a worker runs: those of some kinds (None: any), and of some components (none: any)."""
+
+    kinds: frozenset[str] | None = None
+    components: tuple[str, ...] = ()
+
+    def takes(self, stage: StageSpec) -> bool:
+        """Whether a stage is one of them: the component that names its pool decides."""
+        of_kind = self.kinds is None or stage.kind in self.kinds
+        return of_kind and (not self.components or stage.components[0] in self.components)
+
+
 def kinds_of(role: str) -> frozenset[str] | None:
     """Stage kinds a worker of that role runs, None for all of them. Raises ConfigError for an unknown role."""
     if role == "all":

@@ -13,20 +13,21 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
 
 LENGTH = 4
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the stages of these kinds (None: all) of these (name, source, dtype) models, then say Ready.
+    """Load the chosen stages of these (name, source, dtype) models, then say Ready.
 
     `owner`, `node`, `arena` and `write_token` open the worker's own arena; `places` are the stores, and other arenas of
     this machine are in `run_dir`.
     """
 
     models: tuple[tuple[str, str, str], ...]
-    kinds: frozenset[str] | None
+    choice: Choice
     compute: ComputeOptions
     owner: str
     node: str

@@ -74,7 +74,7 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
     for name, folder, dtype in models:
         card = find(folder).card(name, folder, dtype)
         for spec in card.pipeline.stages:
-            if load.kinds is None or spec.kind in load.kinds:
+            if load.choice.takes(spec):
                 wanted.setdefault(pool_name(spec, card.weights, card.dtypes), (spec, card, folder))
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     device = _device(load.compute, any(find(folder).torch for _, folder, _ in models))

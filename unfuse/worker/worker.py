@@ -34,7 +34,7 @@ from unfuse.core.messages import (
     ToWorker,
     WorkerInfo,
 )
-from unfuse.core.plan import kinds_of
+from unfuse.core.plan import Choice, kinds_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
 from unfuse.supervision.supervisor import Supervisor
@@ -72,7 +72,8 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
-    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve.
+    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve. With `components`
+    it runs those stages of its role alone whose pools are of one of them.
 
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
@@ -85,6 +86,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     node: str
     trust: Trust = None
     models: tuple[str, ...] = ()
+    components: tuple[str, ...] = ()
     compute: ComputeOptions = ComputeOptions(threads=1)
     slots: int = 2
     arena: int = 2 << 30
@@ -102,7 +104,7 @@ class Worker:
     def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
         self._options, self._engines = options, engines or {}
         self._id = f"{options.role}-{secrets.token_hex(6)}"
-        self._kinds = kinds_of(options.role)
+        self._choice = Choice(kinds_of(options.role), options.components)
         self._slots = max(options.slots, options.compute.batch + 1)
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
@@ -186,7 +188,12 @@ class Worker:
         load = self._load(folders, objects, places)
         executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
         self._device = await executor.start()
-        pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._kinds).values())
+        pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._choice).values())
+        if not pools:
+            named = sorted({stage.components[0] for card in cards for stage in card.pipeline.stages})
+            raise ConfigError(
+                f"no stage is both --role {options.role} and --component: components are {', '.join(named)}"
+            )
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info(
             "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
@@ -201,7 +208,7 @@ class Worker:
         for name, source, dtype in models:
             folder = resolve_source(source, components=())
             card = find(folder).card(name, folder, dtype)
-            stages = [stage for stage in card.pipeline.stages if self._kinds is None or stage.kind in self._kinds]
+            stages = [stage for stage in card.pipeline.stages if self._choice.takes(stage)]
             resolve_source(card.source, components={component for stage in stages for component in stage.components})
             cards.append(card)
             folders.append((name, str(folder), dtype))
@@ -210,7 +217,7 @@ class Worker:
     def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
         options, store = self._options, objects.store
         own = store.owner, store.node, store.address, store.write_token
-        return Load(models, self._kinds, options.compute, *own, places, options.run_dir)
+        return Load(models, self._choice, options.compute, *own, places, options.run_dir)
 
     async def _pull(self, executor: Executor, objects: Objects) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
