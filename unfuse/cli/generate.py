@@ -144,6 +144,8 @@ def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, 
         show.as_json({"id": result.id, "seed": result.seed, "files": names, "timings": result.timings})
         return
     for stage, seconds in result.timings.items():
+        if not any(seconds.values()):
+            continue
         parts = "  ".join(f"{name.removesuffix('_s')} {value:7.3f} s" for name, value in seconds.items())
         terminal.say(f"{stage:16} {parts}")
     for index, file in zip(result.indexes, files, strict=True):
