@@ -89,7 +89,8 @@ def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_lef
     lines = screen(written)
 
     assert code == 0
-    assert Image.open(out).size == (128, 128)
+    with Image.open(out) as picture:
+        assert picture.size == (128, 128)
     assert "loading unfuse/shapes: encoder " in written
     assert re.search(r"denoiser [0-9.]+ [KM]?i?B of 7.6 MiB", written)
     bars = [line for line in lines if "━" in line]
@@ -147,12 +148,12 @@ def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
     home: dict[str, str], number: int, code: int
 ) -> None:
     command = [*COMMAND, "serve", "--port", "0", "--queue", "memory", "--log-format", "json"]
-    process = subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True)
-    assert process.stderr
-    said = next(line for line in process.stderr if '"importing"' in line)
-    process.send_signal(number)
-    rest = process.stderr.read()
-    assert process.wait() == code
+    with subprocess.Popen(command, env=home, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        said = next(line for line in process.stderr if '"importing"' in line)
+        process.send_signal(number)
+        rest = process.stderr.read()
+    assert process.returncode == code
     assert "Traceback" not in said + rest
     assert "Error" not in rest
 
