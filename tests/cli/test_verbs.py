@@ -100,6 +100,11 @@ def test_a_wrong_option_is_exit_2(unfuse: Run) -> None:
     assert "--port" in err
 
 
+def test_a_value_with_names_is_shown_by_them() -> None:
+    shown = show.cell({"predicted_s": 0.1, "device_s": {}, "by": ["a", True]})
+    assert shown == "predicted_s=0.1, device_s=-, by=a, yes"
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_a_table_is_no_wider_than_the_terminal_and_loses_nothing(width: int) -> None:
     row = {"id": f"req_{'0' * 32}", "stage": "text_encode", "message": "it died " * 20, "model": "\x1b[2Junfuse/shapes"}

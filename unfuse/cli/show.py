@@ -74,6 +74,8 @@ def cell(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, list | tuple):
         return ", ".join(cell(item) for item in value) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{harmless(str(name))}={cell(one)}" for name, one in value.items()) or "-"
     if isinstance(value, Size):
         return size(value)
     if isinstance(value, float):
