@@ -26,6 +26,10 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
         (meta,) = (each for each in inside[1:] if isinstance(each, msgspec.Meta))
+        if inside[0] is float and meta.ge is not None:
+            return st.floats(meta.ge, meta.le, allow_nan=False, allow_infinity=meta.le is None)
+        if inside[0] is int and meta.le is not None:
+            return st.integers(meta.ge, meta.le)
         return of(inside[0]) if meta.ge is None else of(inside[0]).filter(lambda value: value >= meta.ge)
     if origin in (Union, UnionType):
         return st.one_of([of(one) for one in inside])

@@ -71,7 +71,7 @@ def ended_once(cluster: Cluster, *requests: str) -> None:
 
 
 def test_while_it_waits(cluster: Cluster) -> None:
-    ahead = [ask(cluster, f"ahead {number}", "sleep=1@text_encode") for number in range(3)]
+    ahead = [ask(cluster, f"ahead {number}", "sleep=1@text_encode") for number in range(6)]
     request = ask(cluster, "waits", "sleep=0@denoise")
     assert cluster.get(f"/v1/requests/{request}")["queue_position"] is not None
     cancelled(cluster, request, *ahead)

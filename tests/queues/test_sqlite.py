@@ -468,7 +468,7 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
     """Given a row that cannot be made, as nobody has foreseen, then nobody waits for it for ever."""
     with patch.object(queue, "_row", side_effect=KeyError("s")):
-        assert "make room or repair" in str(await raised(TransientError, submitted(queue, "a")))
+        assert "repair the disk" in str(await raised(TransientError, submitted(queue, "a")))
 
 
 class TestTheFile:

@@ -168,6 +168,6 @@ def test_a_store_without_room_is_a_503_that_hides_its_place(studio: Served, film
         folder.unlink()
         blocked.rename(folder)
     assert folder.stat().st_mode == mode
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_room")
     assert answer.headers["retry-after"]
     assert str(folder) not in answer.text

@@ -325,7 +325,7 @@ class RedisQueue(TaskQueue):
         return TransientError(f"the queue at {self._url.rpartition('@')[2]} does not answer: {error}")
 
     def _record(self, reply: builtins.list[Any]) -> Record:
-        context, running, position, _ = reply
+        context, running, position = reply[:3]
         return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
 
     async def _call(self, verb: str, **args: Any) -> Any:
