@@ -25,12 +25,7 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
         return PLAIN[kind]
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        (meta,) = (each for each in inside[1:] if isinstance(each, msgspec.Meta))
-        if inside[0] is float and meta.ge is not None:
-            return st.floats(meta.ge, meta.le, allow_nan=False, allow_infinity=meta.le is None)
-        if inside[0] is int and meta.le is not None:
-            return st.integers(meta.ge, meta.le)
-        return of(inside[0]) if meta.ge is None else of(inside[0]).filter(lambda value: value >= meta.ge)
+        return _bounded(inside[0], next(each for each in inside[1:] if isinstance(each, msgspec.Meta)))
     if origin in (Union, UnionType):
         return st.one_of([of(one) for one in inside])
     if origin is Literal:
@@ -46,3 +41,11 @@ def of(kind: Any) -> st.SearchStrategy[Any]:
     assert issubclass(kind, msgspec.Struct), kind
     hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{name: of(hints[name]) for name in kind.__struct_fields__})
+
+
+def _bounded(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
+    if kind is float and meta.ge is not None:
+        return st.floats(meta.ge, meta.le, allow_nan=False, allow_infinity=meta.le is None)
+    if kind is int and meta.le is not None:
+        return st.integers(meta.ge, meta.le)
+    return of(kind) if meta.ge is None else of(kind).filter(lambda value: value >= meta.ge)
