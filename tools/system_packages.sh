@@ -17,6 +17,7 @@ need chromium "which plays the video that a test makes" command -v chromium
 need iproute2 "which makes the second host of some tests" command -v ip
 need libibverbs1 "which Mooncake loads" mooncake_can_load
 need nginx-light "which stands before a server as people have it" command -v nginx
+need openssl "which makes its certificate" command -v openssl
 need redis-server "which several servers share" command -v redis-server
 
 ((${#missing[@]})) || exit 0

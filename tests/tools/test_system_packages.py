@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ["chromium", "iproute2", "libibverbs1", "nginx-light", "redis-server"]
+PACKAGES = ["chromium", "iproute2", "libibverbs1", "nginx-light", "openssl", "redis-server"]
 
 
 def ran(folder: Path, **commands: str) -> subprocess.CompletedProcess[str]:
@@ -39,7 +39,7 @@ def test_who_may_has_what_is_missing_installed_and_nothing_else(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     asked = (tmp_path / "asked").read_text().splitlines()
     assert asked[0].startswith("update")
-    assert asked[1].split()[-2:] == ["libibverbs1", "redis-server"]
+    assert asked[1].split()[-3:] == ["libibverbs1", "openssl", "redis-server"]
 
 
 def test_ci_and_the_makefile_have_no_list_of_their_own() -> None:
