@@ -48,7 +48,8 @@ def refusal(*arguments: str) -> str:
 @contextmanager
 def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server that is reached by workers of other machines, and its URL."""
-    command = [*UNFUSE, "serve", str(model), "--port", "0", "--arena", "1MiB", *arguments]
+    beside = ("--queue", "memory")  # others of one data folder
+    command = [*UNFUSE, "serve", str(model), "--port", "0", "--arena", "1MiB", *beside, *arguments]
     log = (model / "serve.log").open("w+")
     with log, subprocess.Popen(command, stderr=log, text=True) as server:
         try:

@@ -95,7 +95,7 @@ async def test_over_tcp_a_process_without_the_key_gets_nothing_and_what_was_said
         copied = tmp_path / "copied"
         copied.mkdir(mode=0o700)
         shutil.copy(data / "keys" / "worker.key", copied)
-        elsewhere = {"UNFUSE_RUN_DIR": str(tmp_path / "r"), "UNFUSE_DATA_DIR": str(tmp_path / "d")}
+        elsewhere = {"UNFUSE_RUN_DIR": str(run / "r"), "UNFUSE_DATA_DIR": str(tmp_path / "d")}
         with working("--scheduler", address, "--keys", str(copied), **elsewhere):
             assert client.generate("hello").data == [b"olleh"]
             assert roles(client) == ROLES
@@ -148,7 +148,18 @@ def test_a_second_server_on_the_port_is_refused_and_takes_nothing(model: Path, r
     with serving(model) as (_, url), connect(url) as client:
         port = url.rpartition(":")[2]
         for host in ("127.0.0.1", "127.0.0.2"):  # the second would have the port
-            command = [*UNFUSE, "serve", str(model), "--no-workers", "--port", port, "--host", host]
+            command = [
+                *UNFUSE,
+                "serve",
+                str(model),
+                "--no-workers",
+                "--queue",
+                "memory",
+                "--port",
+                port,
+                "--host",
+                host,
+            ]
             refused = subprocess.run(command, capture_output=True, text=True)
             assert refused.returncode == 1
             assert "cannot listen" in refused.stderr
