@@ -19,7 +19,11 @@ from importlib.abc import MetaPathFinder
 class Hit(MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == {module!r}:
-            os.kill(os.getpid(), {number})
+            {hit}
+
+class Last:
+    def __del__(self):
+        os.kill(os.getpid(), {number})
 
 sys.meta_path.insert(0, Hit())
 sys.argv = ["unfuse", "config", "show"]
@@ -32,7 +36,15 @@ main()
 @pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.cli.settings"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: int, code: int) -> None:
-    program = HIT.format(module=module, number=int(number))
+    program = HIT.format(module=module, number=int(number), hit=f"os.kill(os.getpid(), {int(number)})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_where_no_exception_goes_ends_it_too(number: int, code: int) -> None:
+    """A signal that comes while something is being forgotten, as modules' locks are all the time, is not lost."""
+    program = HIT.format(module="typer", number=int(number), hit="Last()")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 

@@ -24,12 +24,15 @@ def main() -> NoReturn:
     """The entry point of the command."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    sys.unraisablehook = _unraisable
     try:
         run(sys.argv[1:])
     except KeyboardInterrupt:
-        sys.exit(SIGNALLED + _received[0])
+        _end()
     except SystemExit as ended:
-        sys.exit(SIGNALLED + _received[0] if _received else ended.code)
+        if _received:
+            _end()
+        sys.exit(ended.code)
 
 
 def run(arguments: Sequence[str]) -> NoReturn:
@@ -68,6 +71,21 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), SHOW_CURSOR)
     os._exit(SIGNALLED + number)
+
+
+def _unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """A signal that came in a callback of the interpreter, out of which no exception goes: it ends all the same."""
+    if lost.exc_type is KeyboardInterrupt:
+        _end()
+    sys.__unraisablehook__(lost)
+
+
+def _end() -> NoReturn:
+    """End as the first signal asked; without Python's own end, which may turn an interrupt into a SIGINT to itself."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(SIGNALLED + _received[0])
 
 
 def _say(sentence: str, code: int) -> int:
