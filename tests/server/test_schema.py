@@ -53,6 +53,13 @@ def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None
         keeps_its_promise()
 
 
+def test_a_stream_of_pictures_keeps_its_promise(api: schemathesis.BaseSchema) -> None:
+    (operation,) = (found.ok() for found in api.get_all_operations() if found.ok().path == "/v1/images/generations")
+    case = operation.Case(body={"prompt": "a ring", "stream": True, "partial_images": 1}, media_type="application/json")
+    reply = case.call_and_validate(checks=CHECKS, timeout=10)
+    assert (reply.status_code, reply.headers["content-type"]) == (200, ["text/event-stream; charset=utf-8"])
+
+
 def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
     bare = [
         f"{method} {path} {status}"

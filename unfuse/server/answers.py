@@ -123,12 +123,15 @@ def several(schema: Schema, paged: bool = True) -> Answers:
     return one(thing({"object": {"const": "list"}, "data": array(schema), **page}))
 
 
+SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
+"""One server-sent event: OpenAPI 3.1 has the schema of such a reply describe each of them."""
+
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)
-DRAWN[200]["content"] |= {"text/event-stream": {"schema": TEXT}}
+DRAWN[200]["content"] |= {"text/event-stream": {"schema": SENT}}
 FILMED = ACCEPTED | one(VIDEO)
 DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
-HAPPENED: Answers = {200: answer("Each event's data is an Event", TEXT, "text/event-stream")}
+HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
 """The data of each event; it stands among the schemas under that name."""
 
