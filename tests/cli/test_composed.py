@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
 from unfuse.cli.compose import Service, plan
+from unfuse.cli.groups import OWN_ARENA
 from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
 from unfuse.cli.settings import load
@@ -67,7 +68,7 @@ async def working(*schedulers: str) -> AsyncIterator[None]:
     """A worker of all stages, with the arena and the limits that it has unless it is told otherwise."""
     settings = load({}, None, {}).settings
     worker = Worker(
-        WorkerOptions("all", schedulers, "node", arena=settings.arena.bytes, memory_limit=settings.worker.memory_limit)
+        WorkerOptions("all", schedulers, "node", arena=OWN_ARENA, memory_limit=settings.worker.memory_limit)
     )
     running = asyncio.create_task(worker.run())
     try:

@@ -22,9 +22,9 @@ from unfuse.cli import show
 from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
-from unfuse.cli.groups import Transfer
+from unfuse.cli.groups import SHARED_ARENA, Transfer
 from unfuse.cli.main import exit_code
-from unfuse.cli.serve import SHARED_ARENA, key_notes, keys, options
+from unfuse.cli.serve import key_notes, keys, options
 from unfuse.cli.settings import load
 from unfuse.client import Client, connect
 from unfuse.core.codec import decode, encode
@@ -77,8 +77,8 @@ def test_config_show_says_where_a_value_comes_from_and_hides_secrets(
     assert rows["spill.threshold"]["flag"] is None
     assert text.split()[:5] == ["SETTING", "VALUE", "FLAG", "ENVIRONMENT", "FROM"]
     assert rows["serve.port"]["value"] == 8000
-    assert rows["arena.bytes"]["value"] == 2 << 30
-    assert "2.0 GiB" in text
+    assert rows["serve.encoder_cache"]["value"] == 256 << 20
+    assert "256.0 MiB" in text
     assert "sesame" not in text + str(rows)
     assert rows["serve.queue"]["value"] == "redis://:********@127.0.0.1:6379/0"
     assert rows["serve.store"]["value"] == "spill:shared_memory+redis://ada:********@h/0"
@@ -524,6 +524,22 @@ def test_settings_become_what_is_composed() -> None:
     assert composed.limits.max_active == 7
     assert composed.queue == "sqlite:/d/queue.db"
     assert options(load({"serve.workers": False}, None, environment)).workers == Wanted({})
+
+
+@pytest.mark.parametrize(
+    ("settings", "encoder", "denoiser"),
+    [
+        ({}, 4, 2),
+        ({"serve.slots": ("denoiser=1",)}, 4, 1),
+        ({"worker.slots": 3}, 3, 3),
+        ({"serve.slots": ("encoder=7",), "worker.slots": 3}, 7, 3),
+    ],
+)
+def test_workers_hold_what_is_set_for_their_role_or_for_all(
+    settings: dict[str, Any], encoder: int, denoiser: int
+) -> None:
+    slots = options(load(settings, None, {})).slots
+    assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from unfuse.server.metrics import Metrics
 
 
 async def test_engines_that_nobody_knows_are_counted_together() -> None:
-    metrics = Metrics()
+    metrics = Metrics("memory")
     for engine in ("tcp", *(f"made-up-{number}" for number in range(1000))):
         metrics.moved(engine, Moved(3))
     page = (await metrics.page(MemoryQueue(SystemClock()), [], {})).decode()

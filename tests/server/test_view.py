@@ -79,7 +79,8 @@ async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
         await scheduler.queue.expired(scheduler.lease_ttl)
         for _ in range(4):
             clock.advance(scheduler.lease_ttl / 3)
-            await scheduler._end_leases()
+            for lease in await scheduler.queue.expired(scheduler.lease_ttl):
+                await scheduler._end(lease)
         (denoise,) = await take(scheduler)
         assert (denoise.task.attempt, await shown(scheduler, request)) == (3, 100 * 7 // 12)
 

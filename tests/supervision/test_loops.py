@@ -15,6 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 from zmq.utils import z85
 
+from tests.meet import unix_address
 from unfuse.arena.buddy import Usage
 from unfuse.cli import compose
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
@@ -163,7 +164,7 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
             (beaten if isinstance(message, Beat) else asked).set()
             return Pulse((), ()) if isinstance(message, Beat) else Accepted()
 
-    worker: Any = Worker(WorkerOptions("all", ("tcp://127.0.0.1:1",), "node"))
+    worker: Any = Worker(WorkerOptions("all", (unix_address(),), "node"))
     await worker._link.close()
     worker._link = Line()
     worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))

@@ -181,10 +181,20 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
+SHARED_ARENA, OWN_ARENA = 512 << 20, 2 << 30
+"""Bytes of a worker that shares its machine with the others of one `serve`, and of one that does not."""
+
+
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's tensor memory."""
 
-    bytes: Annotated[int, says_bytes("Memory for stage outputs, taken from the machine at start.")] = 2 << 30
+    bytes: Annotated[
+        int,
+        says_bytes(
+            "Memory for stage outputs, taken from the machine at start; 0 is 512 MiB for each worker that `serve` "
+            "starts, and 2 GiB for one that is started by itself."
+        ),
+    ] = 0
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

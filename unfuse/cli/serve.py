@@ -13,12 +13,12 @@ import typer
 from msgspec.structs import asdict
 
 from unfuse.cli import show
-from unfuse.cli.groups import Settings
+from unfuse.cli.groups import SHARED_ARENA, Settings
 from unfuse.cli.loading import Loading
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.progress import progress_on
-from unfuse.cli.settings import DEFAULT, FIELDS, Loaded, load
+from unfuse.cli.settings import FIELDS, Loaded, load
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import SLOTS
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from unfuse.core.plan import Params
     from unfuse.launch.placement import Wanted
 
-
-SHARED_ARENA = 512 << 20
-"""Memory of each worker that shares its machine with the others of one `serve`, unless it is set."""
 
 ADMIN = "admin"
 """The tenant of an admin key that has no name."""
@@ -71,9 +68,10 @@ def wanted(loaded: Loaded) -> Wanted:
 
     settings, serve = loaded.settings, loaded.settings.serve
     counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
-    arena = SHARED_ARENA if loaded.origins["arena.bytes"] == DEFAULT else settings.arena.bytes
     place = parse_place(serve.place)
-    return Wanted(counts, place, settings.compute, arena) if serve.workers else Wanted({}, {}, settings.compute)
+    if not serve.workers:
+        return Wanted({}, {}, settings.compute)
+    return Wanted(counts, place, settings.compute, settings.arena.bytes or SHARED_ARENA)
 
 
 def options(loaded: Loaded) -> ServeOptions:
@@ -118,7 +116,7 @@ def options(loaded: Loaded) -> ServeOptions:
             **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(loaded),
-        slots=slots(serve.slots),
+        slots=slots(serve.slots, settings.worker.slots),
         time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
         order=serve.order,
@@ -133,9 +131,9 @@ def options(loaded: Loaded) -> ServeOptions:
     )
 
 
-def slots(given: tuple[str, ...]) -> dict[str, int]:
-    """Slots by role. Raises ConfigError for what is none."""
-    found = dict(SLOTS)
+def slots(given: tuple[str, ...], each: int = 0) -> dict[str, int]:
+    """Slots by role: what is `given` for it, else `each`, else what is usual. Raises ConfigError for what is none."""
+    found = {role: each or usual for role, usual in SLOTS.items()}
     for entry in given:
         role, _, count = entry.partition("=")
         if role not in SLOTS or not count.isdecimal() or not int(count):

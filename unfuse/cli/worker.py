@@ -9,7 +9,7 @@ import structlog
 import typer
 from msgspec.structs import asdict
 
-from unfuse.cli.groups import Fault, Settings
+from unfuse.cli.groups import OWN_ARENA, Fault, Settings
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.settings import load
@@ -62,7 +62,7 @@ def worker(
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots or SLOTS.get(wanted.role, 1),
-        arena=settings.arena.bytes,
+        arena=settings.arena.bytes or OWN_ARENA,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,
