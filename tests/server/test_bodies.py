@@ -19,7 +19,7 @@ from unfuse.core.nearest import LONGEST, nearest
 from unfuse.core.params import UNUSED
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
-from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES
+from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading
 from unfuse.stores.results import open_results
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
@@ -107,7 +107,9 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[Any, str]]:
 class Call:
     """One call of an application, as a server makes it; its client stays until the end."""
 
-    def __init__(self, app: Any, path: str, method: str = "GET", body: bytes = b"", **headers: str) -> None:
+    def __init__(
+        self, app: Any, path: str, method: str = "GET", body: bytes = b"", more: bool = False, **headers: str
+    ) -> None:
         given = {"host": "localhost", "content-type": "application/json", **headers}
         self._scope: dict[str, Any] = {
             "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "path": path,
@@ -116,7 +118,7 @@ class Call:
             "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 9),
         }  # fmt: skip
         self._first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._received = [{"type": "http.request", "body": body, "more_body": False}]
+        self._received = [{"type": "http.request", "body": body, "more_body": more}]
         self.task = asyncio.create_task(app(self._scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -159,3 +161,32 @@ async def test_whoever_came_first_is_begun_first(tmp_path: Path) -> None:
         assert calls[3].task.cancelled()
         assert [call.has_begun for call in calls[:3] + calls[4:10]] == [True] * 9
         await asyncio.gather(*(call.begun() for call in calls[10:]))
+
+
+FORM = {"content-type": "multipart/form-data; boundary=x"}
+PART = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n'
+
+
+@pytest.mark.parametrize(("headers", "begins"), [({}, b'{"prompt":'), (FORM, PART)], ids=["json", "form"])
+async def test_bodies_that_are_being_read_have_a_bound_together(
+    tmp_path: Path, headers: dict[str, str], begins: bytes
+) -> None:
+    """Given a client in the middle of a large body, when another one's does not fit beside it, then that client is to
+    try again; small ones are served, and once the first has left there is room."""
+    async with gateway(tmp_path) as (app, _):
+        app.state.reading = reading = Reading(1000)
+        first = Call(app, EDITS, "POST", begins + b" " * 800, more=True, **headers)
+        while not reading.held:
+            await asyncio.sleep(0)
+        second = await Call(app, EDITS, "POST", begins + b" " * 300, **headers).begun()
+        small = await Call(app, EDITS, "POST", b"{}").begun()
+        assert [json.loads(told)["error"]["code"] for told in (second, small)] == [
+            "too_many_bodies",
+            "invalid_parameter",
+        ]
+        assert reading.held == len(begins) + 800
+        first.task.cancel()
+        await asyncio.gather(first.task, return_exceptions=True)
+        third = await Call(app, EDITS, "POST", begins + b" " * 300, **headers).begun()
+        assert json.loads(third)["error"]["code"] == "invalid_parameter"
+        assert reading.held == 0

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -33,6 +35,15 @@ HASTY = Bounds(head_s=0.3, stall_s=0.3, rate=1024 * 1024)
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     with composed(tmp_path_factory.mktemp("served")) as port:
         yield port
+
+
+@contextmanager
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Have what uvicorn logs in `caplog` too, from servers that were made already: each takes the handlers away."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
 
 
 def alive(port: int) -> bool:
@@ -123,8 +134,9 @@ def test_chunks_may_not_be_so_fine_that_they_take_the_server_s_time(port: int) -
     ],
 )
 def test_what_is_no_http_is_answered_and_no_traceback(port: int, data: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    refused(say(port, data), 400, "bad_request")
-    assert alive(port) and caplog.text == ""
+    with logged(caplog):
+        refused(say(port, data), 400, "bad_request")
+        assert alive(port) and caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -138,7 +150,11 @@ def test_a_stream_that_is_talked_into_ends_without_a_traceback(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Given an answer that has begun, when the client's body turns to rubbish, then the connection ends, no more."""
-    with serve(tmp_path) as served, connect(int(served.url.rpartition(":")[2])) as connection:
+    with (
+        serve(tmp_path) as served,
+        logged(caplog),
+        connect(port_of(served.url)) as connection,
+    ):
         id = httpx2.post(
             f"{served.url}/v1/images/generations", json={"model": IDLE.name, "prompt": "a"}, headers=ASYNC
         ).json()["id"]
@@ -148,6 +164,21 @@ def test_a_stream_that_is_talked_into_ends_without_a_traceback(
         connection.sendall(b"rubbish\r\n")
         rest(connection)
         assert httpx2.get(f"{served.url}/health").status_code == 200
+    assert caplog.text == ""
+
+
+def test_the_server_s_end_is_no_error_of_who_waits(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Given a stream that is open, when the server ends, then the connection ends, no more."""
+    with ExitStack() as stack:
+        with composed(tmp_path) as port:
+            stack.enter_context(logged(caplog))
+            post = call(port, "/v1/images/generations", "Content-Type: application/json", "Prefer: respond-async",
+                        method="POST", body=ASKED)  # fmt: skip
+            connection = stack.enter_context(connect(port))
+            events = f"{urlsplit(post.headers['location']).path}/events"
+            connection.sendall(f"GET {events} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            hear(connection, b"queued")
+        rest(connection)
     assert caplog.text == ""
 
 
@@ -172,7 +203,8 @@ def test_a_call_hidden_in_a_body_is_none(port: int) -> None:
 @pytest.mark.parametrize("upgrade", ["websocket", "h2c"])
 def test_nobody_is_upgraded(port: int, upgrade: str, caplog: pytest.LogCaptureFixture) -> None:
     head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    answer = say(port, f"{head}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nUpgrade: {upgrade}\r\n\r\n")
+    with logged(caplog):
+        answer = say(port, f"{head}Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nUpgrade: {upgrade}\r\n\r\n")
     assert answer.status == 200 and caplog.text == ""
 
 

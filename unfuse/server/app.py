@@ -14,6 +14,7 @@ from unfuse.server import dead, health, images, models, requests, videos, worker
 from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, tenant_of
+from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
 from unfuse.server.turns import Turns
@@ -48,6 +49,7 @@ def create_app(
     app.state.gateway = Gateway(
         scheduler, results, own_keys, own_names, standard, loras, strict, time_limits, store, admins
     )
+    app.state.reading = Reading()
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)

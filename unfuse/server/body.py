@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from anyio import to_thread
 from starlette.datastructures import FormData, UploadFile
@@ -28,10 +29,34 @@ MAX_FORM = 32 * 1024 * 1024
 
 MAX_FIELDS, MAX_FILES = 64, 8
 
+MAX_READING = 256 * 1024 * 1024
+"""Bytes of the bodies that are being read at a time, of all clients together."""
+
+READING_PAUSE_S = 5
+"""After what time a client tries again whose body there was no room for."""
+
 logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with a form, its sender is told
 
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
 """A form field that is part of another: `metadata[job]`, or `image[]` for one of several."""
+
+
+class Reading:
+    """How much of bodies is being read, all clients' together: up to `most` bytes."""
+
+    def __init__(self, most: int = MAX_READING) -> None:
+        self._most, self.held = most, 0
+
+    def take(self, size: int) -> None:
+        """So many bytes more are held. Raises Refusal when that would be too many."""
+        if self.held + size > self._most:
+            again = {"retry-after": str(READING_PAUSE_S)}
+            raise Refusal(503, "too_many_bodies", "too many large bodies are being sent: try again", headers=again)
+        self.held += size
+
+    def give(self, size: int) -> None:
+        """So many bytes are held no more."""
+        self.held -= size
 
 
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
@@ -54,12 +79,12 @@ async def read_body(request: Request) -> dict[str, object]:
     """The fields of a JSON object or of a form, whose files are bytes. Raises as `read_json` does."""
     if _type(request) != "multipart/form-data":
         return await read_json(request, MAX_TEXT_BODY)
-    stream = _bounded(request, MAX_FORM)
-    parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise InvalidParameter(f"the form cannot be read: {error.message}") from error
+    async with aclosing(_bounded(request, MAX_FORM)) as stream:
+        parser = _Form(request.headers, stream, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=MAX_TEXT_BODY)
+        try:
+            form = await parser.parse()
+        except MultiPartException as error:
+            raise InvalidParameter(f"the form cannot be read: {error.message}") from error
     try:
         if not parser.whole:
             raise InvalidParameter("the form cannot be read: it ends before its last boundary")
@@ -103,9 +128,14 @@ def _type(request: Request) -> str:
 
 
 async def _bounded(request: Request, limit: int) -> AsyncGenerator[bytes, None]:
+    reading: Reading = request.app.state.reading
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise Refusal(413, "body_too_large", f"the body is larger than the {limit} bytes that are read")
-        yield chunk
+    try:
+        async for chunk in request.stream():
+            reading.take(len(chunk))
+            size += len(chunk)
+            if size > limit:
+                raise Refusal(413, "body_too_large", f"the body is larger than the {limit} bytes that are read")
+            yield chunk
+    finally:
+        reading.give(size)

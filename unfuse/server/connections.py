@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import resource
 import time
 from collections import Counter
@@ -225,6 +227,7 @@ class HttpServer(Server):
             )
         )  # fmt: skip
         self.server_state = self._connections = Connections(bounds, access)
+        logging.getLogger("uvicorn.error").addFilter(_is_an_error)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -241,6 +244,12 @@ class HttpServer(Server):
         if counter % 10 == 0:
             self._connections.sweep()
         return await super().on_tick(counter)
+
+
+def _is_an_error(record: logging.LogRecord) -> bool:
+    """Whether what uvicorn logs is one: that calls are cut short because the server ends is none."""
+    ends = str(record.msg).startswith("Cancel %s running task(s)")
+    return not ends and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 def _files(wanted: int) -> int:

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from unfuse.core.codec import MAX_BYTES
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, UsageError
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import MAX_PATH, open_run_folder
 
@@ -54,7 +54,7 @@ def keys_for(address: str, trust: Trust = None) -> Keys | None:
         known = False
     if not known:
         hint = f"tcp://{address}" if address.count(":") == 1 and "/" not in address else "tcp://127.0.0.1:8001"
-        raise ConfigError(f"{address!r} is no control address: write {hint} or unix:/PATH")
+        raise UsageError(f"{address!r} is no control address: write {hint} or unix:/PATH")
     if trust is None:
         raise ConfigError(
             f"{address} can be reached by others: make keys by `unfuse keys new DIR` and give them to schedulers and "
@@ -64,12 +64,12 @@ def keys_for(address: str, trust: Trust = None) -> Keys | None:
 
 
 def unix_path(address: str) -> Path | None:
-    """Where the socket of a unix address lies; None for another. Raises ConfigError for a path that none can have."""
+    """Where the socket of a unix address lies; None for another. Raises UsageError for a path that none can have."""
     if not address.startswith(UNIX):
         return None
     path = Path(address.removeprefix(UNIX))
     if not path.is_absolute() or len(os.fsencode(path)) > MAX_PATH:
-        raise ConfigError(f"{address!r} is no control address: write unix:/PATH, of at most {MAX_PATH} bytes")
+        raise UsageError(f"{address!r} is no control address: write unix:/PATH, of at most {MAX_PATH} bytes")
     return path
 
 
