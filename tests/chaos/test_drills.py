@@ -23,7 +23,7 @@ from tests.chaos.monkey import QUIETLY
 pytestmark = pytest.mark.slow
 
 
-SCALE = float(os.environ.get("CHAOS_SCALE", "0.5"))
+SCALE = float(os.environ.get("CHAOS_SCALE", "0.2"))
 
 
 def scaled(faults: dict[str, int]) -> dict[str, int]:
@@ -50,6 +50,7 @@ def test_workers_computes_schedulers_and_redis_are_killed(tmp_path: Path, seed: 
     assert verdict.faults == Counter(quiet) + Counter(workers) + Counter(everything)
 
 
+@pytest.mark.nightly
 def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given a server with a SQLite queue, and workers on nodes of their own whose transfers fail now and then, when it
     is killed and started again, with workers dying beside it, then it goes on where it was, and no copy is left."""

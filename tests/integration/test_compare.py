@@ -11,11 +11,12 @@ import pytest
 from tests.integration.harness import environment, unfuse
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "more",
     [
         pytest.param((), id="pictures"),
-        pytest.param(("--frames", "5", "--steps", "4"), id="video", marks=pytest.mark.nightly),
+        pytest.param(("--frames", "5", "--steps", "4"), id="video"),
     ],
 )
 def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[str, ...]) -> None:

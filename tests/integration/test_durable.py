@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.harness import Server, serving, until
 
-RUNNING, WAITING = 3, 20
+RUNNING, WAITING = 3, 8
 
 
 def running(server: Server, request: str) -> None:
@@ -38,8 +38,8 @@ def completed(server: Server, requests: list[str]) -> list[dict[str, object]]:
 
 @pytest.mark.slow
 def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
-    """Given 20 requests that wait, 3 that run and one that is done, when the server is killed, then the next one
-    completes all 23, under their ids, with the bytes an undisturbed server makes; what was done is still there."""
+    """Given 8 requests that wait, 3 that run and one that is done, when the server is killed, then the next one
+    completes all 11, under their ids, with the bytes an undisturbed server makes; what was done is still there."""
     queue = f"sqlite:{tmp_path}/queue.db"
     settings = {"UNFUSE_LEASE__TTL_S": "2", "UNFUSE_WORKER__SLOTS": str(RUNNING)}
     with serving(tmp_path, "--queue", queue, "--arena", "64MiB", **settings) as server:
@@ -50,7 +50,7 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
             server.submit("a red circle on white", seed=4, num_inference_steps=100 if number == 0 else 60)
             for number in range(RUNNING + WAITING)
         ]
-        until(lambda: so_many_run_and_wait(server), "3 requests to run and 20 to wait", server.process)
+        until(lambda: so_many_run_and_wait(server), "3 requests to run and the others to wait", server.process)
         server.killed_and_started_again().ready()
         completed(server, [before, *requests])
         assert server.result(requests[0]) == server.result(before)
@@ -58,6 +58,7 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
         assert newest == [*reversed(requests), before]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_workers_started_by_hand_outlive_the_server(tmp_path: Path) -> None:
     """Given a task that is being computed while the server is away, then its worker reports it to the next one, and

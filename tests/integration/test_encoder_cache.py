@@ -69,6 +69,7 @@ def test_what_changes_the_encoding_is_encoded(shared: Server, other: dict[str, A
     assert made(shared, seed=1, **other)[1]["cached"]
 
 
+@pytest.mark.nightly
 def test_what_is_cached_gives_way_to_what_is_needed(shared: Server) -> None:
     """Given more encodings than the arena holds, then all requests complete; one that is gone is made again."""
     prompts = [f"{PROMPT} {number}" for number in range(1, 61)]

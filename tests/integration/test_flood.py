@@ -100,11 +100,11 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server.ready()
 
 
-@pytest.mark.parametrize("kind", ["tiny", "large"])
+@pytest.mark.parametrize("kind", ["tiny", pytest.param("large", marks=pytest.mark.nightly)])
 def test_with_keys_a_flood_without_one_is_not_let_in(keyed: Server, kind: str) -> None:
     weathers(keyed, kind)
 
 
-@pytest.mark.parametrize("kind", ["tiny", "large"])
+@pytest.mark.parametrize("kind", ["tiny", pytest.param("large", marks=pytest.mark.nightly)])
 def test_with_keys_a_flood_by_who_has_the_workers_is_turned_away(keyed: Server, kind: str) -> None:
     weathers(keyed, kind, keyed.folder / "keys")

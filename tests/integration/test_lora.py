@@ -105,6 +105,7 @@ def test_two_adapters_and_none_in_one_load_each_make_their_own_picture(
     assert load(server) == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("denoiser", [1], indirect=True)
 def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_single_one(
     server: Server, denoiser: Popen[bytes], expected: list[str]

@@ -194,6 +194,7 @@ def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
     assert server.compute_of("denoiser").pid != compute.pid
 
 
+@pytest.mark.nightly
 def test_the_first_request_after_a_restart_is_told_when_it_will_be_done(server: Server, tmp_path: Path) -> None:
     """Given a server that made a picture, when another one starts with its data folder, then that knows the stages."""
     stages = {

@@ -94,6 +94,7 @@ def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
     assert denoised_elsewhere(server, other_host, *keys, "--engine", engine, *node, pulled=engine) == expected_pair
 
 
+@pytest.mark.nightly
 def test_a_denoiser_on_another_host_has_its_tensors_pulled_by_mooncake_where_that_can_run(
     tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_denoiser_on_another_host_has_its_tensors_pulled_by_mooncake_where_tha
         assert denoised_elsewhere(server, other_host, *arguments, pulled="mooncake") == expected_pair
 
 
+@pytest.mark.nightly
 def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
     tmp_path: Path, pod: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
@@ -112,7 +114,13 @@ def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
         assert moved(server) == {}
 
 
-@pytest.mark.parametrize("durable", [True, False], ids=["from the durable copy", "by recompute"])
+@pytest.mark.parametrize(
+    "durable",
+    [
+        pytest.param(True, id="from the durable copy", marks=pytest.mark.nightly),
+        pytest.param(False, id="by recompute"),
+    ],
+)
 def test_the_owner_of_latents_is_killed_before_they_are_read(
     durable: bool, tmp_path: Path, expected_pair: list[str]
 ) -> None:
@@ -138,6 +146,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
         until(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the copy to be dropped")
 
 
+@pytest.mark.nightly
 def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], expected_pair: list[str]) -> None:
     """Given workers on three nodes whose transfers are dropped, cut and corrupted, when pictures are made, then all of
     them have the undivided pipeline's pixels."""

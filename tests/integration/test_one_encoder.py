@@ -7,6 +7,8 @@ import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.integration.harness import environment, serving, unfuse, until
 from tests.integration.recorded import RECORDED, REQUESTS, circumstances
 from tests.models.tiny import build
@@ -15,6 +17,7 @@ FLUX = 8
 """Which of the recorded requests is one to a model of two text encoders."""
 
 
+@pytest.mark.nightly
 def test_a_worker_may_run_one_encoder_of_two(tmp_path: Path) -> None:
     """Given a worker for each of two text encoders, then each has a pool of its own, and pictures are as ever."""
     model = str(build("flux", tmp_path / "flux"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.integration.harness import own_run_folder, serving, unfuse, until
 from tests.stores.servers import RedisServer, S3Server
 from unfuse.stores.shelf import open_shelf
@@ -31,6 +33,7 @@ def test_outputs_in_redis_copies_and_results_in_s3(
         assert len(kept(results)) == 2
 
 
+@pytest.mark.nightly
 def test_what_was_spilled_is_pulled_from_another_node(tmp_path: Path, expected_pair: list[str]) -> None:
     """Given an encoder whose arena spills everything at once, when its reader is on another node, then the owner takes
     back what it moved, pictures are the undivided pipeline's, and nothing was made twice."""

@@ -23,6 +23,7 @@ from tests.integration.harness import (
 )
 
 
+@pytest.mark.nightly
 def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_another(bare_server: Server) -> None:
     server = bare_server
     until(lambda: server.get("/health") is not None, "the gateway", server.process)

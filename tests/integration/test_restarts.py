@@ -22,7 +22,10 @@ def installed(folder: Path) -> tuple[str, dict[str, str]]:
     return str(model), {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "UNFUSE_LEASE__TTL_S": "2"}
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "upgraded"])
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.nightly), pytest.param(signal.SIGTERM, id="upgraded")],
+)
 def test_what_was_accepted_completes_after_a_restart(ending: signal.Signals, tmp_path: Path) -> None:
     """Given requests that run and wait, when server and workers end, at once or in order, then the next server on the
     same data folder completes them all, under their ids."""

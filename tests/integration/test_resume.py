@@ -98,6 +98,7 @@ def test_a_killed_worker_s_video_goes_on_elsewhere(
     nothing_is_left(server, copies)
 
 
+@pytest.mark.nightly
 def test_a_crashed_compute_process_s_video_goes_on_where_it_was(
     server: Server, denoiser: Popen[bytes], copies: Path, expected: dict[int, list[str]]
 ) -> None:
@@ -114,6 +115,7 @@ def test_a_crashed_compute_process_s_video_goes_on_where_it_was(
     nothing_is_left(server, copies)
 
 
+@pytest.mark.nightly
 def test_a_drained_worker_s_video_goes_on_elsewhere_from_the_very_step(
     server: Server, denoiser: Popen[bytes], copies: Path, expected: dict[int, list[str]]
 ) -> None:

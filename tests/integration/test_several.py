@@ -101,6 +101,7 @@ def test_a_gateway_that_is_told_to_stop_leaves_what_waits_to_the_others(tmp_path
         until(lambda: (other.get(f"/v1/requests/{request}") or {}).get("status") == "completed", "the request")
 
 
+@pytest.mark.nightly
 def test_workers_join_leave_and_are_exchanged_while_requests_run(tmp_path: Path) -> None:
     """Given one worker of each role, when others join, the first ones are told to leave, and for a while there is no
     denoiser at all, then those that leave exit with 0 and every request is completed without a charge."""
@@ -137,7 +138,14 @@ def _joined(cluster: Cluster, role: str) -> str:
     return str(cluster.members()[worker.pid]["id"])
 
 
-@pytest.mark.parametrize(("roles", "count", "arena"), [(["all"], 1000, 256), (["all"], 50, 8), (list(ROLES), 300, 128)])
+@pytest.mark.parametrize(
+    ("roles", "count", "arena"),
+    [
+        pytest.param(["all"], 1000, 256, marks=pytest.mark.nightly),
+        (["all"], 50, 8),
+        pytest.param(list(ROLES), 300, 128, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_long_queue_goes_through_a_small_arena(tmp_path: Path, roles: list[str], count: int, arena: int) -> None:
     """Given requests whose tensors, all together, need many times the arena (MiB), and which all wait when the first
     worker comes, then all are completed at the first attempt of each stage, what waits holds no tensor, and the arena

@@ -120,8 +120,15 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["looking into", "encoder starting", "importing", " of 7.6 MiB"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code", "moment"),
+    [
+        (signal.SIGINT, 130, "looking into"),
+        (signal.SIGTERM, 143, "encoder starting"),
+        (signal.SIGINT, 130, "importing"),
+        (signal.SIGTERM, 143, " of 7.6 MiB"),
+    ],
+)
 def test_a_signal_while_it_starts_ends_it_without_a_traceback(
     tmp_path: Path, home: dict[str, str], moment: str, number: int, code: int
 ) -> None:
@@ -170,6 +177,7 @@ def test_into_a_pipe_it_says_what_loads_and_a_line_a_stage(tmp_path: Path, home:
     assert done.stdout.startswith("{")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_quiet_is_quiet(tmp_path: Path, home: dict[str, str]) -> None:
     arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "-q"]
