@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from unfuse.core.errors import InvalidParameter, Overloaded, TransientError, UnfuseError, UsageError
 
@@ -48,12 +48,20 @@ def run(arguments: Sequence[str]) -> NoReturn:
         code = _say(": ".join(filter(None, (error.filename, error.strerror or str(error)))), FAILED)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
-    try:
-        sys.stdout.flush()
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = FAILED if isinstance(error, BrokenPipeError) else _say(f"standard output: {error.strerror}", FAILED)
+    for stream in (sys.stdout, sys.stderr):
+        code = _flushed(stream, code)
     sys.exit(code)
+
+
+def _flushed(stream: TextIO, code: int) -> int:
+    """The exit code once a stream took what was written to it: what it cannot take is told of once, and dropped."""
+    try:
+        stream.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not code:
+            return FAILED if isinstance(error, BrokenPipeError) else _say(f"standard output: {error.strerror}", FAILED)
+    return code
 
 
 def exit_code(error: UnfuseError) -> int:
