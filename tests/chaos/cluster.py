@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from tests.meet import address_of_server
+from tests.stores.servers import binary
 from unfuse.wire.keys import make as make_keys
 
 START_S = 120.0
@@ -162,7 +163,14 @@ class Redis(Process):
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
-        command = ["redis-server", *where, "--appendonly", "yes", "--appendfsync", "always"]
+        command = [
+            binary("redis-server", "Debian's redis-server"),
+            *where,
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "always",
+        ]
         super().__init__("redis", command, folder / "redis.log", environment)
         self.ready()
 

@@ -17,8 +17,9 @@ from unfuse.worker.worker import WorkerOptions
 
 
 @pytest.fixture
-def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The worker of a command line: its options and engines."""
+def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """The worker of a command line, with a data folder that holds no keys: its options and engines."""
+    monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path / "data"))
     made: list[tuple[WorkerOptions, Mapping[str, TransferEngine]]] = []
 
     async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:

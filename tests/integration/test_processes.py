@@ -54,6 +54,7 @@ def healthy(server: Server) -> list[dict[str, Any]]:
 
 def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Server) -> None:
     server = bare_server
+    until(lambda: server.get("/health") is not None, "the gateway", server.process)
     roles = ("encoder", "denoiser", "decoder")
     have = {worker["role"] for worker in healthy(server)}
     for role in set(roles) - have:
