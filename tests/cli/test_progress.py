@@ -79,6 +79,7 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     assert not ready
     loading.hear(0, {"event": "ready"})
     assert ready
+    assert str(loading) == "", "and nothing needs to be said any more"
 
 
 def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:

@@ -15,7 +15,7 @@ from unfuse.cli.loading import Loading
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, ApiKey, Config, Json, takes
 from unfuse.cli.own import own_pools
-from unfuse.cli.progress import Progress, progress_on
+from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING
 from unfuse.cli.settings import DEFAULT, Loaded, load
 from unfuse.core.errors import InvalidParameter
@@ -115,7 +115,9 @@ def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Re
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
-    with progress_on(terminal, lambda: loading) as progress, _client(loaded, terminal, loading, progress) as client:
+    server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
+    status = f"waiting for {server}" if server else loading
+    with progress_on(terminal, lambda: status) as progress, _client(loaded, terminal, loading, server) as client:
         request = client.submit(**asked)
         try:
             terminal.say(f"request {request.id}")
@@ -126,14 +128,12 @@ def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Re
             return request.stop(), False
 
 
-def _client(loaded: Loaded, terminal: Terminal, loading: Loading, progress: Progress) -> AbstractContextManager[Client]:
+def _client(loaded: Loaded, terminal: Terminal, loading: Loading, server: str) -> AbstractContextManager[Client]:
     """The server that was named, or workers of our own for as long as they are needed."""
-    settings = loaded.settings
-    if loaded.origins["server"] != DEFAULT:
+    if server:
         from unfuse.client import connect
 
-        progress.status = lambda: f"waiting for {settings.server}"
-        return connect(settings.server, settings.api_key)
+        return connect(server, loaded.settings.api_key)
     return own_pools(loaded, terminal, loading)
 
 

@@ -36,9 +36,16 @@ class Loading:
                 self._look()
 
     def _look(self) -> None:
-        if all(state == READY for state in self._states):
+        if self._is_over:
             self._ready()
 
+    @property
+    def _is_over(self) -> bool:
+        return all(state == READY for state in self._states)
+
     def __str__(self) -> str:
+        """What goes on; empty once all of it is loaded."""
+        if self._roles and self._is_over:
+            return ""
         parts = ", ".join(f"{role} {state}" for role, state in zip(self._roles, self._states, strict=True))
         return f"loading {self._models}: {parts}" if self._roles else f"looking into {self._models}"

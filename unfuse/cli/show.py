@@ -90,7 +90,7 @@ def harmless(text: str) -> str:
 
 def shown(name: str, value: Any) -> Any:
     """A field of that name as people read it: times as local date and time."""
-    return when(value) if name in ("created", "created_at", "completed_at") else value
+    return when(value) if name == "created" or name.endswith("_at") else value
 
 
 def when(seconds: float | None) -> str | None:
