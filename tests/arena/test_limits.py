@@ -72,7 +72,7 @@ def test_a_group_over_its_limit_leaves_nothing(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1536 * MIB, "1.5 GiB"), (5 << 50, "5120.0 TiB")],
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 * MIB, "1.5 GiB"), (5 << 50, "5120.0 TiB")],
 )
 def test_sizes_are_written_as_people_read_them(count: int, text: str) -> None:
     assert readable_bytes(count) == text

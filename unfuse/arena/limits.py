@@ -21,7 +21,7 @@ def available_memory(root: Path = Path("/")) -> int:
 def readable_bytes(count: int) -> str:
     """`count` bytes as people write them: 1.5 GiB."""
     if count < 1024:
-        return f"{count} bytes"
+        return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)
     return f"{count / 1024**power:.1f} {'KMGT'[power - 1]}iB"
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.cli import remains, show
 from unfuse.cli.groups import Transfer
 from unfuse.cli.options import COMPUTE, Config, Json, takes
@@ -111,14 +112,15 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
     whole, largest = sum(part.bytes for part in parts), max(part.bytes for part in parts)
     best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
     if whole > best.free:
-        room = f"more than the {show.size(best.free)} free on {best.name}"
-        yield f"undivided, the components take {show.size(whole)}, {room}; the largest takes {show.size(largest)}", 0
+        room = f"more than the {readable_bytes(best.free)} free on {best.name}"
+        takes = f"the components take {readable_bytes(whole)}"
+        yield f"undivided, {takes}, {room}; the largest takes {readable_bytes(largest)}", 0
     for part in parts:
         if saved := part.bytes * (len(part.models) - 1):
-            yield f"one {part.component} serves {len(part.models)} models: {show.size(saved)} less memory", saved
+            yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
     if (copies := _denoisers(plan)) > 1:
         saved = (copies - 1) * (whole - sum(part.bytes for part in plan.needs["denoiser"]))
-        less = f"{show.size(saved)} less memory than as many undivided pipelines"
+        less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
 
@@ -134,11 +136,11 @@ def verdict(plan: Plan) -> str:
     saved = [size for _, size in gains(plan)]
     if 0 in saved or sum(saved) > more * PROCESS:
         return "split: it gains what is said above"
-    contexts = f" and {show.size(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
+    contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
     return (
         "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
         f"measured on two cores in docs/performance.md), and {more} more processes than undivided take "
-        f"{show.size(more * PROCESS)} of host memory{contexts}"
+        f"{readable_bytes(more * PROCESS)} of host memory{contexts}"
     )
 
 
@@ -165,11 +167,13 @@ def _components(model: Model) -> list[dict[str, Any]]:
 
 
 def _print_machine(machine: Machine) -> None:
-    gpus = ", ".join(f"{gpu.name} ({show.size(gpu.free)} of {show.size(gpu.memory)} free)" for gpu in machine.gpus)
+    gpus = ", ".join(
+        f"{gpu.name} ({readable_bytes(gpu.free)} of {readable_bytes(gpu.memory)} free)" for gpu in machine.gpus
+    )
     facts = {
         "system": f"{machine.system}, Python {machine.python}",
         "processors": f"{machine.cpus:g}",
-        "memory": f"{show.size(machine.memory)}, {show.size(machine.available)} available",
+        "memory": f"{readable_bytes(machine.memory)}, {readable_bytes(machine.available)} available",
         "GPUs": gpus or "none: computing on the CPU",
         "libraries": ", ".join(f"{name} {version or 'MISSING'}" for name, version in machine.libraries.items()),
         "ports": ", ".join(f"{port} {'free' if free else 'IN USE'}" for port, free in machine.ports.items()),

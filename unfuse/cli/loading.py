@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unfuse.cli.show import size
+from unfuse.arena.limits import readable_bytes
 
 STARTING, READY = "starting", "ready"
 
@@ -30,7 +30,7 @@ class Loading:
             case {"event": "importing"}:
                 self._states[worker] = "importing"
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
-                self._states[worker] = f"{size(done)} of {size(total)}"
+                self._states[worker] = f"{readable_bytes(done)} of {readable_bytes(total)}"
             case {"event": "ready"}:
                 self._states[worker] = READY
                 self._look()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from msgspec.structs import asdict
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
 from unfuse.cli.groups import SHARED_ARENA, Settings
 from unfuse.cli.loading import Loading
@@ -210,7 +211,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         say(line)
     for sums in plan.memory():
-        takes = f"{show.size(sums['takes'])} of {show.size(sums['free'])} free, processes and arenas counted"
+        takes = f"{readable_bytes(sums['takes'])} of {readable_bytes(sums['free'])} free, processes and arenas counted"
         say(f"{sums['device']}: {takes}; activations come on top")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import typer
 
+from unfuse.arena.limits import readable_bytes
 from unfuse.cli.size import Size
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -77,7 +78,7 @@ def cell(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{harmless(str(name))}={cell(one)}" for name, one in value.items()) or "-"
     if isinstance(value, Size):
-        return size(value)
+        return readable_bytes(value)
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return harmless(str(value))
@@ -96,12 +97,3 @@ def shown(name: str, value: Any) -> Any:
 def when(seconds: float | None) -> str | None:
     """Unix seconds as local date and time."""
     return None if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-
-
-def size(count: float) -> str:
-    """Bytes in the unit that reads best."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
