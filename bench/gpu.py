@@ -43,10 +43,10 @@ from bench.steps import independence
 from tests.integration.harness import Server, environment, serving
 from tests.models import tiny
 from unfuse.arena.arena import Arena
-from unfuse.cli.machine import look
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.models.folder import INDEX
+from unfuse.service.machine import look
 
 MIB, GIB = 1 << 20, 1 << 30
 PARTS = ("stages", "batching", "bytes", "offload", "copies", "compare", "many")

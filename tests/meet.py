@@ -1,6 +1,6 @@
 """Where processes of a test, or of a bench, meet."""
 
-from unfuse.cli.settings import load
+from unfuse.service.settings import load
 from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket, server_socket
 

@@ -16,10 +16,10 @@ from structlog.testing import capture_logs
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
 from unfuse.cli.compose import Service, plan
-from unfuse.cli.groups import OWN_ARENA
 from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
-from unfuse.cli.settings import load
+from unfuse.service.groups import OWN_ARENA
+from unfuse.service.settings import load
 from unfuse.worker.worker import Worker, WorkerOptions
 
 PROMPT = "turn this"

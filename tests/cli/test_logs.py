@@ -11,8 +11,8 @@ import pytest
 import structlog
 
 from tests.cli.conftest import Run
-from unfuse.cli.groups import Log
 from unfuse.cli.logs import Terminal
+from unfuse.service.groups import Log
 from unfuse.worker.records import read_record, relog
 
 INFO = b'{"event": "ready", "level": "info", "role": "encoder", "timestamp": "2026-01-01T00:00:00Z"}\n'

@@ -33,7 +33,7 @@ main()
 """Runs the command, which gets a signal as soon as a module is about to be imported."""
 
 
-@pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.cli.settings"])
+@pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.service.settings"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: int, code: int) -> None:
     program = HIT.format(module=module, number=int(number), hit=f"os.kill(os.getpid(), {int(number)})")

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 
 from unfuse.cli import progress
-from unfuse.cli.loading import Loading
 from unfuse.cli.logs import Terminal
 from unfuse.cli.progress import Hidden, Lines, progress_on
 from unfuse.core.event import Event
+from unfuse.service.loading import Loading
 
 
 class Heard(Terminal):

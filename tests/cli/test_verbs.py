@@ -19,13 +19,10 @@ import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli import show
-from unfuse.cli.components import Plan
 from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
-from unfuse.cli.groups import SHARED_ARENA, Transfer
 from unfuse.cli.main import exit_code
 from unfuse.cli.serve import key_notes, keys, options
-from unfuse.cli.settings import load
 from unfuse.client import Client, connect
 from unfuse.core.codec import decode, encode
 from unfuse.core.compute import ComputeOptions
@@ -43,6 +40,9 @@ from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source, served_classes
 from unfuse.queues.base import Limits
+from unfuse.service.groups import SHARED_ARENA, Transfer
+from unfuse.service.plan import Plan
+from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
 
 SHAPES = resolve_source("unfuse/shapes")

@@ -20,7 +20,7 @@ import uvloop
 from unfuse.cli.compose import Service, plan
 from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
-from unfuse.cli.settings import load
+from unfuse.service.settings import load
 
 TIMEOUT_S = 60.0
 

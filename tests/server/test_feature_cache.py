@@ -9,8 +9,8 @@ import pytest
 
 from tests.server.served import PICTURES, serve
 from unfuse.cli.serve import options, standard
-from unfuse.cli.settings import load
 from unfuse.core.errors import ConfigError
+from unfuse.service.settings import load
 
 IMAGES = "/v1/images/generations"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from unfuse.cli.settings import load
 from unfuse.core.errors import ConfigError
+from unfuse.service.settings import load
 from unfuse.wire.run_folder import MAX_PATH, machine_id, open_run_folder
 
 

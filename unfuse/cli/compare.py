@@ -17,21 +17,21 @@ import typer
 
 from unfuse.cli import show
 from unfuse.cli.logs import Terminal
-from unfuse.cli.machine import gpus
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.own import own_pools
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING, options
-from unfuse.cli.settings import load
-from unfuse.cli.size import Size
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
 from unfuse.core.params import PICTURE, VIDEO, check
 from unfuse.core.plan import Params
+from unfuse.service.machine import gpus
+from unfuse.service.settings import load
+from unfuse.service.size import Size
 
 if TYPE_CHECKING:
-    from unfuse.cli.components import Plan
     from unfuse.client import Client
+    from unfuse.service.plan import Plan
 
 Digests = tuple[str, ...]
 """The SHA-256 of each file of a request."""

@@ -20,10 +20,7 @@ import structlog
 from msgspec import field
 
 from unfuse import queues
-from unfuse.cli import components
-from unfuse.cli.components import Plan
 from unfuse.cli.logs import Terminal
-from unfuse.cli.machine import devices
 from unfuse.client import Client
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError
 from unfuse.core.messages import Places, WorkerInfo
@@ -39,6 +36,8 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.service.machine import devices
+from unfuse.service.plan import Plan, plan_for
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.supervision.supervisor import Supervisor
@@ -108,7 +107,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
 
 def plan(options: ServeOptions) -> Plan:
     """What these options compose. Raises ConfigError for what cannot be served, and for what does not fit."""
-    planned = components.plan(options.models, options.revision, options.workers, devices())
+    planned = plan_for(options.models, options.revision, options.workers, devices())
     if planned.refusal:
         raise ConfigError(planned.refusal)
     return planned

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 from unfuse.cli import show as shown
-from unfuse.cli.groups import Settings
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import OFFERED, Config, Json
-from unfuse.cli.settings import FIELDS, Field, load
-from unfuse.cli.size import Size
 from unfuse.cli.verbs import Verbs
+from unfuse.service.groups import Settings
+from unfuse.service.settings import FIELDS, Field, load
+from unfuse.service.size import Size
 
 app = Verbs("What is set, and where.")
 

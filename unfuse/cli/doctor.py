@@ -9,17 +9,18 @@ import msgspec
 import typer
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.cli import remains, show
-from unfuse.cli.groups import Transfer
+from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.cli.settings import load
-from unfuse.cli.size import Size
 from unfuse.core.errors import ConfigError
+from unfuse.service import remains
+from unfuse.service.groups import Transfer
+from unfuse.service.settings import load
+from unfuse.service.size import Size
 
 if TYPE_CHECKING:
-    from unfuse.cli.components import Model, Plan
-    from unfuse.cli.machine import Machine
+    from unfuse.service.machine import Machine
+    from unfuse.service.plan import Model, Plan
 
 
 @takes("serve.revision", "insecure_listen", *PLACING, *COMPUTE)
@@ -36,15 +37,15 @@ def doctor(
 
     Reads files and headers only; no weights are loaded.
     """
-    from unfuse.cli.components import plan
-    from unfuse.cli.machine import devices, look
-    from unfuse.cli.meeting import AT_RISK
+    from unfuse.service.machine import devices, look
+    from unfuse.service.meeting import AT_RISK
+    from unfuse.service.plan import plan_for
 
     loaded = load(flags, config)
     serve = loaded.settings.serve
     ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
     machine = look((serve.port, *ports))
-    found = plan(models, serve.revision, wanted(loaded), devices()) if models else None
+    found = plan_for(models, serve.revision, wanted(loaded), devices()) if models else None
     removed = remains.clean(loaded.settings) if clean else []
     if json:
         facts = {

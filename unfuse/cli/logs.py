@@ -11,8 +11,8 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from unfuse.cli.groups import Log
 from unfuse.cli.show import harmless
+from unfuse.service.groups import Log
 
 if TYPE_CHECKING:
     from rich.console import Console

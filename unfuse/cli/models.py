@@ -11,8 +11,8 @@ import typer
 
 from unfuse.cli import reach, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
-from unfuse.cli.settings import DEFAULT, load
 from unfuse.core.errors import ConfigError, TransientError
+from unfuse.service.settings import DEFAULT, load
 
 
 def models(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:

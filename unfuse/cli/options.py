@@ -11,9 +11,9 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from unfuse.cli.settings import FIELDS, Field
 from unfuse.cli.show import cell
-from unfuse.cli.size import Size
+from unfuse.service.settings import FIELDS, Field
+from unfuse.service.size import Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
 LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from unfuse.cli.logs import Terminal
-from unfuse.cli.remains import passing_folder
 from unfuse.cli.serve import options
-from unfuse.cli.settings import DEFAULT, Loaded, load
+from unfuse.service.remains import passing_folder
+from unfuse.service.settings import DEFAULT, Loaded, load
 
 if TYPE_CHECKING:
-    from unfuse.cli.loading import Loading
     from unfuse.client import Client
+    from unfuse.service.loading import Loading
 
 
 def local(model: str | None = None, *, threads: int | None = None) -> AbstractContextManager[Client]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfuse.cli.settings import load
+from unfuse.service.settings import load
 
 if TYPE_CHECKING:
     from unfuse.client import Client

@@ -14,21 +14,21 @@ from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.groups import SHARED_ARENA, Settings
-from unfuse.cli.loading import Loading
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.progress import progress_on
-from unfuse.cli.settings import FIELDS, Loaded, load
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import SLOTS
+from unfuse.service.groups import SHARED_ARENA, Settings
+from unfuse.service.loading import Loading
+from unfuse.service.settings import FIELDS, Loaded, load
 
 if TYPE_CHECKING:
-    from unfuse.cli.components import Plan
     from unfuse.cli.compose import ServeOptions
     from unfuse.core.messages import Places
     from unfuse.core.plan import Params
     from unfuse.launch.placement import Wanted
+    from unfuse.service.plan import Plan
 
 
 ADMIN = "admin"
@@ -78,10 +78,10 @@ def wanted(loaded: Loaded) -> Wanted:
 def options(loaded: Loaded) -> ServeOptions:
     """What is composed for these settings."""
     from unfuse.cli.compose import ServeOptions
-    from unfuse.cli.meeting import keys_folder, listens, trust
     from unfuse.queues.base import Limits
     from unfuse.server.access import Access
     from unfuse.server.connections import Bounds
+    from unfuse.service.meeting import keys_folder, listens, trust
 
     settings, serve = loaded.settings, loaded.settings.serve
     listen = listens(settings)
@@ -228,7 +228,7 @@ def run(options: ServeOptions, terminal: Terminal) -> None:
         import uvloop
 
         from unfuse.cli.compose import Service, plan
-        from unfuse.cli.meeting import invitations
+        from unfuse.service.meeting import invitations
 
         async def serving() -> None:
             service, loop = Service(options, found, terminal), asyncio.get_running_loop()

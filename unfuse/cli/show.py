@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.cli.size import Size
+from unfuse.service.size import Size
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 INDENT = "    "

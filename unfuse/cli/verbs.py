@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 import unfuse
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
-from unfuse.cli.settings import FIELDS, load
+from unfuse.service.settings import FIELDS, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
 

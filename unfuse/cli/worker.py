@@ -9,11 +9,11 @@ import structlog
 import typer
 from msgspec.structs import asdict
 
-from unfuse.cli.groups import OWN_ARENA, Fault, Settings
 from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
-from unfuse.cli.settings import load
 from unfuse.core.plan import SLOTS
+from unfuse.service.groups import OWN_ARENA, Fault, Settings
+from unfuse.service.settings import load
 
 if TYPE_CHECKING:
     from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -40,7 +40,7 @@ def worker(
     import uvloop
 
     from unfuse.cli.compose import work
-    from unfuse.cli.meeting import schedulers, trust
+    from unfuse.service.meeting import schedulers, trust
     from unfuse.transfer.base import TransferOptions
     from unfuse.wire.address import host_towards
     from unfuse.wire.keys import Keys

@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from unfuse.cli.groups import Settings
-from unfuse.cli.size import Size
 from unfuse.core.errors import UsageError
 from unfuse.core.nearest import nearest
+from unfuse.service.groups import Settings
+from unfuse.service.size import Size
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"

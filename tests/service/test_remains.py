@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Run
-from unfuse.cli import remains
-from unfuse.cli.remains import PASSING, passing_folder
+from unfuse.service import remains
+from unfuse.service.remains import PASSING, passing_folder
 
 OLD = 1_000_000_000
 

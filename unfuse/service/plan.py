@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from unfuse.cli.size import Size
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
@@ -17,6 +16,7 @@ from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted, devices_o
 from unfuse.models import find, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
 from unfuse.models.folder import ModelFolder
+from unfuse.service.size import Size
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
         ]  # fmt: skip
 
 
-def plan(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
+def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
     """Look into models and place the workers that are wanted for them. Brings and loads no weights.
 
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.

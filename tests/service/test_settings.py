@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.cli.groups import Settings
-from unfuse.cli.settings import FIELDS, load
-from unfuse.cli.size import Size
 from unfuse.core.errors import ConfigError
+from unfuse.service.groups import Settings
+from unfuse.service.settings import FIELDS, load
+from unfuse.service.size import Size
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from unfuse.cli.main import exit_code
-from unfuse.cli.meeting import invitations, listens, schedulers, trust
 from unfuse.cli.serve import options
-from unfuse.cli.settings import Loaded, load
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.service.meeting import invitations, listens, schedulers, trust
+from unfuse.service.settings import Loaded, load
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.keys import Keys, make, make_once, read
 from unfuse.wire.unix_socket import listening, private_socket, server_socket

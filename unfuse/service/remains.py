@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from unfuse.cli.groups import Settings
-from unfuse.cli.size import Size
+from unfuse.service.groups import Settings
+from unfuse.service.size import Size
 
 PASSING = "unfuse-passing-"
 """How the names of folders begin that go with their process, where the system keeps temporary ones."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from unfuse.cli import machine
+from unfuse.service import machine
 
 
 @pytest.fixture

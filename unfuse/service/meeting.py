@@ -8,8 +8,8 @@ from pathlib import Path
 
 import structlog
 
-from unfuse.cli.groups import Settings
 from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.service.groups import Settings
 from unfuse.wire.address import INSECURE, UNIX, Trust, host_towards, unix_path
 from unfuse.wire.keys import make_once, read
 from unfuse.wire.unix_socket import server_socket, servers

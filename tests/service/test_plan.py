@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.models.hub import serve
-from unfuse.cli.components import Model, explicit_dtypes, look_into, needs, plan
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import CPU, Device, Wanted, parse_place
 from unfuse.models import resolve_source
+from unfuse.service.plan import Model, explicit_dtypes, look_into, needs, plan_for
 
 GIB = 1 << 30
 SHAPES = "unfuse/shapes"
@@ -122,14 +122,14 @@ def test_a_pool_that_two_models_share_is_needed_once(sibling: str) -> None:
 
 def test_a_plan_that_does_not_fit_says_so_and_still_knows_the_models() -> None:
     small = (Device(CPU, GIB // 2),)
-    found = plan([SHAPES], "", wanted(), small)
+    found = plan_for([SHAPES], "", wanted(), small)
     assert "cpu would hold" in found.refusal
     assert (found.workers, found.rows(), found.memory()) == ((), [], [])
     assert found.models[0].components
 
 
 def test_a_plan_sums_what_its_rows_take_by_device() -> None:
-    found = plan([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
+    found = plan_for([SHAPES], "", wanted(place="decoder=cpu"), GPUS)
     assert [(row["role"], row["device"], row["component"]) for row in found.rows()] == [
         ("encoder", "cuda:1", "text_encoder"), ("denoiser", "cuda:0", "transformer"), ("decoder", "cpu", "vae"),
     ]  # fmt: skip
@@ -145,8 +145,8 @@ def test_a_missing_file_is_named(sibling: str) -> None:
 
 def test_no_model_is_loaded_to_plan_for_it() -> None:
     code = (
-        "import sys; from unfuse.cli.components import plan; from unfuse.launch.placement import Wanted, Device;"
-        "print(plan(['unfuse/shapes'], '', Wanted(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
+        "import sys; from unfuse.service.plan import plan_for; from unfuse.launch.placement import Wanted, Device;"
+        "print(plan_for(['unfuse/shapes'], '', Wanted(), (Device('cpu', 1 << 40),)).rows()[0]['component'],"
         "{'torch', 'diffusers', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -154,9 +154,9 @@ def test_no_model_is_loaded_to_plan_for_it() -> None:
 
 
 HUB_SCRIPT = """
-from unfuse.cli.components import plan
+from unfuse.service.plan import plan_for
 from unfuse.launch.placement import Device, Wanted
-found = plan(["owner/model"], "v1", Wanted(), (Device("cpu", 1 << 40),))
+found = plan_for(["owner/model"], "v1", Wanted(), (Device("cpu", 1 << 40),))
 print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
 """
 
