@@ -20,7 +20,6 @@ import uvloop
 from bench.report import show, spread
 from bench.servers import redis_server
 from tests.meet import unix_address
-from unfuse.cli.logs import Terminal
 from unfuse.core.card import Limits as CardLimits, ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
@@ -31,6 +30,7 @@ from unfuse.queues import open as open_queue
 from unfuse.queues.base import Limits
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.service.logs import Logs
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.router import Router
 
@@ -50,7 +50,7 @@ TENSORS = lay_out(
 
 async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
-    Terminal().open_log()
+    Logs().open_log()
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
     desk = Desk(scheduler, [], Places(""))
     router = Router(unix_address(), desk.answer, desk.undelivered)

@@ -27,13 +27,13 @@ from bench.servers import redis_server
 from tests.integration.harness import free_port
 from tests.server.served import IDLE
 from unfuse import queues
-from unfuse.cli.logs import Terminal
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import RequestContext, new_request_id
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.service.logs import Logs
 from unfuse.stores.results import open_results
 
 FEW, MANY, TIMES = 200, 100_000, 300
@@ -76,7 +76,7 @@ async def fill(queue: TaskQueue, depth: int, wanted: int) -> None:
 
 async def serve(url: str, folder: str, port: int) -> None:
     """The gateway's process. A line on standard input is a depth; the answer is what a request weighs, in bytes."""
-    Terminal().open_log()
+    Logs().open_log()
     queue, process, depth = queues.open(url), psutil.Process(), 0
     scheduler = Scheduler(queue, limits=LIMITS, cards=[IDLE])
     await scheduler.start()

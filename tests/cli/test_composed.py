@@ -16,9 +16,9 @@ from structlog.testing import capture_logs
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
 from unfuse.cli.compose import Service, plan
-from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
 from unfuse.service.groups import OWN_ARENA
+from unfuse.service.logs import Logs
 from unfuse.service.settings import load
 from unfuse.worker.worker import Worker, WorkerOptions
 
@@ -51,7 +51,7 @@ async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[
     flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.workers": False, "serve.port": 0}
     environment = {"UNFUSE_DATA_DIR": str(folder), "UNFUSE_RUN_DIR": os.environ["UNFUSE_RUN_DIR"]}
     chosen = options(load(flags, None, environment))
-    service = Service(chosen, plan(chosen), Terminal())
+    service = Service(chosen, plan(chosen), Logs())
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     running = asyncio.create_task(service.run(url.set_result))
     try:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from unfuse.cli import progress
-from unfuse.cli.logs import Terminal
 from unfuse.cli.progress import Hidden, Lines, progress_on
+from unfuse.cli.terminal import Terminal
 from unfuse.core.event import Event
 from unfuse.service.loading import Loading
 

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import uvloop
 
 from unfuse.cli.compose import Service, plan
-from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
+from unfuse.service.logs import Logs
 from unfuse.service.settings import load
 
 TIMEOUT_S = 60.0
@@ -35,7 +35,7 @@ def composed(folder: Path, **serve: object) -> Iterator[int]:
     started: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
     async def run() -> None:
-        service = Service(chosen, plan(chosen), Terminal())
+        service = Service(chosen, plan(chosen), Logs())
         try:
             await service.run(lambda url: started.set_result((asyncio.get_running_loop(), service, url)))
         except Exception as error:

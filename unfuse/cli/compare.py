@@ -16,11 +16,11 @@ import msgspec
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, Json, takes
 from unfuse.cli.own import own_pools
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING, options
+from unfuse.cli.terminal import Terminal
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
 from unfuse.core.params import PICTURE, VIDEO, check

@@ -20,7 +20,6 @@ import structlog
 from msgspec import field
 
 from unfuse import queues
-from unfuse.cli.logs import Terminal
 from unfuse.client import Client
 from unfuse.core.errors import ConfigError, TransientError, UnfuseError
 from unfuse.core.messages import Places, WorkerInfo
@@ -36,6 +35,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for
 from unfuse.stores.keyed import Remains, remains_at
@@ -116,8 +116,8 @@ def plan(options: ServeOptions) -> Plan:
 class Service:
     """Gateway, scheduler and the workers of a plan: one `serve`."""
 
-    def __init__(self, options: ServeOptions, plan: Plan, terminal: Terminal) -> None:
-        self._options, self._plan, self._terminal = options, plan, terminal
+    def __init__(self, options: ServeOptions, plan: Plan, logs: Logs) -> None:
+        self._options, self._plan, self._logs = options, plan, logs
         self.addresses: list[str] = []
         """Where workers come in, once that is so; a unix socket is first."""
         self._stop = asyncio.Event()
@@ -154,8 +154,8 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
-            environment = {**options.worker_environment, **self._terminal.environment}
-            workers = LocalWorkers(self._commands(), environment, self._terminal.relay)
+            environment = {**options.worker_environment, **self._logs.environment}
+            workers = LocalWorkers(self._commands(), environment, self._logs.relay)
             workers.start()
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
@@ -259,7 +259,7 @@ async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], li
 
 
 @contextlib.contextmanager
-def local(options: ServeOptions, planned: Plan, terminal: Terminal) -> Iterator[Client]:
+def local(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
     """A private service of this process, on a free port behind a random key; ends with the block.
 
     Raises ConfigError also when a worker turns out not to be able to start, in place of whatever came of that.
@@ -274,7 +274,7 @@ def local(options: ServeOptions, planned: Plan, terminal: Terminal) -> Iterator[
             ready.set_exception(error)
 
     with ThreadPoolExecutor(1, "unfuse") as thread:
-        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, terminal), ready)))
+        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, logs), ready)))
         over.add_done_callback(fail)
         try:
             with Client(ready.result()[2], key, reconnect_delay=0.0) as client:

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, ApiKey, Config, Json, takes
 from unfuse.cli.own import own_pools
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import PLACING
+from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import InvalidParameter
 from unfuse.service.loading import Loading
 from unfuse.service.settings import DEFAULT, Loaded, load

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from unfuse.cli.logs import Terminal
 from unfuse.cli.serve import options
+from unfuse.service.logs import Logs
 from unfuse.service.remains import passing_folder
 from unfuse.service.settings import DEFAULT, Loaded, load
 
@@ -27,20 +27,20 @@ def local(model: str | None = None, *, threads: int | None = None) -> AbstractCo
 
 
 @contextmanager
-def own_pools(loaded: Loaded, terminal: Terminal | None = None, loading: Loading | None = None) -> Iterator[Client]:
+def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None) -> Iterator[Client]:
     """What `local` gives, for these settings; `loading` is told which workers are started.
 
-    Their lines go to the terminal. They leave nothing behind: their results lie in a temporary folder that goes with
+    Their lines go to `logs`. They leave nothing behind: their results lie in a temporary folder that goes with
     the block, and what stages took is not remembered.
     """
     import structlog
 
     from unfuse.cli import compose
 
-    if terminal is None:
-        terminal = Terminal(loaded.settings.log)
+    if logs is None:
+        logs = Logs(loaded.settings.log)
         if not structlog.is_configured():
-            terminal.open_log()
+            logs.open_log()
     chosen = options(loaded)
     planned = compose.plan(chosen)
     if loading:
@@ -49,5 +49,5 @@ def own_pools(loaded: Loaded, terminal: Terminal | None = None, loading: Loading
         places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
         queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else chosen.queue
         chosen = msgspec.structs.replace(chosen, places=places, costs=None, queue=queue)
-        with compose.local(chosen, planned, terminal) as client:
+        with compose.local(chosen, planned, logs) as client:
             yield client

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.progress import TaskID
 
-    from unfuse.cli.logs import Terminal
+    from unfuse.cli.terminal import Terminal
 
 SILENCE_S = 1.5
 """Where lines are written, the longest time without one; people should not have to wait for 2 s."""

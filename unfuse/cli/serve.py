@@ -14,9 +14,9 @@ from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
 from unfuse.cli.progress import progress_on
+from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import SLOTS
 from unfuse.service.groups import SHARED_ARENA, Settings

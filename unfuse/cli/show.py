@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import sys
 import textwrap
@@ -14,9 +13,9 @@ from typing import Any
 import typer
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.service.logs import harmless
 from unfuse.service.size import Size
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 INDENT = "    "
 
 
@@ -82,11 +81,6 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.3f}".rstrip("0").rstrip(".")
     return harmless(str(value))
-
-
-def harmless(text: str) -> str:
-    """Text with what makes a terminal do something, or a line look like two, spelled out: a client may have sent it."""
-    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def shown(name: str, value: Any) -> Any:

@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperCommand
 
 import unfuse
-from unfuse.cli.logs import Terminal
 from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
+from unfuse.cli.terminal import Terminal
 from unfuse.service.settings import FIELDS, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"

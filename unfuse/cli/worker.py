@@ -9,8 +9,8 @@ import structlog
 import typer
 from msgspec.structs import asdict
 
-from unfuse.cli.logs import Terminal
 from unfuse.cli.options import COMPUTE, Config, takes
+from unfuse.cli.terminal import Terminal
 from unfuse.core.plan import SLOTS
 from unfuse.service.groups import OWN_ARENA, Fault, Settings
 from unfuse.service.settings import load

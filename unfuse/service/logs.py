@@ -1,54 +1,49 @@
-"""Standard error: log lines of this process and of those that it started, above whatever progress is shown there."""
+"""Standard error: log lines of this process and of those that it started."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, TextIO, cast
 
-from unfuse.cli.show import harmless
 from unfuse.service.groups import Log
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from structlog.typing import EventDict
 
     from unfuse.worker.records import Record
 
 
-class Terminal:
-    """Standard error of a verb, and what was said of it: how much is logged, how, and whether progress is shown.
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
-    `usual` is the level where none is set; `flags` are the settings that flags gave. Writing to it never fails.
+PLAIN = ("dumb", "unknown")
+"""Terminals, by TERM, that only write."""
+
+
+def harmless(text: str) -> str:
+    """Text with what makes a terminal do something, or a line look like two, spelled out: a client may have sent it."""
+    return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+class Logs:
+    """Standard error of this process and of those it starts: how much is logged there, and how.
+
+    `usual` is the level where none is set. Writing to it never fails.
     """
 
-    def __init__(
-        self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False,
-        flags: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, log: Log | None = None, usual: str = "warning", *, quiet: bool = False) -> None:
         log = log or Log()
-        self.quiet, self.flags = quiet, flags or {}
-        self.interactive = sys.stderr.isatty() and not self.console.is_dumb_terminal
+        self.quiet = quiet
+        self.interactive = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in PLAIN
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
         self.heard: Callable[[int, Record], None] = lambda worker, record: None
         """Is told what each worker logs, by its number, whatever is shown of it."""
-        self.wrote_at = time.monotonic()
-        """When something was written last."""
-        self.draws = False
-        """Whether progress is being drawn, above which everything else goes."""
         self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
-
-    @cached_property
-    def console(self) -> Console:
-        """Standard error for what has colours and moves."""
-        from rich.console import Console
-
-        return Console(stderr=True, highlight=False)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -88,15 +83,9 @@ class Terminal:
             self.write(f"{text}\n")
 
     def write(self, text: str) -> int:
-        """Write whole lines, above the progress that is shown. One that nobody reads is lost, and harms nothing."""
-        self.wrote_at = time.monotonic()
+        """Write whole lines. One that nobody reads is lost, and harms nothing."""
         with suppress(OSError, ValueError):
-            if self.draws:
-                from rich.text import Text
-
-                self.console.print(Text.from_ansi(text.rstrip("\n")), soft_wrap=True)
-            else:
-                sys.stderr.write(text)
+            sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
@@ -111,6 +100,6 @@ class Terminal:
         shown = {**record, "event": harmless(record["event"])}
         with suppress(KeyError, TypeError, ValueError):
             shown["timestamp"] = f"{datetime.fromisoformat(record['timestamp']).astimezone():%H:%M:%S}"
-        colours = self.interactive and not self.console.no_color
+        colours = self.interactive and not os.environ.get("NO_COLOR")
         render = structlog.dev.ConsoleRenderer(colors=colours, exception_formatter=structlog.dev.plain_traceback)
         return render(None, "", shown)

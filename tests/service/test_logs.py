@@ -10,9 +10,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from tests.cli.conftest import Run
-from unfuse.cli.logs import Terminal
 from unfuse.service.groups import Log
+from unfuse.service.logs import Logs
 from unfuse.worker.records import read_record, relog
 
 INFO = b'{"event": "ready", "level": "info", "role": "encoder", "timestamp": "2026-01-01T00:00:00Z"}\n'
@@ -28,35 +27,20 @@ def unconfigured() -> Iterator[None]:
     logging.lastResort = last
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--log-level", "debug", "config", "show"], ["config", "show", "--log-level", "debug"]]
-)
-def test_a_level_may_stand_before_the_verb_or_behind_it(unfuse: Run, arguments: list[str]) -> None:
-    rows = {row["setting"]: row for row in json.loads(unfuse(*arguments, "--json")[1])}
-    assert (rows["log.level"]["value"], rows["log.level"]["from"]) == ("debug", "flag --log-level")
-    assert (rows["log.format"]["flag"], rows["log.format"]["environment"]) == ("--log-format", "UNFUSE_LOG__FORMAT")
-
-
-def test_a_level_that_is_none_is_exit_2(unfuse: Run) -> None:
-    code, _, err = unfuse("--log-level", "loud", "config", "show")
-    assert code == 2
-    assert "'debug'" in err
-
-
 @pytest.mark.parametrize(("level", "shown"), [("error", 0), ("warning", 1), ("info", 2)])
 def test_what_a_worker_logs_is_shown_by_its_level(capsys: pytest.CaptureFixture[str], level: str, shown: int) -> None:
-    terminal = Terminal(Log(level, "json"))
-    terminal.relay(0, INFO)
-    terminal.relay(0, WARNING)
+    logs = Logs(Log(level, "json"))
+    logs.relay(0, INFO)
+    logs.relay(0, WARNING)
     lines = capsys.readouterr().err.splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["ready", "task failed"][2 - shown :]
 
 
 def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal(Log("info", "text"))
-    terminal.relay(0, WARNING)
-    terminal.relay(0, b'{"event": "a\\u001b[2Jb\\nc", "level": "error"}')
-    terminal.relay(0, b"\x1b[2Jraw\n")
+    logs = Logs(Log("info", "text"))
+    logs.relay(0, WARNING)
+    logs.relay(0, b'{"event": "a\\u001b[2Jb\\nc", "level": "error"}')
+    logs.relay(0, b"\x1b[2Jraw\n")
     first, second, third = capsys.readouterr().err.splitlines()
     assert "task failed" in first
     assert "a\\x1b[2Jb\\nunfuse: all is well" in first
@@ -65,16 +49,16 @@ def test_text_is_one_line_a_record_in_which_nothing_moves_the_terminal(capsys: p
 
 
 def test_where_records_are_expected_a_plain_line_becomes_one(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal(Log(format="json"), quiet=True).relay(3, b"Segmentation fault\n")
+    Logs(Log(format="json"), quiet=True).relay(3, b"Segmentation fault\n")
     assert json.loads(capsys.readouterr().err) == {"event": "Segmentation fault", "level": "warning", "worker": 3}
 
 
 def test_progress_hears_what_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = Terminal(Log("error"))
+    logs = Logs(Log("error"))
     heard: list[tuple[int, str]] = []
-    terminal.heard = lambda worker, record: heard.append((worker, record["event"]))
-    terminal.relay(2, INFO)
-    terminal.relay(2, b"no record")
+    logs.heard = lambda worker, record: heard.append((worker, record["event"]))
+    logs.relay(2, INFO)
+    logs.relay(2, b"no record")
     assert heard == [(2, "ready")]
     assert "ready" not in capsys.readouterr().err
 
@@ -87,7 +71,7 @@ def test_what_is_no_record_is_a_plain_line(line: bytes) -> None:
 
 
 def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: pytest.CaptureFixture[str]) -> None:
-    Terminal(Log("warning", "json")).open_log()
+    Logs(Log("warning", "json")).open_log()
     for line in (INFO, WARNING):
         record = read_record(line)
         assert record
@@ -99,7 +83,7 @@ def test_what_another_process_logged_is_logged_again_with_its_own_level(capsys: 
 def test_what_libraries_log_comes_with_the_rest(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Terminal(Log("info", "json")).open_log()
+    Logs(Log("info", "json")).open_log()
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     logging.getLogger("some.library").warning("watch %s", "out")
     told = json.loads(capsys.readouterr().err)
@@ -118,20 +102,20 @@ def test_a_reader_that_is_gone_harms_nothing(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    terminal = Terminal(Log("info", "json"))
-    terminal.open_log()
+    logs = Logs(Log("info", "json"))
+    logs.open_log()
     structlog.get_logger().warning("nobody hears this")
-    terminal.relay(0, WARNING)
+    logs.relay(0, WARNING)
 
 
 def test_workers_are_told_to_write_records_and_no_more_than_is_looked_at() -> None:
-    assert Terminal(Log("error")).environment == {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
-    assert Terminal(Log("debug", "text")).environment["UNFUSE_LOG__LEVEL"] == "debug"
+    assert Logs(Log("error")).environment == {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "info"}
+    assert Logs(Log("debug", "text")).environment["UNFUSE_LOG__LEVEL"] == "debug"
 
 
 def test_quiet_is_nothing_but_errors_unless_a_level_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = Terminal(quiet=True)
+    quiet = Logs(quiet=True)
     quiet.say("making it")
     quiet.relay(0, WARNING)
-    Terminal(Log("warning", "json"), quiet=True).relay(0, WARNING)
+    Logs(Log("warning", "json"), quiet=True).relay(0, WARNING)
     assert capsys.readouterr().err.count("\n") == 1
