@@ -86,12 +86,20 @@ def test_a_light_start_imports_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["unfuse.cli.compose", "unfuse.server", "unfuse.scheduler.scheduler", "unfuse.worker.worker"]
+    "module", ["unfuse.service.service", "unfuse.server", "unfuse.scheduler.scheduler", "unfuse.worker.worker"]
 )
 def test_control_processes_import_no_torch(module: str) -> None:
     loaded = modules_after(f"import {module}")
     assert module.split(".")[0] in loaded
     assert loaded & {"torch", "diffusers", "transformers"} == set()
+
+
+def test_a_service_needs_neither_typer_nor_rich() -> None:
+    modules = [f"unfuse.service.{path.stem}" for path in sorted((ROOT / "unfuse" / "service").glob("[!_]*.py"))]
+    assert "unfuse.service.local" in modules
+    block = "import sys; sys.modules |= dict.fromkeys(['typer', 'rich', 'unfuse.cli'])"
+    code = f"{block}; import unfuse, {', '.join(modules)}; unfuse.local"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_the_module_is_the_command() -> None:

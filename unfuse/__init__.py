@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unfuse import queues as queues
-    from unfuse.cli.own import local
     from unfuse.client import connect
     from unfuse.core.errors import (
         InvalidParameter,
@@ -20,12 +19,13 @@ if TYPE_CHECKING:
         TransientError,
         UnfuseError,
     )
+    from unfuse.service.local import local
     from unfuse.stores.tensor_store import TensorStore
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "local": "unfuse.cli.own",
+    "local": "unfuse.service.local",
     "connect": "unfuse.client",
     "TensorStore": "unfuse.stores.tensor_store",
     "InvalidParameter": "unfuse.core.errors",

@@ -1,4 +1,4 @@
-"""Progress where lines are written, and what is told of loading."""
+"""Progress where lines are written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from unfuse.cli import progress
 from unfuse.cli.progress import Hidden, Lines, progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.event import Event
-from unfuse.service.loading import Loading
 
 
 class Heard(Terminal):
@@ -63,26 +62,3 @@ def test_quiet_shows_nothing() -> None:
         assert isinstance(shown, Hidden)
         shown.show(Event("stage_completed", stage="denoise.0"))
     assert terminal.said == []
-
-
-def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
-    ready: list[bool] = []
-    loading = Loading(["one", "two"])
-    assert str(loading) == "looking into one, two"
-    loading.expect(["encoder", "denoiser"], lambda: ready.append(True))
-    loading.hear(0, {"event": "importing"})
-    loading.hear(1, {"event": "loading", "stage": "denoise", "done": 0, "total": 15 << 20})
-    loading.hear(1, {"event": "loaded", "component": "transformer", "done": 12 << 20, "total": 15 << 20})
-    assert str(loading) == "loading one, two: encoder importing, denoiser 12.0 MiB of 15.0 MiB"
-    loading.hear(1, {"event": "ready"})
-    loading.hear(0, {"event": "loaded", "done": "much", "total": None})
-    assert not ready
-    loading.hear(0, {"event": "ready"})
-    assert ready
-    assert str(loading) == "", "and nothing needs to be said any more"
-
-
-def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:
-    ready: list[bool] = []
-    Loading(["one"]).expect([], lambda: ready.append(True))
-    assert ready

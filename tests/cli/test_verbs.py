@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -19,12 +18,9 @@ import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli import show
-from unfuse.cli.compose import public_names
 from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
-from unfuse.cli.serve import key_notes, keys, options
 from unfuse.client import Client, connect
-from unfuse.core.codec import decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import (
     ConfigError,
@@ -35,12 +31,10 @@ from unfuse.core.errors import (
     TransientError,
     UsageError,
 )
-from unfuse.core.messages import Places
 from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source, served_classes
 from unfuse.queues.base import Limits
-from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.plan import Plan
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
@@ -434,133 +428,3 @@ def test_workers_and_pools_tell_how_they_do(drawing: tuple[Run, Served]) -> None
     assert re.search(r"worker-1 +all +node +0 +4 +0 +yes +\d", unfuse("workers")[1])
     assert json.loads(unfuse("workers", "--json")[1])[0]["healthy"] is True
     assert {"SLOTS", "LEASED", "WAITING", "OLDEST S"} <= set(re.split("  +", unfuse("pools")[1].splitlines()[0]))
-
-
-def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("ada k1\n\nk2\n")
-
-    assert keys((str(file), "k3")) == {"k1": "ada", "k2": "default", "k3": "default"}
-
-
-def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("ada k1 surprise\n")
-    with pytest.raises(ConfigError, match="NAME KEY"):
-        keys((str(file),))
-
-
-@pytest.mark.parametrize("entry", ["one two three", "k" * 5000])
-def test_a_key_is_no_file_s_name_and_is_not_told(entry: str) -> None:
-    if " " not in entry:
-        assert keys((entry,)) == {entry: "default"}
-    else:
-        with pytest.raises(ConfigError, match="NAME KEY") as refused:
-            keys((entry,))
-        assert "two" not in str(refused.value)
-
-
-def test_a_key_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        keys((str(file),))
-
-
-@pytest.mark.parametrize(
-    ("flags", "tenants", "admins", "note"),
-    [
-        ({}, {}, set(), ""),
-        ({"api_key": "a"}, {"a": "default"}, set(), "the one API key is an admin's"),
-        (
-            {"serve.api_key": ["a", "b"]},
-            {"a": "default", "b": "default"},
-            set(),
-            "no key .*--admin-key\\)",
-        ),
-        ({"serve.admin_key": ["a"]}, {"a": "admin"}, {"a"}, ""),
-        ({"serve.admin_key": ["a"], "serve.api_key": ["b"]}, {"a": "admin", "b": "default"}, {"a"}, ""),
-        ({"serve.admin_key": ["FILE"], "serve.api_key": ["FILE", "b"]}, {"k": "ada", "b": "default"}, {"k"}, ""),
-    ],
-)
-def test_who_is_an_admin_is_settled_by_settings_and_said(
-    flags: dict[str, Any], tenants: dict[str, str], admins: set[str], note: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("ada k\n")
-    given = {
-        name: [str(tmp_path / "file") if one == "FILE" else one for one in value] if isinstance(value, list) else value
-        for name, value in flags.items()
-    }
-    composed = options(load(given, None, {"UNFUSE_DATA_DIR": "/d"}))
-    assert (composed.keys, composed.admins) == (tenants, admins)
-    assert re.fullmatch(note, "".join(key_notes(composed.keys, composed.admins)))
-
-
-def test_settings_become_what_is_composed() -> None:
-    environment = {"UNFUSE_DATA_DIR": "/d", "UNFUSE_API_KEY": "k", "UNFUSE_SERVE__DENOISERS": "3"}
-    environment |= {"UNFUSE_SERVE__PLACE": "decoder=cpu", "UNFUSE_RUN_DIR": "/r"}
-    environment |= {
-        "UNFUSE_SERVE__DURABLE": "disk:DATA_DIR/copies",
-        "UNFUSE_SERVE__DURABLE_STAGES": "denoise,text_encode",
-    }
-    environment |= {
-        "UNFUSE_STORE__ORPHAN_S": "77",
-        "UNFUSE_TRANSFER__ENGINE": "zmq,tcp",
-        "UNFUSE_TRANSFER__TRUSTED_NETWORK": "true",
-    }
-
-    composed = options(load({"serve.max_active": 7}, None, environment))
-
-    kinds = ("denoise", "text_encode")
-    assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
-    assert decode(encode(composed.places), Places) == composed.places, "workers are told"
-    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
-    assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
-    assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
-    assert composed.keys == {"k": "default"}
-    assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
-    assert composed.workers.place == {"decoder": ("cpu",)}
-    assert composed.workers.arena == SHARED_ARENA
-    assert composed.limits.max_active == 7
-    assert composed.queue == "sqlite:/d/queue.db"
-    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted({})
-
-
-@pytest.mark.parametrize(
-    ("settings", "encoder", "denoiser"),
-    [
-        ({}, 4, 2),
-        ({"serve.slots": ("denoiser=1",)}, 4, 1),
-        ({"worker.slots": 3}, 3, 3),
-        ({"serve.slots": ("encoder=7",), "worker.slots": 3}, 7, 3),
-    ],
-)
-def test_workers_hold_what_is_set_for_their_role_or_for_all(
-    settings: dict[str, Any], encoder: int, denoiser: int
-) -> None:
-    slots = options(load(settings, None, {})).slots
-    assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
-
-
-@pytest.mark.parametrize(
-    ("models", "names", "public"),
-    [
-        (["a"], [], {}),
-        (["a"], ["x", "y"], {"x": "a", "y": "a"}),
-        (["a", "b"], ["x", "y"], {"x": "a", "y": "b"}),
-        (["a", "b"], [], {}),
-    ],
-)
-def test_models_go_by_the_names_they_are_given(models: list[str], names: list[str], public: dict[str, str]) -> None:
-    assert public_names(options(load({"serve.models": models, "serve.served_model_name": names}, None, {}))) == public
-
-
-def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
-    with pytest.raises(ConfigError, match="use shared_memory"):
-        options(load({"serve.store": "memory"}, None, {}))
-
-
-def test_it_must_be_clear_whose_a_name_is() -> None:
-    given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
-    with pytest.raises(ConfigError, match="given 1 times for 2 models"):
-        public_names(options(load(given, None, {})))

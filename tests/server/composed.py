@@ -17,9 +17,9 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from unfuse.cli.compose import Service, plan
-from unfuse.cli.serve import options
 from unfuse.service.logs import Logs
+from unfuse.service.options import options
+from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
 
 TIMEOUT_S = 60.0

@@ -8,8 +8,8 @@ import httpx2
 import pytest
 
 from tests.server.served import PICTURES, serve
-from unfuse.cli.serve import options, standard
 from unfuse.core.errors import ConfigError
+from unfuse.service.options import options, standard
 from unfuse.service.settings import load
 
 IMAGES = "/v1/images/generations"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from unfuse.cli.main import exit_code
-from unfuse.cli.serve import options
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.service.meeting import invitations, listens, schedulers, trust
+from unfuse.service.options import options
 from unfuse.service.settings import Loaded, load
 from unfuse.wire.address import INSECURE, Trust
 from unfuse.wire.keys import Keys, make, make_once, read

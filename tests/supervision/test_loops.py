@@ -17,11 +17,11 @@ from zmq.utils import z85
 
 from tests.meet import unix_address
 from unfuse.arena.buddy import Usage
-from unfuse.cli import compose
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
 from unfuse.core.task import Claim
 from unfuse.launch import local
 from unfuse.launch.local import LocalWorkers
+from unfuse.service import service
 from unfuse.supervision import supervisor
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.tally import Tally
@@ -130,7 +130,7 @@ async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest
 
 async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FORGET_S", "REMAINS_S"):
-        monkeypatch.setattr(compose, name, 0.0)
+        monkeypatch.setattr(service, name, 0.0)
     forgotten, dropped = asyncio.Event(), asyncio.Event()
 
     async def forget(before: float) -> list[str]:
@@ -148,8 +148,8 @@ async def test_the_sweepers_of_serve_go_on(monkeypatch: pytest.MonkeyPatch) -> N
     queue: Any = SimpleNamespace(forget=forget)
     background = Supervisor()
     with capture_logs():
-        background.forever("forgetting", partial(compose._forget, queue, results, 60.0))
-        background.forever("dropping", partial(compose._drop_remains, SimpleNamespace(over=over), [place]))  # type: ignore[arg-type]
+        background.forever("forgetting", partial(service._forget, queue, results, 60.0))
+        background.forever("dropping", partial(service._drop_remains, SimpleNamespace(over=over), [place]))  # type: ignore[arg-type]
         await asyncio.gather(forgotten.wait(), dropped.wait())
         await background.close()
 

@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from tests.transfer.conftest import SECRET
-from unfuse.cli.worker import engines
 from unfuse.core.object_ref import ObjectRef
 from unfuse.service.groups import Settings
+from unfuse.service.transfers import engines
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 

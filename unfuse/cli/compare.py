@@ -16,10 +16,8 @@ import msgspec
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.options import COMPUTE, Config, Json, takes
-from unfuse.cli.own import own_pools
+from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
-from unfuse.cli.serve import PLACING, options
 from unfuse.cli.terminal import Terminal
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
@@ -93,7 +91,9 @@ def compare(
     asked = {name: value for name, value in given.items() if value is not None}
     terminal.open_log()
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
-    from unfuse.cli.compose import plan
+    from unfuse.service.local import own_pools
+    from unfuse.service.options import options
+    from unfuse.service.service import plan
 
     planned = plan(options(loaded))
     card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]

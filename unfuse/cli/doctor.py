@@ -10,11 +10,9 @@ import typer
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
-from unfuse.cli.options import COMPUTE, Config, Json, takes
-from unfuse.cli.serve import PLACING, tell, wanted
-from unfuse.core.errors import ConfigError
+from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
+from unfuse.cli.serve import tell
 from unfuse.service import remains
-from unfuse.service.groups import Transfer
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
@@ -38,14 +36,15 @@ def doctor(
     Reads files and headers only; no weights are loaded.
     """
     from unfuse.service.machine import devices, look
-    from unfuse.service.meeting import AT_RISK
-    from unfuse.service.plan import plan_for
+    from unfuse.service.meeting import AT_RISK, running
+    from unfuse.service.plan import plan_for, wanted
+    from unfuse.service.transfers import transfers
 
     loaded = load(flags, config)
     serve = loaded.settings.serve
     ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
     machine = look((serve.port, *ports))
-    found = plan_for(models, serve.revision, wanted(loaded), devices()) if models else None
+    found = plan_for(models, serve.revision, wanted(loaded.settings), devices()) if models else None
     removed = remains.clean(loaded.settings) if clean else []
     if json:
         facts = {
@@ -69,39 +68,6 @@ def doctor(
         typer.echo(f"{'transfers':12} {name}: {state}")
     if found:
         _print_plan(found)
-
-
-def transfers(wanted: Transfer) -> dict[str, str]:
-    """Each transfer engine: whether it listens in the workers of this machine, and to whom."""
-    from unfuse.core.registry import resolve
-    from unfuse.transfer import BACKENDS
-    from unfuse.transfer.base import TransferEngine
-
-    states = {}
-    for name in sorted({*BACKENDS, *wanted.engine} - {"fake"}):
-        try:
-            engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
-        except ConfigError as error:
-            states[name] = str(error)
-            continue
-        listens = "listens in every worker that has keys" if name in wanted.engine else "not used"
-        whom = "to holders of the keys, and reads need the object's own"
-        if not engine.enforces_refs:
-            whom = (
-                "whoever reaches it can read and overwrite all tensors: only with --trusted-network; rdma not verified"
-            )
-        states[name] = f"{listens}; {whom}"
-    return states
-
-
-def running(folder: str) -> list[str]:
-    """The HTTP ports of this user's servers that run here; or why their folder cannot be used."""
-    from unfuse.wire.unix_socket import servers
-
-    try:
-        return [str(port) for port in servers(folder)]
-    except ConfigError as error:
-        return [str(error)]
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:

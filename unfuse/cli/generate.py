@@ -11,10 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.options import COMPUTE, ApiKey, Config, Json, takes
-from unfuse.cli.own import own_pools
+from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
 from unfuse.cli.progress import progress_on
-from unfuse.cli.serve import PLACING
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import InvalidParameter
 from unfuse.service.loading import Loading
@@ -134,6 +132,8 @@ def _client(loaded: Loaded, terminal: Terminal, loading: Loading, server: str) -
         from unfuse.client import connect
 
         return connect(server, loaded.settings.api_key)
+    from unfuse.service.local import own_pools
+
     return own_pools(loaded, terminal, loading)
 
 

@@ -53,6 +53,9 @@ OFFERED: set[str] = set()
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 """How compute processes work, for every verb that starts some."""
 
+PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders", "arena.bytes")
+"""Which workers run where, beside how they compute."""
+
 
 def option_of(name: str, **more: Any) -> Any:
     """The option of the setting with that dotted name; it is None unless the flag is given."""

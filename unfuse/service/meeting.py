@@ -59,6 +59,14 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
     return tuple(f"{UNIX}{path}" for path in running.values())
 
 
+def running(folder: str) -> list[str]:
+    """The HTTP ports of this user's servers that run here; or why their folder cannot be used."""
+    try:
+        return [str(port) for port in servers(folder)]
+    except ConfigError as error:
+        return [str(error)]
+
+
 def _named(settings: Settings, name: str) -> str:
     port = name.removeprefix(":")
     return f"{UNIX}{server_socket(settings.run_dir, int(port))}" if port.isdecimal() else _absolute(name)

@@ -1,4 +1,4 @@
-"""What models need, from their JSON files and the headers of their safetensors: no weight is read."""
+"""What to start: what models need, by their JSON files and the headers of their safetensors. No weight is read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import ROLES, StageSpec
-from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted, devices_of, place, taken
+from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted, devices_of, parse_place, place, taken
 from unfuse.models import find, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
 from unfuse.models.folder import ModelFolder
+from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.size import Size
 
 
@@ -66,6 +67,16 @@ class Plan(msgspec.Struct, frozen=True):
             {"device": device.name, "takes": Size(takes[device.name]), "free": Size(device.free)}
             for device in self.devices if takes[device.name]
         ]  # fmt: skip
+
+
+def wanted(settings: Settings) -> Wanted:
+    """The workers that these settings ask for."""
+    serve = settings.serve
+    counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
+    named = parse_place(serve.place)
+    if not serve.workers:
+        return Wanted({}, {}, settings.compute)
+    return Wanted(counts, named, settings.compute, settings.arena.bytes or SHARED_ARENA)
 
 
 def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:

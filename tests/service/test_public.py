@@ -9,9 +9,9 @@ import sys
 import pytest
 
 import unfuse
-from unfuse.cli.compose import listen
 from unfuse.client import Request, Result
 from unfuse.core import errors
+from unfuse.service.service import listen
 
 
 def test_every_public_name_is_there() -> None:

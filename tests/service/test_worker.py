@@ -27,7 +27,7 @@ def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> An
         made.append((options, engines))
 
     def call(*arguments: str) -> tuple[WorkerOptions, Mapping[str, TransferEngine]]:
-        monkeypatch.setattr("unfuse.cli.compose.work", work)
+        monkeypatch.setattr("unfuse.service.worker.work", work)
         code, _, err = unfuse("worker", "--scheduler", "unix:/run/nobody", *arguments)
         assert code == 0, err
         for engine in made[-1][1].values():

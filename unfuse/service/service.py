@@ -1,16 +1,13 @@
-"""The composition root: opens backends by name and hands them, opened, to scheduler, gateway and workers."""
+"""The composition root: opens backends by name and hands them, opened, to scheduler and gateway."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import secrets
-import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +17,7 @@ import structlog
 from msgspec import field
 
 from unfuse import queues
-from unfuse.client import Client
-from unfuse.core.errors import ConfigError, TransientError, UnfuseError
+from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import SLOTS, Choice, Params, kinds_of
 from unfuse.launch.local import LocalWorkers
@@ -41,13 +37,11 @@ from unfuse.service.plan import Plan, plan_for
 from unfuse.stores.keyed import Remains, remains_at
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.transfer.base import TransferEngine
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
 from unfuse.wire.run_folder import open_run_folder
-from unfuse.wire.unix_socket import private_socket, server_socket
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.wire.unix_socket import server_socket
 
 BUILT_IN = "unfuse/shapes"
 DRAIN_CHECK_S = 0.1
@@ -231,74 +225,6 @@ class Service:
             async with asyncio.timeout(self._options.drain_timeout):
                 while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
                     await asyncio.sleep(DRAIN_CHECK_S)
-
-
-async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
-    """Run one worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
-
-    `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
-    which reaches the whole process group, to its starter.
-    """
-    loop = asyncio.get_running_loop()
-    worker = Worker(options, engines)
-    running = asyncio.create_task(worker.run())
-
-    def stop() -> None:
-        if worker.draining:
-            running.cancel()
-        worker.drain()
-
-    loop.add_signal_handler(signal.SIGTERM, stop)
-    if lifeline is None:
-        loop.add_signal_handler(signal.SIGINT, stop)
-    else:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        loop.add_reader(lifeline, running.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await running
-
-
-@contextlib.contextmanager
-def local(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
-    """A private service of this process, on a free port behind a random key; ends with the block.
-
-    Raises ConfigError also when a worker turns out not to be able to start, in place of whatever came of that.
-    """
-    key = secrets.token_urlsafe(24)
-    own = f"{UNIX}{private_socket(options.run_dir)}"
-    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"}, admins=frozenset())
-    ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
-
-    def fail(over: Future[None]) -> None:
-        if (error := over.exception()) and not ready.done():
-            ready.set_exception(error)
-
-    with ThreadPoolExecutor(1, "unfuse") as thread:
-        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, logs), ready)))
-        over.add_done_callback(fail)
-        try:
-            with Client(ready.result()[2], key, reconnect_delay=0.0) as client:
-                yield client
-        except UnfuseError:
-            if over.done():
-                over.result()
-            raise
-        finally:
-            ready.add_done_callback(_stop)
-
-
-def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
-    """End a service as soon as it has started, at once."""
-    if ready.exception() is None:
-        loop, service, _ = ready.result()
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
-            for _ in range(2):
-                loop.call_soon_threadsafe(service.stop)
-
-
-async def _serve_in_thread(service: Service, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
-    loop = asyncio.get_running_loop()
-    await service.run(lambda url: ready.set_result((loop, service, url)))
 
 
 async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
-from unfuse.cli.compose import Service, plan
-from unfuse.cli.serve import options
 from unfuse.service.groups import OWN_ARENA
 from unfuse.service.logs import Logs
+from unfuse.service.options import options
+from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
 from unfuse.worker.worker import Worker, WorkerOptions
 

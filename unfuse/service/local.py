@@ -1,0 +1,99 @@
+"""Workers of one's own: a service that starts for this process alone, and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+
+import msgspec
+import structlog
+
+from unfuse.client import Client
+from unfuse.core.errors import UnfuseError
+from unfuse.service.loading import Loading
+from unfuse.service.logs import Logs
+from unfuse.service.options import options
+from unfuse.service.plan import Plan
+from unfuse.service.remains import passing_folder
+from unfuse.service.service import ServeOptions, Service, plan
+from unfuse.service.settings import DEFAULT, Loaded, load
+from unfuse.wire.address import UNIX
+from unfuse.wire.unix_socket import private_socket
+
+
+def local(model: str | None = None, *, threads: int | None = None) -> AbstractContextManager[Client]:
+    """A client of workers that serve this process alone while the block lasts; `model` is a name, a folder or a hub id.
+
+    `threads` is CPU threads per worker. Everything else is as the environment sets it. Raises ConfigError.
+    """
+    return own_pools(load({"serve.models": [model] if model else None, "compute.threads": threads}))
+
+
+@contextmanager
+def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None) -> Iterator[Client]:
+    """What `local` gives, for these settings; `loading` is told which workers are started.
+
+    Their lines go to `logs`. They leave nothing behind: their results lie in a temporary folder that goes with
+    the block, and what stages took is not remembered.
+    """
+    if logs is None:
+        logs = Logs(loaded.settings.log)
+        if not structlog.is_configured():
+            logs.open_log()
+    chosen = options(loaded)
+    planned = plan(chosen)
+    if loading:
+        loading.expect([worker.role for worker in planned.workers])
+    with passing_folder() as folder:
+        places = msgspec.structs.replace(chosen.places, results=f"disk:{folder}?fsync=no")
+        queue = "memory" if loaded.origins["serve.queue"] == DEFAULT else chosen.queue
+        chosen = msgspec.structs.replace(chosen, places=places, costs=None, queue=queue)
+        with _served(chosen, planned, logs) as client:
+            yield client
+
+
+@contextlib.contextmanager
+def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
+    """A private service of this process, on a free port behind a random key; ends with the block.
+
+    Raises ConfigError also when a worker turns out not to be able to start, in place of whatever came of that.
+    """
+    key = secrets.token_urlsafe(24)
+    own = f"{UNIX}{private_socket(options.run_dir)}"
+    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"}, admins=frozenset())
+    ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
+
+    def fail(over: Future[None]) -> None:
+        if (error := over.exception()) and not ready.done():
+            ready.set_exception(error)
+
+    with ThreadPoolExecutor(1, "unfuse") as thread:
+        over = thread.submit(lambda: asyncio.run(_serve_in_thread(Service(options, planned, logs), ready)))
+        over.add_done_callback(fail)
+        try:
+            with Client(ready.result()[2], key, reconnect_delay=0.0) as client:
+                yield client
+        except UnfuseError:
+            if over.done():
+                over.result()
+            raise
+        finally:
+            ready.add_done_callback(_stop)
+
+
+def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
+    """End a service as soon as it has started, at once."""
+    if ready.exception() is None:
+        loop, service, _ = ready.result()
+        with contextlib.suppress(RuntimeError):  # it has ended by itself
+            for _ in range(2):
+                loop.call_soon_threadsafe(service.stop)
+
+
+async def _serve_in_thread(service: Service, ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None:
+    loop = asyncio.get_running_loop()
+    await service.run(lambda url: ready.set_result((loop, service, url)))

@@ -1,0 +1,146 @@
+"""What settings make of a service: its options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from msgspec.structs import asdict
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Places
+from unfuse.core.plan import SLOTS, Params
+from unfuse.queues.base import Limits
+from unfuse.server.access import Access
+from unfuse.server.connections import Bounds
+from unfuse.service.groups import Settings
+from unfuse.service.meeting import keys_folder, listens, trust
+from unfuse.service.plan import wanted
+from unfuse.service.service import ServeOptions
+from unfuse.service.settings import FIELDS, Loaded
+from unfuse.worker.checkpoints import Policy
+
+ADMIN = "admin"
+"""The tenant of an admin key that has no name."""
+
+
+def options(loaded: Loaded) -> ServeOptions:
+    """What is composed for these settings."""
+    settings, serve = loaded.settings, loaded.settings.serve
+    listen = listens(settings)
+    admins = keys(serve.admin_key, ADMIN)
+    return ServeOptions(
+        models=serve.models,
+        revision=serve.revision,
+        names=serve.served_model_name,
+        host=serve.host,
+        port=serve.port,
+        keys=admins | keys((*serve.api_key, *filter(None, [settings.api_key]))),
+        admins=frozenset(admins),
+        access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
+        bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        queue=serve.queue.replace("DATA_DIR", settings.data_dir),
+        places=places(settings),
+        run_dir=settings.run_dir,
+        listen=listen,
+        trust=trust(settings, "scheduler"),
+        worker_environment={
+            FIELDS[name].variable: FIELDS[name].written(value)
+            for name, value in (
+                ("run_dir", settings.run_dir),
+                ("insecure_listen", settings.insecure_listen),
+                ("store.orphan_s", settings.store.orphan_s),
+                *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
+            )
+        },
+        worker_flags={
+            "keys": keys_folder(settings, "worker"),
+            "memory-limit": settings.worker.memory_limit,
+            "stall-s": settings.lease.stall_s,
+            **({"listen": settings.worker.listen} if settings.worker.listen else {}),
+        },
+        workers=wanted(settings),
+        slots=slots(serve.slots, settings.worker.slots),
+        time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
+        limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
+        order=serve.order,
+        dispatch=serve.dispatch,
+        encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
+        costs=Path(settings.data_dir, "costs.json"),
+        lease_ttl=settings.lease.ttl_s,
+        retention=serve.retention_s,
+        drain_timeout=serve.drain_timeout,
+        standard=standard(settings),
+        strict=serve.strict_params,
+    )
+
+
+def slots(given: tuple[str, ...], each: int = 0) -> dict[str, int]:
+    """Slots by role: what is `given` for it, else `each`, else what is usual. Raises ConfigError for what is none."""
+    found = {role: each or usual for role, usual in SLOTS.items()}
+    for entry in given:
+        role, _, count = entry.partition("=")
+        if role not in SLOTS or not count.isdecimal() or not int(count):
+            raise ConfigError(f"--slots {entry}: write ROLE=N, like denoiser=2; the roles are {', '.join(SLOTS)}")
+        found[role] = int(count)
+    return found
+
+
+def standard(settings: Settings) -> Params:
+    """Parameters that requests have unless they say otherwise. Raises ConfigError for what exact pools cannot do."""
+    threshold = settings.serve.feature_cache
+    if settings.compute.batching == "batched":
+        return {"feature_cache": threshold}
+    if threshold:
+        raise ConfigError(f"--feature-cache {threshold:g} skips work and is not exact: add --batching batched")
+    return {}
+
+
+def places(settings: Settings) -> Places:
+    """Where these settings have workers keep things; DATA_DIR stands for the data folder. Raises ConfigError."""
+    serve = settings.serve
+    Policy.parse(serve.checkpoint)
+    if serve.store == "memory":
+        raise ConfigError("the store memory lies within one process, and workers are several: use shared_memory")
+    results, store, durable = (
+        url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
+    )
+    encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
+    if wrong := set(encodings.values()) - {"bf16", "fp16"}:
+        raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
+    if serve.loras and not Path(serve.loras).is_dir():
+        raise ConfigError(f"--loras {serve.loras}: there is no such folder")
+    loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill
+    return Places(
+        results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
+        serve.checkpoint, loras,
+    )  # fmt: skip
+
+
+def keys(given: tuple[str, ...], tenant: str = "default") -> dict[str, str]:
+    """Tenants by key. What names a file stands for its lines, each `NAME KEY` or a key alone (that of `tenant`)."""
+    tenants: dict[str, str] = {}
+    for entry in given:
+        for line in _key_lines(entry):
+            words = line.split()
+            if len(words) > 2:
+                raise ConfigError("a line of a key file, or a key that is given, is not NAME KEY")
+            if words:
+                tenants[words[-1]] = words[0] if len(words) == 2 else tenant
+    return tenants
+
+
+def _key_lines(entry: str) -> list[str]:
+    try:
+        return Path(entry).read_text().splitlines() if os.path.isfile(entry) else [entry]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the key file {entry} cannot be read: {error}") from error
+
+
+def key_notes(keys: Mapping[str, str], admins: Collection[str]) -> list[str]:
+    """What to say at the start of who may see workers, pools and other tenants' requests."""
+    if keys and not admins:
+        nobody = "no key is an admin's: workers, pools and other tenants' requests are closed (--admin-key)"
+        return ["the one API key is an admin's" if len(keys) == 1 else nobody]
+    return []

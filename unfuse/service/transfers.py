@@ -1,0 +1,53 @@
+"""The ways tensors move between machines, by the settings: which a worker opens, and to whom each is open."""
+
+from __future__ import annotations
+
+import structlog
+from msgspec.structs import asdict
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.registry import resolve
+from unfuse.service.groups import Fault, Settings, Transfer
+from unfuse.transfer import BACKENDS, open_engine
+from unfuse.transfer.base import TransferEngine, TransferOptions
+
+log = structlog.get_logger(__name__)
+
+
+def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
+    """The engines that are set, at fault if that is; none where nothing would prove who they serve.
+
+    Raises ConfigError for one that cannot run, or must not.
+    """
+    if not options.authentic:
+        log.info("other machines cannot pull tensors from this worker: it has no --keys")
+        return {}
+    opened = {name: open_engine(name, options) for name in settings.transfer.engine}
+    if open_to_all := [name for name, engine in opened.items() if not engine.enforces_refs]:
+        log.warning(
+            "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=open_to_all
+        )
+    if settings.fault == Fault():
+        return opened
+    from unfuse.testing.transfer_faults import Faults, FaultyEngine
+
+    return {name: FaultyEngine(engine, Faults(**asdict(settings.fault))) for name, engine in opened.items()}
+
+
+def transfers(wanted: Transfer) -> dict[str, str]:
+    """Each transfer engine: whether it listens in the workers of this machine, and to whom."""
+    states = {}
+    for name in sorted({*BACKENDS, *wanted.engine} - {"fake"}):
+        try:
+            engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
+        except ConfigError as error:
+            states[name] = str(error)
+            continue
+        listens = "listens in every worker that has keys" if name in wanted.engine else "not used"
+        whom = "to holders of the keys, and reads need the object's own"
+        if not engine.enforces_refs:
+            whom = (
+                "whoever reaches it can read and overwrite all tensors: only with --trusted-network; rdma not verified"
+            )
+        states[name] = f"{listens}; {whom}"
+    return states

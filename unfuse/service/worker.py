@@ -1,0 +1,74 @@
+"""One worker: what it is by its settings, and the running of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Mapping
+
+import msgspec
+from msgspec.structs import asdict
+
+from unfuse.core.plan import SLOTS
+from unfuse.service.groups import OWN_ARENA, Settings
+from unfuse.service.meeting import schedulers, trust
+from unfuse.transfer.base import TransferEngine, TransferOptions
+from unfuse.wire.address import host_towards
+from unfuse.wire.keys import Keys
+from unfuse.wire.run_folder import machine_id, open_run_folder
+from unfuse.worker.worker import Worker, WorkerOptions
+
+
+def worker_options(settings: Settings) -> WorkerOptions:
+    """The worker that these settings ask for. Raises ConfigError, InvalidParameter when its server could be any."""
+    trusted, run_folder = trust(settings, "worker"), open_run_folder(settings.run_dir)
+    wanted, compute = settings.worker, settings.compute
+    addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
+    return WorkerOptions(
+        role=wanted.role,
+        components=wanted.component,
+        schedulers=addresses,
+        node=wanted.node or machine_id(run_folder),
+        trust=trusted,
+        models=wanted.model,
+        compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
+        slots=wanted.slots or SLOTS.get(wanted.role, 1),
+        arena=settings.arena.bytes or OWN_ARENA,
+        stall_s=settings.lease.stall_s,
+        memory_limit=wanted.memory_limit,
+        drain_timeout=settings.serve.drain_timeout,
+        orphan_s=settings.store.orphan_s,
+        transfer=TransferOptions(
+            host=wanted.listen or host_towards(*(addresses if secret or settings.insecure_listen else ())),
+            secret=secret,
+            insecure=settings.insecure_listen,
+            **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
+        ),
+        run_dir=str(run_folder),
+    )
+
+
+async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
+    """Run one worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
+
+    `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
+    which reaches the whole process group, to its starter.
+    """
+    loop = asyncio.get_running_loop()
+    worker = Worker(options, engines)
+    running = asyncio.create_task(worker.run())
+
+    def stop() -> None:
+        if worker.draining:
+            running.cancel()
+        worker.drain()
+
+    loop.add_signal_handler(signal.SIGTERM, stop)
+    if lifeline is None:
+        loop.add_signal_handler(signal.SIGINT, stop)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        loop.add_reader(lifeline, running.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
