@@ -58,6 +58,10 @@ def test_files_have_at_most_400_lines() -> None:
     assert {path.name: lines(path) for path in SOURCES if lines(path) > 400} == {}
 
 
+def test_a_verb_is_a_thin_file() -> None:
+    assert {path.name: lines(path) for path in SOURCES if path.parent.name == "cli" and lines(path) > 150} == {}
+
+
 def test_functions_have_at_most_60_lines_and_most_at_most_30() -> None:
     lengths = {name: length(node) for name, node in functions()}
     assert {name: count for name, count in lengths.items() if count > 60} == {}

@@ -86,7 +86,15 @@ def test_a_light_start_imports_nothing_heavy(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["unfuse.service.service", "unfuse.server", "unfuse.scheduler.scheduler", "unfuse.worker.worker"]
+    "module",
+    [
+        "unfuse.service.local",
+        "unfuse.service.worker",
+        "unfuse.service.comparison",
+        "unfuse.server",
+        "unfuse.scheduler.scheduler",
+        "unfuse.worker.worker",
+    ],
 )
 def test_control_processes_import_no_torch(module: str) -> None:
     loaded = modules_after(f"import {module}")

@@ -15,7 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 from tests.cli.conftest import KEY, Run
-from unfuse.cli.progress import Bars
+from unfuse.cli.bars import Bars
 from unfuse.cli.terminal import Terminal
 from unfuse.client import Client
 from unfuse.core.event import Event

@@ -18,7 +18,6 @@ import unfuse as package
 from tests.cli.conftest import Run
 from tests.server.served import EVIDENCE, IDLE, PICTURES, POISON, Served, serve
 from unfuse.cli import show
-from unfuse.cli.doctor import gains, verdict
 from unfuse.cli.main import exit_code
 from unfuse.client import Client, connect
 from unfuse.core.compute import ComputeOptions
@@ -31,11 +30,8 @@ from unfuse.core.errors import (
     TransientError,
     UsageError,
 )
-from unfuse.core.plan import ROLES
-from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.models import resolve_source, served_classes
 from unfuse.queues.base import Limits
-from unfuse.service.plan import Plan
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
 
@@ -239,40 +235,6 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
     assert "gain: one vae serves 2 models: 5.8 MiB less memory" in out
     assert "gain: 2 denoisers share encoder and decoder: 6.8 MiB less memory than as many undivided pipelines" in out
     assert "\ndo not split: " in out
-
-
-@pytest.mark.parametrize(
-    ("want", "free", "says"),
-    [
-        (Wanted(place={"decoder": ("cpu",)}), 80, "stages on 2 devices (cuda:0, cpu) work at the same time"),
-        (
-            Wanted(place={role: ("cpu",) for role in ROLES}),
-            5,
-            "undivided, the components take 10.0 GiB, more than the 5.0",
-        ),
-        (
-            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}),
-            80,
-            "2 denoisers share encoder and decoder: 4.0 GiB less",
-        ),
-    ],
-)
-def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted, free: int, says: str) -> None:
-    gib = 1 << 30
-    needs = {role: (Part(role, "float32", size * gib, ("a",)),) for role, size in zip(ROLES, (3, 6, 1), strict=True)}
-    devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
-    found = Plan((), needs, want, devices, place(needs, want, devices))
-    assert any(says in gain for gain, _ in gains(found))
-    assert verdict(found).startswith("split: ")
-
-
-def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
-    needs = {role: (Part(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
-    devices, want = (
-        (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
-        Wanted(compute=ComputeOptions(offload="model")),
-    )
-    assert verdict(Plan((), needs, want, devices, place(needs, want, devices))).startswith("not split: one worker")
 
 
 def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -70,52 +69,9 @@ def doctor(
         _print_plan(found)
 
 
-def gains(plan: Plan) -> Iterator[tuple[str, int]]:
-    """What serving these models in stages gains on this machine, and the bytes that it saves where it is memory."""
-    used = dict.fromkeys(worker.device for worker in plan.workers)
-    if len(used) > 1:
-        yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
-    parts = [part for held in plan.needs.values() for part in held]
-    whole, largest = sum(part.bytes for part in parts), max(part.bytes for part in parts)
-    best = max(plan.devices[1:] or plan.devices, key=lambda device: device.free)
-    if whole > best.free:
-        room = f"more than the {readable_bytes(best.free)} free on {best.name}"
-        takes = f"the components take {readable_bytes(whole)}"
-        yield f"undivided, {takes}, {room}; the largest takes {readable_bytes(largest)}", 0
-    for part in parts:
-        if saved := part.bytes * (len(part.models) - 1):
-            yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
-    if (copies := _denoisers(plan)) > 1:
-        saved = (copies - 1) * (whole - sum(part.bytes for part in plan.needs["denoiser"]))
-        less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
-        yield f"{copies} denoisers share encoder and decoder: {less}", saved
-
-
-def verdict(plan: Plan) -> str:
-    """Whether to split, in a sentence. Memory that is saved must be more than the processes themselves take."""
-    from unfuse.launch.placement import CONTEXT, CPU, PROCESS
-
-    if plan.refusal:
-        return "nothing to split: serve would refuse this"
-    if len(plan.workers) < 2:
-        return "not split: one worker at most runs here, the stages in turn"
-    more = len(plan.workers) - max(1, _denoisers(plan))
-    saved = [size for _, size in gains(plan)]
-    if 0 in saved or sum(saved) > more * PROCESS:
-        return "split: it gains what is said above"
-    contexts = f" and {readable_bytes(more * CONTEXT)} of GPU memory" if plan.workers[0].device != CPU else ""
-    return (
-        "do not split: on one device stages take turns (0.53 to 0.96 of the throughput of the best undivided set-up, "
-        f"measured on two cores in docs/performance.md), and {more} more processes than undivided take "
-        f"{readable_bytes(more * PROCESS)} of host memory{contexts}"
-    )
-
-
-def _denoisers(plan: Plan) -> int:
-    return sum(worker.role == "denoiser" for worker in plan.workers)
-
-
 def _report(plan: Plan) -> dict[str, Any]:
+    from unfuse.service.advice import gains, verdict
+
     return {
         "models": {model.card.name: _components(model) for model in plan.models},
         "placement": plan.rows(),
@@ -150,6 +106,8 @@ def _print_machine(machine: Machine) -> None:
 
 
 def _print_plan(plan: Plan) -> None:
+    from unfuse.service.advice import gains, verdict
+
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")
         show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")

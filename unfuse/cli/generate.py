@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
+from unfuse.cli.files import kind_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
@@ -20,8 +20,6 @@ from unfuse.service.settings import DEFAULT, Loaded, load
 
 if TYPE_CHECKING:
     from unfuse.client import Client, Result
-
-FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
 
 
 @takes(*PLACING, *COMPUTE, "serve.loras")
@@ -62,7 +60,7 @@ def generate(
     What is left out is the model's own default. Ctrl-C cancels the request, keeps the pictures that are finished, and
     ends the workers it started.
     """
-    form, video = _kind(output)
+    form, video = kind_of(output)
     if not video and (frames not in (None, 1) or fps):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
     if image is not None and not image.is_file():
@@ -82,25 +80,6 @@ def generate(
     if not whole:
         terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
-
-
-def _kind(output: Path) -> tuple[str, bool]:
-    """The format that a file's name asks for, and whether it is that of a video. Raises InvalidParameter."""
-    from unfuse.client.result import NUMBERED
-
-    if output.is_dir():
-        raise InvalidParameter(f"-o {output} is a folder: name a file in it, such as {output / 'out.png'}", "output")
-    form, numbered = FORMATS.get(output.suffix.lower()), NUMBERED.search(output.name) is not None
-    if form is None or (numbered and form != "png"):
-        raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
-    if not output.parent.is_dir():
-        raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
-    try:
-        with output.open("ab") if output.exists() else tempfile.TemporaryFile(dir=output.parent):
-            pass
-    except OSError as error:
-        raise InvalidParameter(f"-o {output}: it cannot be written there ({error.strerror})", "output") from error
-    return form, form == "mp4" or numbered
 
 
 def _finite(flag: str, value: float | None) -> None:

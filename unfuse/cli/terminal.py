@@ -1,18 +1,24 @@
-"""The terminal of a verb: what is written stands above the progress that is drawn there."""
+"""The terminal of a verb, and what progress on it is: what else is written stands above it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from unfuse.core.event import Event
 from unfuse.service.groups import Log
 from unfuse.service.logs import Logs
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+Status = Callable[[], object]
+"""Says what goes on, in a few words; empty when nothing needs to be said."""
 
 
 class Terminal(Logs):
@@ -46,3 +52,18 @@ class Terminal(Logs):
         with suppress(OSError, ValueError):
             self.console.print(Text.from_ansi(text.rstrip("\n")), soft_wrap=True)
         return len(text)
+
+
+class Progress(AbstractContextManager["Progress"], Protocol):
+    """What is shown while it is open: what goes on now, and the stages of a request."""
+
+    status: Status
+
+    @abstractmethod
+    def show(self, event: Event) -> None:
+        """Take in the next event of a request."""
+
+
+def retried(event: Event) -> str:
+    """Why a stage runs again."""
+    return f"{event.stage}: {event.message or 'trying again'}"

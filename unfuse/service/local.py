@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import msgspec
 import structlog
@@ -56,7 +55,7 @@ def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None 
             yield client
 
 
-@contextlib.contextmanager
+@contextmanager
 def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
     """A private service of this process, on a free port behind a random key; ends with the block.
 
@@ -89,7 +88,7 @@ def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None
     """End a service as soon as it has started, at once."""
     if ready.exception() is None:
         loop, service, _ = ready.result()
-        with contextlib.suppress(RuntimeError):  # it has ended by itself
+        with suppress(RuntimeError):  # it has ended by itself
             for _ in range(2):
                 loop.call_soon_threadsafe(service.stop)
 

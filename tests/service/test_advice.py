@@ -1,0 +1,45 @@
+"""Whether a split is advised."""
+
+from __future__ import annotations
+
+import pytest
+
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.plan import ROLES
+from unfuse.launch.placement import Device, Part, Wanted, place
+from unfuse.service.advice import gains, verdict
+from unfuse.service.plan import Plan
+
+
+@pytest.mark.parametrize(
+    ("want", "free", "says"),
+    [
+        (Wanted(place={"decoder": ("cpu",)}), 80, "stages on 2 devices (cuda:0, cpu) work at the same time"),
+        (
+            Wanted(place={role: ("cpu",) for role in ROLES}),
+            5,
+            "undivided, the components take 10.0 GiB, more than the 5.0",
+        ),
+        (
+            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}),
+            80,
+            "2 denoisers share encoder and decoder: 4.0 GiB less",
+        ),
+    ],
+)
+def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted, free: int, says: str) -> None:
+    gib = 1 << 30
+    needs = {role: (Part(role, "float32", size * gib, ("a",)),) for role, size in zip(ROLES, (3, 6, 1), strict=True)}
+    devices = (Device("cpu", 90 * gib), Device("cuda:0", free * gib))
+    found = Plan((), needs, want, devices, place(needs, want, devices))
+    assert any(says in gain for gain, _ in gains(found))
+    assert verdict(found).startswith("split: ")
+
+
+def test_components_that_take_turns_in_one_worker_are_not_split() -> None:
+    needs = {role: (Part(role, "float32", 1 << 30, ("a",)),) for role in ROLES}
+    devices, want = (
+        (Device("cpu", 90 << 30), Device("cuda:0", 9 << 30)),
+        Wanted(compute=ComputeOptions(offload="model")),
+    )
+    assert verdict(Plan((), needs, want, devices, place(needs, want, devices))).startswith("not split: one worker")

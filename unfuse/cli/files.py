@@ -1,0 +1,29 @@
+"""The files that a verb is to write."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from unfuse.core.errors import InvalidParameter
+
+FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp4": "mp4"}
+
+
+def kind_of(output: Path) -> tuple[str, bool]:
+    """The format that a file's name asks for, and whether it is that of a video. Raises InvalidParameter."""
+    from unfuse.client.result import NUMBERED
+
+    if output.is_dir():
+        raise InvalidParameter(f"-o {output} is a folder: name a file in it, such as {output / 'out.png'}", "output")
+    form, numbered = FORMATS.get(output.suffix.lower()), NUMBERED.search(output.name) is not None
+    if form is None or (numbered and form != "png"):
+        raise InvalidParameter(f"-o {output}: the name must end in one of {', '.join(FORMATS)}", "output")
+    if not output.parent.is_dir():
+        raise InvalidParameter(f"-o {output}: there is no folder {output.parent}", "output")
+    try:
+        with output.open("ab") if output.exists() else tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise InvalidParameter(f"-o {output}: it cannot be written there ({error.strerror})", "output") from error
+    return form, form == "mp4" or numbered

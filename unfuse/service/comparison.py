@@ -1,0 +1,171 @@
+"""What the undivided pipeline and pools make of the same requests, how fast, and in how much memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol, Self
+
+import msgspec
+
+from unfuse.client import Client
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import PermanentError
+from unfuse.core.params import PICTURE, VIDEO, check
+from unfuse.core.plan import Params
+from unfuse.launch.output import Hear, Output
+from unfuse.models.undivided import Undivided
+from unfuse.service.machine import gpus
+from unfuse.service.plan import Plan
+
+Digests = tuple[str, ...]
+"""The SHA-256 of each file of a request."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A request: what a client gives, and the parameters that stages get for it."""
+
+    given: dict[str, Any]
+    params: Params
+
+
+class Side(Protocol):
+    """One way to run a model."""
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """Make all of these, asked for at once; `alike` with as many CPU threads a forward as the other side has."""
+        ...
+
+    def memory(self) -> tuple[list[int], int]:
+        """Most bytes that each of its processes had, and bytes that they share."""
+        ...
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """What was measured of one side: median seconds of a request alone, requests a second by how many came at once,
+    peak bytes of the largest process, of all together with their arenas, and of the GPUs; files by request.
+    """
+
+    latency: float
+    throughput: dict[int, float]
+    largest: int
+    memory: int
+    gpu: int
+    digests: list[Digests]
+
+
+class Pipeline:
+    """The undivided pipeline in a process of its own, which takes one request after the other.
+
+    `hear` is told each line that it writes.
+    """
+
+    def __init__(self, plan: Plan, image: Path | None, hear: Hear) -> None:
+        model = plan.models[0]
+        device = next(worker.device for worker in plan.workers if worker.role in ("denoiser", "all"))
+        dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
+        cores = len(os.sched_getaffinity(0))
+        self._alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))
+        self._choices, self._best = sorted({self._alike, cores}), 0
+        self._wanted = Undivided(str(model.folder), device, dtypes, str(image or ""))
+        self._output = Output(hear)
+        writing = self._output.pipe(0)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "unfuse.models.undivided"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=writing, start_new_session=True,
+        )  # fmt: skip
+        os.close(writing)
+
+    def __enter__(self) -> Self:
+        self._answer(self._wanted)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind:
+            self._process.kill()
+        self._process.communicate()
+        self._output.close()
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """See Side."""
+        if not self._best and not alike:
+            self._best = min(self._choices, key=lambda threads: self._seconds(threads, cases[0]))
+        return [self._answer((self._alike if alike else self._best, case.params)) for case in cases]
+
+    def _seconds(self, threads: int, case: Case) -> float:
+        """How long it takes with so many threads, once they are there."""
+        self._answer((threads, case.params))
+        began = time.perf_counter()
+        self._answer((threads, case.params))
+        return time.perf_counter() - began
+
+    def memory(self) -> tuple[list[int], int]:
+        """See Side."""
+        return [_peak(self._process.pid)], 0
+
+    def _answer(self, asked: object) -> Digests:
+        if self._process.stdin and self._process.stdout:
+            self._process.stdin.write(msgspec.json.encode(asked) + b"\n")
+            self._process.stdin.flush()
+            if answer := self._process.stdout.readline():
+                return msgspec.json.decode(answer, type=Digests)
+        raise PermanentError("the undivided pipeline failed; its message is above")
+
+
+class Pools:
+    """Workers of our own, which take all requests at once."""
+
+    def __init__(self, client: Client, image: Path | None) -> None:
+        self._client = client
+        self._picture: dict[str, Any] = {} if image is None else {"image": image}
+
+    def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
+        """See Side."""
+        requests = [self._client.submit(**case.given, **self._picture, cache=False) for case in cases]
+        return [tuple(hashlib.sha256(data).hexdigest() for data in request.result().data) for request in requests]
+
+    def memory(self) -> tuple[list[int], int]:
+        """See Side."""
+        workers = self._client.workers()
+        parents = [int(worker["pid"]) for worker in workers]
+        children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]
+        pids = [*parents, *(int(pid) for line in children for pid in line)]
+        return [_peak(pid) for pid in pids], sum(int(worker["room"]) for worker in workers)
+
+
+def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
+    """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
+    medium, free = VIDEO if "num_frames" in asked else PICTURE, _free()
+
+    def cases(first: int, count: int) -> list[Case]:
+        given = [asked | {"seed": seed} for seed in range(first, first + count)]
+        return [Case(one, check(card, one, medium)[0]) for one in given]
+
+    def seconds(first: int, count: int) -> float:
+        began = time.perf_counter()
+        side.make(cases(first, count))
+        return time.perf_counter() - began
+
+    digests = side.make(cases(0, rounds), alike=True)
+    seconds(0, 1)
+    latency = median(seconds(seed, 1) for seed in range(rounds))
+    throughput = {count: count / seconds(0, count) for count in counts}
+    peaks, shared = side.memory()
+    return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
+
+
+def _peak(pid: int) -> int:
+    """The most memory a process has had resident beside what it shares, in bytes."""
+    lines = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    sizes = {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines if line[-1] == "kB"}
+    return sizes["VmHWM"] - sizes["RssShmem"]
+
+
+def _free() -> int:
+    return sum(gpu.free for gpu in gpus())
