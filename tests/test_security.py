@@ -102,6 +102,11 @@ def test_control_processes_import_no_torch(module: str) -> None:
     assert loaded & {"torch", "diffusers", "transformers"} == set()
 
 
+def test_a_worker_imports_no_gateway() -> None:
+    loaded = modules_after("import unfuse.service.worker, unfuse.service.transfers")
+    assert loaded & {"fastapi", "starlette", "uvicorn"} == set()
+
+
 def test_a_service_needs_neither_typer_nor_rich() -> None:
     modules = [f"unfuse.service.{path.stem}" for path in sorted((ROOT / "unfuse" / "service").glob("[!_]*.py"))]
     assert "unfuse.service.local" in modules

@@ -124,7 +124,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
     ("number", "code", "moment"),
     [
         (signal.SIGINT, 130, "looking into"),
-        (signal.SIGTERM, 143, "encoder starting"),
+        (signal.SIGTERM, 143, "request req_"),
         (signal.SIGINT, 130, "importing"),
         (signal.SIGTERM, 143, " of 7.6 MiB"),
     ],

@@ -14,7 +14,8 @@ import structlog.testing
 
 from tests.meet import unix_address
 from unfuse.core.errors import ConfigError
-from unfuse.launch.local import LocalWorkers
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.local import LocalLauncher
 
 
 @pytest.fixture
@@ -27,8 +28,8 @@ async def nobody() -> AsyncIterator[str]:
         yield address
 
 
-def command(scheduler: str, role: str = "encoder") -> list[str]:
-    return ["--role", role, "--scheduler", scheduler, "--arena", "1MiB"]
+def spec(scheduler: str, role: str = "encoder") -> WorkerSpec:
+    return WorkerSpec(role, flags={"scheduler": scheduler, "arena": "1MiB"})
 
 
 def children() -> list[psutil.Process]:
@@ -46,7 +47,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def test_every_command_is_a_process_and_stop_ends_them_all(nobody: str) -> None:
-    workers = LocalWorkers([command(nobody), command(nobody, "decoder")])
+    workers = LocalLauncher([spec(nobody), spec(nobody, "decoder")])
     workers.start()
     await until(lambda: len(children()) == 2)
     mine = children()
@@ -55,7 +56,7 @@ async def test_every_command_is_a_process_and_stop_ends_them_all(nobody: str) ->
 
 
 async def test_a_worker_that_is_killed_is_started_again(nobody: str) -> None:
-    workers = LocalWorkers([command(nobody)])
+    workers = LocalLauncher([spec(nobody)])
     workers.start()
     await until(lambda: len(children()) == 1)
     (first,) = children()
@@ -70,7 +71,7 @@ async def test_one_that_dies_at_once_again_and_again_is_started_ever_more_slowly
 ) -> None:
     monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
     monkeypatch.setattr("unfuse.launch.local.RESTART_MOST_S", 0.05)
-    workers = LocalWorkers([command(nobody)])
+    workers = LocalLauncher([spec(nobody)])
     seen: set[int] = set()
     with structlog.testing.capture_logs() as logs:
         workers.start()
@@ -90,7 +91,7 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
 ) -> None:
     monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
     monkeypatch.setattr("unfuse.launch.local.SETTLED_S", 0.0)
-    workers = LocalWorkers([command(nobody)])
+    workers = LocalLauncher([spec(nobody)])
     with structlog.testing.capture_logs() as logs:
         workers.start()
         for count in range(3):
@@ -102,7 +103,7 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
 
 
 async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(nobody: str) -> None:
-    workers = LocalWorkers([command(nobody, "sculptor")])
+    workers = LocalLauncher([spec(nobody, "sculptor")])
     workers.start()
     with pytest.raises(ConfigError, match="exit code 1"):
         await workers.failed
@@ -111,7 +112,7 @@ async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(no
 
 
 async def test_a_second_stop_at_once_is_by_force(nobody: str) -> None:
-    workers = LocalWorkers([command(nobody)])
+    workers = LocalLauncher([spec(nobody)])
     workers.start()
     await until(lambda: len(children()) == 1)
     (process,) = children()

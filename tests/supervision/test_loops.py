@@ -20,7 +20,8 @@ from unfuse.arena.buddy import Usage
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
 from unfuse.core.task import Claim
 from unfuse.launch import local
-from unfuse.launch.local import LocalWorkers
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.local import LocalLauncher
 from unfuse.service import service
 from unfuse.supervision import supervisor
 from unfuse.supervision.supervisor import Supervisor
@@ -120,7 +121,7 @@ async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest
     monkeypatch.setattr(
         asyncio, "create_subprocess_exec", once(sleeper, OSError(11, "Resource temporarily unavailable"))
     )
-    workers = LocalWorkers([[]])
+    workers = LocalLauncher([WorkerSpec("encoder")])
     with capture_logs() as logs:
         workers.start()
         await started.wait()

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
 
 from unfuse.core.errors import ConfigError
-from unfuse.launch.output import Hear, Output, pass_on
+from unfuse.launch.base import Hear, Launcher, WorkerSpec
+from unfuse.launch.output import Output, pass_on
 from unfuse.supervision.supervisor import Supervisor
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
@@ -31,37 +32,33 @@ SETTLED_S = 30.0
 log = structlog.get_logger(__name__)
 
 
-class LocalWorkers:
-    """A set of `unfuse worker` processes.
+class LocalLauncher(Launcher):
+    """A set of `unfuse worker` processes, whose environment is beside their own variables ours.
 
-    Each entry of `commands` holds the arguments of one; `environment` is theirs beside ours. They hold the reading end
-    of a pipe whose writing end is ours: when this process ends, however it ends, the pipe closes and they end too.
-    They are a session of their own, so Ctrl-C is ours alone. `hear` is told each line they write, in another thread.
+    They hold the reading end of a pipe whose writing end is ours: when this process ends, however it ends, the pipe
+    closes and they end too. They are a session of their own, so Ctrl-C is ours alone.
     """
 
-    def __init__(
-        self, commands: Sequence[Sequence[str]], environment: Mapping[str, str] | None = None, hear: Hear = pass_on
-    ) -> None:
-        self._commands, self._environment = commands, environment or {}
+    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
+        self._specs = specs
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._stopping = False
         self._background = Supervisor()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to a ConfigError when a worker says that it cannot start."""
+        self.failed = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
-        """Start every worker, and keep them running."""
-        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(len(self._commands))]
+        """See Launcher."""
+        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(len(self._specs))]
 
-    async def stop(self, timeout: float) -> None:
-        """Let the workers finish what they run for up to `timeout` seconds, then end them."""
+    async def stop(self, drain_timeout: float) -> None:
+        """See Launcher."""
         self._stopping = True
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout):
+            async with asyncio.timeout(drain_timeout):
                 await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers), return_exceptions=True)
         self._signal(signal.SIGKILL)
         for keeper in self._keepers:
@@ -97,12 +94,12 @@ class LocalWorkers:
             await asyncio.sleep(pause)
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
-        writing = self._output.pipe(number)
+        spec, writing = self._specs[number], self._output.pipe(number)
         try:
             process = self._processes[number] = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "unfuse", "worker", *self._commands[number], "--lifeline", str(self._lifeline),
+                sys.executable, "-m", "unfuse", "worker", *spec.arguments, "--lifeline", str(self._lifeline),
                 pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
-                env={**ORDER, **os.environ, **self._environment}, start_new_session=True,
+                env={**ORDER, **os.environ, **spec.environment}, start_new_session=True,
             )  # fmt: skip
             return process
         finally:

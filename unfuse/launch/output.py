@@ -6,9 +6,10 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO
+
+from unfuse.launch.base import Hear
 
 PART = 1 << 16
 """A longer line is cut, in bytes."""
@@ -19,9 +20,6 @@ WAITING = 10_000
 LAST_S = 2.0
 """How long the end waits for a pipe that somebody keeps open, and for what is still to be told: who hears may be stuck,
 as a terminal that was stopped is."""
-
-Hear = Callable[[int, bytes], None]
-"""Is told the number of a process and a line that it wrote, without its end."""
 
 
 def pass_on(number: int, line: bytes) -> None:

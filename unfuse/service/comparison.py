@@ -19,7 +19,8 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
 from unfuse.core.params import PICTURE, VIDEO, check
 from unfuse.core.plan import Params
-from unfuse.launch.output import Hear, Output
+from unfuse.launch.base import Hear
+from unfuse.launch.output import Output
 from unfuse.models.undivided import Undivided
 from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan

@@ -20,7 +20,8 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import SLOTS, Choice, Params, kinds_of
-from unfuse.launch.local import LocalWorkers
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
@@ -148,16 +149,15 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
-            environment = {**options.worker_environment, **self._logs.environment}
-            workers = LocalWorkers(self._commands(), environment, self._logs.relay)
-            workers.start()
+            launcher = LocalLauncher(self._specs(), self._logs.relay)
+            launcher.start()
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
             try:
-                await _first(serving, self._stop.wait(), _raise(workers.failed))
+                await _first(serving, self._stop.wait(), _raise(launcher.failed))
                 await self._drain(scheduler)
             finally:
-                await workers.stop(0 if self._stop_now.is_set() else options.drain_timeout)
+                await launcher.stop(0 if self._stop_now.is_set() else options.drain_timeout)
                 gateway.should_exit = True
                 await serving
 
@@ -200,21 +200,23 @@ class Service:
         store = self._options.places.store.partition(":")[0]
         return Arenas(expected if store in ARENAS else (), store == "spill")
 
-    def _commands(self) -> list[list[str]]:
-        """Arguments of each worker. Which dtypes, it hears from the scheduler: each model has its own."""
+    def _specs(self) -> list[WorkerSpec]:
+        """The workers to start. Which dtypes, each hears from the scheduler: every model has its own."""
         wanted, workers = self._options.workers, self._plan.workers
         threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
         pulled_by = self.addresses if isinstance(self._options.trust, Keys) else ()
         common |= {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **self._options.worker_flags}
-        commands = []
+        del common["device"]
+        environment = {**self._options.worker_environment, **self._logs.environment}
+        specs = []
         for worker in workers:
-            own = common | {"role": worker.role, "device": worker.device, "slots": self._options.slots[worker.role]}
+            own = common | {"slots": self._options.slots[worker.role]}
             if worker.device == CPU:
                 own["offload"] = "none"
-            pairs = [(f"--{name.replace('_', '-')}", str(value)) for name, value in own.items()]
-            commands.append([text for pair in pairs for text in pair])
-        return commands
+            flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
+            specs.append(WorkerSpec(worker.role, worker.device, flags, environment))
+        return specs
 
     async def _drain(self, scheduler: Scheduler) -> None:
         """Wait for accepted requests; the gateway refuses new ones meanwhile. A shared queue has others to serve it."""

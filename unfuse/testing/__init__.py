@@ -12,6 +12,7 @@ _SUITES = {
     "FaultyEngine": "unfuse.testing.transfer_faults:FaultyEngine",
     "ManualClock": "unfuse.testing.clock:ManualClock",
     "Pair": "unfuse.testing.transfer_suite:Pair",
+    "check_launcher": "unfuse.testing.launcher_suite:check_launcher",
     "check_queue": "unfuse.testing.queue_suite:check_queue",
     "check_stage": "unfuse.testing.stage_suite:check_stage",
     "check_store": "unfuse.testing.store_suite:check_store",

@@ -1,0 +1,89 @@
+"""The launcher of this machine keeps the port's promises; and the suite that says so finds who breaks them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+import pytest
+
+from unfuse.launch.base import Hear, WorkerSpec
+from unfuse.launch.local import LocalLauncher
+from unfuse.testing import check_launcher
+from unfuse.testing.launcher_suite import WITHIN_S, meeting, until
+
+
+async def test_local_workers_are_what_the_port_says() -> None:
+    await check_launcher(LocalLauncher)
+
+
+class Deaf(LocalLauncher):
+    """Nobody is told what workers write."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear) -> None:
+        del hear
+        super().__init__(specs, lambda number, line: None)
+
+
+class Rude(LocalLauncher):
+    """Ends workers without asking."""
+
+    async def stop(self, drain_timeout: float) -> None:
+        del drain_timeout
+        self._signal(signal.SIGKILL)
+        await super().stop(0)
+
+
+class Bare(LocalLauncher):
+    """Does not tell workers what they are to be."""
+
+    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear) -> None:
+        super().__init__(
+            [WorkerSpec("encoder", flags=spec.flags, environment=spec.environment) for spec in specs], hear
+        )
+
+
+class Forgetful(LocalLauncher):
+    """Does not look after what it started."""
+
+    async def _keep(self, number: int) -> None:
+        await (await self._spawn(number)).wait()
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (Deaf, "nobody was told"),
+        (Rude, "was not asked to end"),
+        (Bare, "not told its role"),
+        (Forgetful, "did not come"),
+    ],
+)
+async def test_the_suite_finds_a_launcher_that_breaks_the_contract(broken: type[LocalLauncher], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        await check_launcher(broken, within=5.0 if broken is Forgetful else WITHIN_S)
+
+
+STARTER = """
+import asyncio, msgspec, sys
+from unfuse.launch.base import WorkerSpec
+from unfuse.launch.local import LocalLauncher
+
+async def main():
+    LocalLauncher([msgspec.json.decode(sys.argv[1], type=WorkerSpec)]).start()
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+async def test_no_worker_outlives_its_starter_that_is_killed() -> None:
+    async with meeting() as place:
+        with subprocess.Popen([sys.executable, "-c", STARTER, msgspec.json.encode(place.spec())]) as starter:
+            await until(partial(place.came, 1), "no worker came", WITHIN_S)
+            starter.kill()
+        await until(lambda: not place.living, "the worker lives on", WITHIN_S)

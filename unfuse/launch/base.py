@@ -1,0 +1,59 @@
+"""The launcher port: how the workers of a service are started, kept running and ended.
+
+Whoever writes a launcher runs `unfuse.testing.check_launcher` on it: the suite is the contract in executable form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+Hear = Callable[[int, bytes], None]
+"""Is told the number of a worker and a line that it wrote, without its end."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """One worker to start: `unfuse worker` with these flags, by name, and these variables beside those it has anyway.
+
+    By `role` and `device` a launcher may choose where it runs.
+    """
+
+    role: str
+    device: str = "cpu"
+    flags: Mapping[str, str] = {}
+    environment: Mapping[str, str] = {}
+
+    @property
+    def arguments(self) -> list[str]:
+        """What stands behind `unfuse worker`."""
+        told = {"role": self.role, "device": self.device, **self.flags}
+        return [text for name, value in told.items() for text in (f"--{name}", value)]
+
+
+class Launcher(ABC):
+    """Workers that are kept running, one for each of the specs it was made with; a worker's number is its spec's place.
+
+    It is made with those and with who is to hear what workers write, line by line, in whatever thread; and belongs to
+    the event loop that ran then. No worker outlives the process that started it, however that ends.
+    """
+
+    failed: asyncio.Future[None]
+    """Set to a ConfigError when a worker ends by itself with an error the first time, as one that cannot start does;
+    `stop` cancels it."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start every worker, and each again when it dies: ever more slowly while it does so at once.
+
+        One that cannot start is not tried again.
+        """
+
+    @abstractmethod
+    async def stop(self, drain_timeout: float) -> None:
+        """Tell the workers to finish what they run, and end by force those that have not after so many seconds.
+
+        Returns when none is left and what they wrote has been told. Called once, whether or not they were started.
+        """
