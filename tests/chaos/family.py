@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.errors import PermanentError, TransientError
@@ -33,6 +34,7 @@ from unfuse.core.plan import Params, Pipeline, Room, StageSpec
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
 COMPONENTS = ("text_encoder", "transformer", "vae")
 PIXELS_PER_NUMBER = 8
@@ -51,14 +53,13 @@ class Chaos(Family):
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         pipeline = Pipeline(
             (
-                StageSpec("encode", "text_encode", ("text_encoder",), (), ("embeds",), room=Room(256, 1.0)),
-                StageSpec(
-                    "denoise", "denoise", ("transformer",), ("embeds",), ("latents",), per_sample=True,
-                    room=Room(256, 1.0),
+                structs.replace(
+                    TEXT_ENCODE, name="encode", components=("text_encoder",), outputs=("embeds",), room=Room(256, 1.0)
                 ),
-                StageSpec("decode", "vae_decode", ("vae",), ("latents",), per_sample=True),
+                structs.replace(DENOISE, components=("transformer",), inputs=("embeds",), room=Room(256, 1.0)),
+                structs.replace(VAE_DECODE, name="decode"),
             )
-        )  # fmt: skip
+        )
         pipeline.validate()
         model = ModelFolder(folder)
         return ModelCard(

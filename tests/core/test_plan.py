@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import pipelines
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.plan import ROLES, Params, Pipeline, Room, StageSpec, compile_plan, kinds_of, pool_name
+from unfuse.core.plan import ROLES, Params, Pipeline, Room, StageSpec, Work, Workload, compile_plan, kinds_of, pool_name
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -208,3 +208,25 @@ def test_roles_cover_every_kind_once() -> None:
     assert len(kinds) == len(set(kinds))
     with pytest.raises(ConfigError, match="unknown role 'denoise': one of encoder, denoiser, decoder, all"):
         kinds_of("denoise")
+
+
+@pytest.mark.parametrize(
+    ("workload", "params", "work"),
+    [
+        (Workload(), {"width": 64, "height": 32}, (1.0, 2048.0)),
+        (Workload(), {"width": 64, "height": 32, "num_frames": 5, "num_inference_steps": 9}, (1.0, 10240.0)),
+        (Workload("num_inference_steps", (), ()), {"num_inference_steps": 9}, (9.0, 1.0)),
+        (Workload("", ("a", "b"), ("c",)), {"b": 2.0, "c": 7}, (1.0, 7.0)),
+        (Workload("", ("a", "b"), ("c",)), {"b": 2.0, "c": 7, "negative_prompt": ""}, (2.0, 7.0)),
+        (Workload("", ("a", "b"), ("c",)), {"a": 1.0, "b": 2.0, "c": 7, "negative_prompt": ""}, (1.0, 7.0)),
+        (Workload("n", ("a",), ("c",)), {"n": 3, "a": 4, "c": 7, "negative_prompt": "x"}, (6.0, 7.0)),
+    ],
+)
+def test_how_much_a_stage_has_to_do_is_read_from_the_parameters(workload: Workload, params: Params, work: Work) -> None:
+    assert workload.of(params) == work
+
+
+def test_a_plan_says_how_much_each_stage_has_to_do() -> None:
+    made = StageSpec("a", "a", ("w",), work=Workload("n", size=("width",)))
+    plan = compile_plan(Pipeline((made,)), {"a": "pool"}, {"n": 4, "width": 8}, [{}])
+    assert plan.stages[0].work == (4.0, 8.0)

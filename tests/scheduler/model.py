@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 
 import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.card import Limits, ModelCard
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec, Value
+from unfuse.core.plan import Params, Pipeline, Room, Value
 from unfuse.core.request import Change, Record
 from unfuse.queues.memory import MemoryQueue
+from unfuse.stages.specs import DENOISE as DENOISE_KIND, TEXT_ENCODE, VAE_DECODE
 
 PIPELINE = Pipeline(
     (
-        StageSpec("text_encode", "text_encode", ("text_encoder",), (), ("embeds",), room=Room(100)),
-        StageSpec("denoise", "denoise", ("transformer",), ("embeds",), ("latents",), True, Room(0, 0.5)),
-        StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
+        replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), room=Room(100)),
+        replace(DENOISE_KIND, components=("transformer",), inputs=("embeds",), room=Room(0, 0.5)),
+        VAE_DECODE,
     )
 )
 """Nothing of it is cached."""

@@ -12,7 +12,7 @@ import pytest
 from tests.scheduler.model import CARD, DENOISE, params
 from tests.scheduler.test_scheduler import done, info
 from unfuse.core.messages import Ask, Done, Granted, Hello, Places
-from unfuse.core.plan import Pipeline, StageSpec
+from unfuse.core.plan import Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Wanted
@@ -21,9 +21,11 @@ from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.stages import specs
 from unfuse.testing.clock import ManualClock
 
-ONE_STAGE = msgspec.structs.replace(CARD, pipeline=Pipeline((StageSpec("make", "denoise", ("vae",)),)))
+MAKE = msgspec.structs.replace(specs.DENOISE, name="make", components=("vae",), outputs=())
+ONE_STAGE = msgspec.structs.replace(CARD, pipeline=Pipeline((MAKE,)))
 POOL = frozenset(ONE_STAGE.pools().values())
 
 

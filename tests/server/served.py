@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -24,7 +25,7 @@ from unfuse.core.card import Limits, ModelCard
 from unfuse.core.errors import LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, WorkerInfo
-from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.plan import Params, Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits as QueueLimits, Wanted
@@ -33,15 +34,16 @@ from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.stages.media import encode
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.stores.results import ResultStore, open_results
 
 T = TypeVar("T")
 
 PIPELINE = Pipeline(
     (
-        StageSpec("text_encode", "text_encode", ("text_encoder",), (), ("embeds",), reads=("prompt",)),
-        StageSpec("denoise", "denoise", ("transformer",), ("embeds",), ("latents",), True),
-        StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), (), True),
+        structs.replace(TEXT_ENCODE, components=("text_encoder",), outputs=("embeds",), reads=("prompt",)),
+        structs.replace(DENOISE, components=("transformer",), inputs=("embeds",)),
+        VAE_DECODE,
     )
 )
 DEFAULTS = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
+from math import prod
 
 import msgspec
 
@@ -13,6 +14,11 @@ from unfuse.core.errors import ConfigError
 
 Value = str | int | float | bool | None
 Params = dict[str, Value]
+
+PIXELS = ("width", "height", "num_frames")
+
+Work = tuple[float, float]
+"""Forwards of a stage's network, and the size of each."""
 
 ROLES: dict[str, frozenset[str]] = {
     "encoder": frozenset({"text_encode", "text_encode_2", "image_encode"}),
@@ -39,13 +45,40 @@ class Room(msgspec.Struct, frozen=True):
         return self.fixed + round(self.per_pixel * width * height * (1 + (frames - 1) // self.frame_group))
 
 
+class Workload(msgspec.Struct, frozen=True):
+    """How much a stage has to do for a request, by its parameters.
+
+    `forwards` names the one that counts forwards of its network, each of which is a step ("": there is one). They are
+    twice as many under guidance: where the first of the scales in `guidance` that is there is above 1, and there is a
+    negative prompt. The size of a forward is the product of the parameters in `size`.
+    """
+
+    forwards: str = ""
+    guidance: tuple[str, ...] = ()
+    size: tuple[str, ...] = PIXELS
+
+    def of(self, params: Mapping[str, Value]) -> Work:
+        """What a request with these parameters is."""
+        scale = next((params[name] for name in self.guidance if name in params), None)
+        guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
+        forwards = _positive(params, self.forwards) if self.forwards else 1.0
+        return forwards * (1.0 + guided), prod(_positive(params, name) for name in self.size)
+
+
+def _positive(params: Mapping[str, Value], name: str) -> float:
+    value = params.get(name)
+    return float(value) if isinstance(value, int) and value > 0 else 1.0
+
+
 class StageSpec(msgspec.Struct, frozen=True):
-    """A node of a pipeline.
+    """A node of a pipeline, and all that is known of its kind.
 
     `components` are the folders its workers load; the first names its pool. `inputs` and `outputs` are value names that
     join stages. A stage with `per_sample` runs once for each picture of a request, the others once a request.
     `reads` names all parameters that the output of a stage without inputs depends on (an upload goes by its hash, under
     its name): requests with the same values may then share one. Without it, or with inputs, each has its own.
+    Workers that are started with `role` run it, and hold `slots` tasks at a time unless they are told otherwise: some
+    run, the inputs of the others come.
     """
 
     name: str
@@ -56,6 +89,9 @@ class StageSpec(msgspec.Struct, frozen=True):
     per_sample: bool = False
     room: Room = Room()
     reads: tuple[str, ...] = ()
+    role: str = ""
+    slots: int = 2
+    work: Workload = Workload()
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -95,7 +131,8 @@ class PlannedStage(msgspec.Struct, frozen=True):
 
     `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
     `final` stages write results. `cache` is the key under which other requests find its output, "" if none is to.
-    `cost` is what it was predicted to take when the request came, in seconds of compute.
+    `cost` is what it was predicted to take when the request came, in seconds of compute; `work` is how much it has to
+    do (0, 0 in a request of a version that did not write it down).
     """
 
     name: str
@@ -107,6 +144,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     final: bool
     cache: str = ""
     cost: float = 0.0
+    work: Work = (0.0, 0.0)
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -183,5 +221,10 @@ def compile_plan(
             name = f"{spec.name}.{index}" if spec.per_sample else spec.name
             read = [(key, (params | own).get(key)) for key in sorted(spec.reads) if not spec.inputs]
             cache = cache_key(shared_by, pools[spec.name], read) if read and shared_by is not None else ""
-            planned.append(PlannedStage(name, spec.kind, pools[spec.name], after, own, room, not spec.outputs, cache))
+            planned.append(
+                PlannedStage(
+                    name, spec.kind, pools[spec.name], after, own, room, not spec.outputs, cache,
+                    work=spec.work.of(params),
+                )
+            )  # fmt: skip
     return ExecutionPlan(tuple(planned))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
+from msgspec.structs import replace
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.compute import ComputeOptions
@@ -22,6 +23,7 @@ from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
+from unfuse.stages.specs import DENOISE, VAE_DECODE
 
 if TYPE_CHECKING:
     import torch
@@ -184,13 +186,9 @@ def with_encoders(
 ) -> Pipeline:
     """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
     encoders = tuple(encoders)
-    denoise = StageSpec(
-        "denoise", "denoise", (*transformers, "scheduler"), outputs=("latents",), room=latents, per_sample=True,
-        inputs=tuple(name for encoder in encoders for name in encoder.outputs),
-    )  # fmt: skip
-    return Pipeline(
-        (*encoders, denoise, StageSpec("vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True))
-    )
+    inputs = tuple(name for encoder in encoders for name in encoder.outputs)
+    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents)
+    return Pipeline((*encoders, denoise, VAE_DECODE))
 
 
 def weights_ids(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError, PermanentError
@@ -28,6 +29,7 @@ from unfuse.models.packed import PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
+from unfuse.stages.specs import TEXT_ENCODE
 
 BLOCKS = {"text_encode": "text_encoder", "denoise": "denoise", "vae_decode": "decode"}
 """The block that a stage kind runs."""
@@ -162,11 +164,13 @@ class Modular(PackedFamily):
         size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(served.embeds)
         made = (*served.embeds, *(() if distilled else (NEGATIVE + name for name in served.embeds)))
         reads = ["prompt", "max_sequence_length", *(("negative_prompt",) if served.negative and not distilled else ())]
-        text = StageSpec(
-            "text_encode", "text_encode", ("text_encoder", "tokenizer"), outputs=made,
+        text = replace(
+            TEXT_ENCODE,
+            components=("text_encoder", "tokenizer"),
+            outputs=made,
             reads=tuple(reads if distilled else [*reads, SCALE]),
             room=Room(size * len(made) // len(served.embeds)),
-        )  # fmt: skip
+        )
         return with_encoders((text,), Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:

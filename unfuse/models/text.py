@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Room, StageSpec
 from unfuse.models.base import Loader
 from unfuse.stages.base import need
 from unfuse.stages.guidance import NEGATIVE
+from unfuse.stages.specs import TEXT_ENCODE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +28,15 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
 
     `end` is what ends the names of a model's second text encoder and its tokenizer.
     """
-    return StageSpec(
-        f"text_encode{end}", f"text_encode{end}", (f"text_encoder{end}", f"tokenizer{end}"),
+    return replace(
+        TEXT_ENCODE,
+        name=TEXT_ENCODE.name + end,
+        kind=TEXT_ENCODE.kind + end,
+        components=(f"text_encoder{end}", f"tokenizer{end}"),
         outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
         room=Room(2 * sum(size + ALIGNMENT for size in sizes.values())),
         reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
-    )  # fmt: skip
+    )
 
 
 def true_cfg_scale(params: Params) -> float:

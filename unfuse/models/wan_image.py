@@ -17,16 +17,18 @@ from math import lcm
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
+from msgspec.structs import replace
 
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.plan import PIXELS, Params, Pipeline, Room
 from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
 from unfuse.stages.base import Stage
+from unfuse.stages.specs import IMAGE_ENCODE
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -126,12 +128,13 @@ class WanImage(Wan):
             )
         channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
         embeds = _embeds(folder) * widths["image_encoder"] + ALIGNMENT if sees else 0
-        picture = StageSpec(
-            "image_encode", "image_encode", (*sees, "vae"),
+        picture = replace(
+            IMAGE_ENCODE,
+            components=(*sees, "vae"),
             outputs=("image_embeds", "condition") if sees else ("condition",),
             room=Room(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
-            reads=("image", "width", "height", "num_frames"),
-        )  # fmt: skip
+            reads=("image", *PIXELS),
+        )
         return with_encoders((text, picture), denoise.room, denoise.components[:-1])
 
     def stage(self, kind: str, loader: Loader) -> Stage:

@@ -18,9 +18,9 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan, Params, PlannedStage
+from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import Record, RequestContext
-from unfuse.scheduler.law import Law, Work
+from unfuse.scheduler.law import Law
 
 UNMEASURED_S = 1e-7
 """Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
@@ -97,8 +97,8 @@ class Costs:
             state = context.stages[stage.name]
             timings, worker = state.timings, self.workers.get(state.worker)
             seconds = timings.run_s / max(1.0, timings.batch)
-            if state.attempt and LEAST_S <= seconds <= MOST_S:
-                forwards, size = _work(context.params, stage)
+            if all(stage.work) and state.attempt and LEAST_S <= seconds <= MOST_S:
+                forwards, size = stage.work
                 made = (
                     timings.steps / (timings.steps + timings.resumed) if timings.steps > 0 <= timings.resumed else 1.0
                 )
@@ -113,14 +113,14 @@ class Costs:
     def priced(self, context: RequestContext) -> RequestContext:
         """The request with predicted seconds of compute, of each of its stages and in all."""
         stages = tuple(
-            replace(stage, cost=self._seconds(context, stage) or UNMEASURED_S * prod(_work(context.params, stage)))
+            replace(stage, cost=self._seconds(stage) or UNMEASURED_S * prod(stage.work))
             for stage in context.plan.stages
         )
         return replace(context, plan=ExecutionPlan(stages), cost=sum(stage.cost for stage in stages))
 
     def known(self, context: RequestContext) -> bool:
         """Whether each stage of a request was measured before, so that what is predicted for it means something."""
-        return all(self._seconds(context, stage) is not None for stage in context.plan.stages)
+        return all(self._seconds(stage) is not None for stage in context.plan.stages)
 
     def until_room(self, cost: float, now: float) -> float:
         """Seconds after which there is presumably room for a request that was refused, by the pace of late."""
@@ -135,7 +135,7 @@ class Costs:
         parts = {run.stage: run.step / run.steps for run in record.running if run.steps}
         for stage in context.plan.stages:
             if context.stages[stage.name].status != "done":
-                seconds = self._seconds(context, stage)
+                seconds = self._seconds(stage)
                 if seconds is None:
                     return None
                 own += seconds * (1.0 - parts.get(stage.name, 0.0))
@@ -148,7 +148,7 @@ class Costs:
             return otherwise, otherwise
         return (now - recent[0][0]) / len(recent), sum(cost for _, cost in recent) / len(recent)
 
-    def _seconds(self, context: RequestContext, stage: PlannedStage) -> float | None:
+    def _seconds(self, stage: PlannedStage) -> float | None:
         """The mean over the pool's workers, each of which may get it, as far as their devices were measured.
 
         With none of these, over the devices that were. None where nothing was.
@@ -157,23 +157,8 @@ class Costs:
         if not laws:
             return None
         devices = [worker.device for worker in self.workers.values() if stage.pool in worker.pools]
-        work = _work(context.params, stage)
-        return fmean(law.seconds(work) for law in [laws[name] for name in devices if name in laws] or laws.values())
-
-
-def _work(params: Params, stage: PlannedStage) -> Work:
-    """Forwards, doubled by guidance, and the size of one: tokens of a prompt, pixels × frames of everything else."""
-    scale = params.get("true_cfg_scale", params.get("guidance_scale"))
-    guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
-    if stage.kind.startswith("text"):
-        return 1.0 + guided, _number(params, "max_sequence_length")
-    forwards = _number(params, "num_inference_steps") * (1.0 + guided) if stage.kind == "denoise" else 1.0
-    return forwards, prod(_number(params, name) for name in ("width", "height", "num_frames"))
-
-
-def _number(params: Params, name: str) -> float:
-    value = params.get(name)
-    return float(value) if isinstance(value, int) and value > 0 else 1.0
+        measured = [laws[name] for name in devices if name in laws] or laws.values()
+        return fmean(law.seconds(stage.work) for law in measured)
 
 
 def _write(path: Path, data: bytes) -> None:

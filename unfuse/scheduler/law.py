@@ -9,8 +9,7 @@ from statistics import median_low
 import numpy as np
 from numpy.typing import NDArray
 
-Work = tuple[float, float]
-"""Forwards of a stage, and the size of each."""
+from unfuse.core.plan import Work
 
 Times = list[tuple[int, float]]
 """Which measurement of its law each was, and the seconds."""

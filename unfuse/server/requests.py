@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -65,11 +66,12 @@ async def result(id: str, index: int, gateway: Served, sees: Sight) -> FileRespo
 async def preview(id: str, index: int, step: int, gateway: Served, sees: Sight) -> Response:
     """What a picture or video looked like after a step, while its request runs: asked for with `preview_every`."""
     plan = (await gateway.load(id, sees)).context.plan
-    stages = [stage.name for stage in plan.stages if stage.kind == "denoise" and stage.params.get("index") == index]
-    if not stages:
-        raise NotFound(f"request {id} has no picture {index}")
-    data = await to_thread.run_sync(gateway.results.attached, id, f"preview-{stages[0]}-{step}")
-    return Response(data, media_type="image/jpeg")
+    for stage in plan.stages:
+        if stage.params.get("index") == index:
+            with suppress(NotFound):
+                data = await to_thread.run_sync(gateway.results.attached, id, f"preview-{stage.name}-{step}")
+                return Response(data, media_type="image/jpeg")
+    raise NotFound(f"request {id} has no preview of picture {index} after step {step}")
 
 
 @router.get("/{id}/events", response_class=StreamingResponse, responses=HAPPENED)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from msgspec.structs import replace
 
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.errors import TransientError
@@ -17,6 +18,7 @@ from unfuse.core.plan import Pipeline, Room, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
 STEP_S = 0.02
 
@@ -101,9 +103,9 @@ class Write(Stage):
 
 PIPELINE = Pipeline(
     (
-        StageSpec("text_encode", "text_encode", ("tokenizer",), (), ("text",), room=Room(65536), reads=("prompt",)),
-        StageSpec("denoise", "denoise", ("tokenizer_2",), ("text",), ("turned",), True, Room(65536)),
-        StageSpec("vae_decode", "vae_decode", ("tokenizer_3",), ("turned",), (), True),
+        replace(TEXT_ENCODE, components=("tokenizer",), outputs=("text",), room=Room(65536), reads=("prompt",)),
+        replace(DENOISE, components=("tokenizer_2",), inputs=("text",), outputs=("turned",), room=Room(65536)),
+        replace(VAE_DECODE, components=("tokenizer_3",), inputs=("turned",)),
     )
 )
 

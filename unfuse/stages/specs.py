@@ -1,0 +1,23 @@
+"""What each kind of stage is, as data: a family fills in what is its model's. No torch here, for cards need none."""
+
+from __future__ import annotations
+
+from unfuse.core.plan import PIXELS, StageSpec, Workload
+
+GUIDANCE = ("true_cfg_scale", "guidance_scale")
+
+TEXT_ENCODE = StageSpec(
+    "text_encode", "text_encode", (), role="encoder", slots=4,
+    work=Workload(guidance=GUIDANCE, size=("max_sequence_length",)),
+)  # fmt: skip
+
+IMAGE_ENCODE = StageSpec("image_encode", "image_encode", (), role="encoder", slots=4)
+
+DENOISE = StageSpec(
+    "denoise", "denoise", (), outputs=("latents",), per_sample=True, role="denoiser",
+    work=Workload("num_inference_steps", GUIDANCE, PIXELS),
+)  # fmt: skip
+
+VAE_DECODE = StageSpec(
+    "vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4
+)  # fmt: skip
