@@ -10,7 +10,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.params import check
+from unfuse.core.media import check
 from unfuse.models import find
 from unfuse.models.base import weights_ids
 from unfuse.models.folder import ModelFolder

@@ -10,7 +10,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.params import VIDEO, check
+from unfuse.core.media import VIDEO, check
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 

@@ -13,8 +13,8 @@ from hypothesis import given, strategies as st
 from tests.models import conftest as c
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.media import VIDEO, check
 from unfuse.core.object_ref import lay_out
-from unfuse.core.params import VIDEO, check
 from unfuse.models import find, resolve_source
 from unfuse.stages.base import StageInput
 

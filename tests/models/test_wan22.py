@@ -9,7 +9,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.core.errors import InvalidParameter, PermanentError
-from unfuse.core.params import check
+from unfuse.core.media import check
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 

@@ -15,8 +15,8 @@ import pytest
 from tests.server.composed import composed
 from tests.server.served import IDLE
 from unfuse import queues
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.nearest import LONGEST, nearest
-from unfuse.core.params import UNUSED
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading
@@ -85,7 +85,7 @@ def test_no_value_is_repeated_at_length(http: httpx2.Client, name: str, value: o
 def test_what_is_like_a_long_name_is_not_sought() -> None:
     assert nearest("promt", ["prompt", "seed"]) == "prompt"
     assert nearest("p" * (LONGEST + 1), ["p" * LONGEST]) is None
-    assert max(map(len, UNUSED)) <= LONGEST
+    assert max(len(one.name) for one in (*IMAGE.parameters, *VIDEO.parameters)) <= LONGEST
 
 
 @asynccontextmanager

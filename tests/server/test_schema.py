@@ -11,6 +11,7 @@ import httpx2
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
+from msgspec.structs import replace
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -18,7 +19,11 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.server.served import serve
+from tests.server.served import PICTURES, serve
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO, Medium, check
+from unfuse.core.parameters import Parameter
+from unfuse.server.fields import schema_of
 
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 
@@ -51,6 +56,24 @@ def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None
             case.call_and_validate(checks=CHECKS, timeout=10)
 
         keeps_its_promise()
+
+
+def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> None:
+    line = Parameter("sharpness", "integer", 1, 9, says="how sharp")
+    medium = replace(IMAGE, parameters=(*IMAGE.parameters, line))
+
+    assert schema_of(line) == {"type": "integer", "minimum": 1, "maximum": 9, "description": "how sharp"}
+    assert check(PICTURES, {"prompt": "a", "sharpness": "9"}, medium)[0]["sharpness"] == 9
+    with pytest.raises(InvalidParameter, match="sharpness must be 1 to 9, not 10"):
+        check(PICTURES, {"prompt": "a", "sharpness": 10}, medium)
+    with pytest.raises(InvalidParameter, match="did you mean sharpness"):
+        check(PICTURES, {"prompt": "a", "sharpnes": 1}, medium)
+
+
+@pytest.mark.parametrize(("path", "medium"), [("/v1/images/generations", IMAGE), ("/v1/videos", VIDEO)])
+def test_every_parameter_is_documented(document: dict[str, Any], path: str, medium: Medium) -> None:
+    body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert {one.name for one in medium.parameters} <= body["properties"].keys()
 
 
 def test_a_stream_of_pictures_keeps_its_promise(api: schemathesis.BaseSchema) -> None:

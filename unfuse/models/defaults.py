@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
-from unfuse.core.params import nearest_size
+from unfuse.core.media import nearest_size
 from unfuse.core.plan import Params
 from unfuse.stages.base import need
 

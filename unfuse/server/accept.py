@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter, TransientError
-from unfuse.core.params import VIDEO, Delivery, Medium, check, check_delivery
+from unfuse.core.media import Delivery, Medium, check, check_delivery
 from unfuse.core.request import Record, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
@@ -46,7 +46,7 @@ class Call:
             return await self._accept()
 
     async def _accept(self) -> tuple[Record, Delivery]:
-        delivery = check_delivery(self.given)
+        delivery = check_delivery(self.given, self.medium)
         key = self.request.headers.get("idempotency-key", "")
         if len(key) > MAX_KEY:
             message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
@@ -79,7 +79,7 @@ class Call:
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
-        id, unused = new_request_id(self.medium is VIDEO), picture is not None
+        id, unused = new_request_id(self.medium.moves), picture is not None
         try:
             if picture is not None:
                 data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
@@ -98,7 +98,7 @@ class Call:
                 id=id,
                 cache=delivery.cache,
                 asked=asked,
-                limit_s=gateway.time_limits.get("video" if self.medium is VIDEO else "image", 0.0),
+                limit_s=gateway.time_limits.get(self.medium.name, 0.0),
             )
             unused = unused and record.context.id != id
         except TransientError:
@@ -112,7 +112,7 @@ class Call:
     async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
         """The model that was asked for, which must be able to do it. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name)
-        video = self.medium is VIDEO
+        video = self.medium.moves
         if video and not card.makes_video:
             raise InvalidParameter(f"model {asked} makes no video: ask it for pictures", "model")
         if card.takes_image and not picture:

@@ -1,65 +1,43 @@
-"""What the bodies of creating calls may hold, for /openapi.json."""
+"""What the bodies of creating calls may hold, for /openapi.json: the media's tables."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from unfuse.core import params
-from unfuse.core.params import PICTURE, UNUSED, VIDEO, Medium
+from unfuse.core.media import IMAGE, VIDEO, Medium
+from unfuse.core.parameters import MAX_TEXTS, Parameter
 
 Schema = dict[str, Any]
 
-_SECONDS = {"type": "number", "minimum": params.MIN_TIMEOUT, "maximum": params.MAX_TIMEOUT}
-
-
-def _integer(low: int, high: int, says: str = "") -> Schema:
-    return {"type": "integer", "minimum": low, "maximum": high, "description": says}
-
-
-def _shared(medium: Medium) -> Schema:
-    return {
-        "model": {"type": "string", "description": "may be left out where one model is served"},
-        "negative_prompt": {"type": "string"},
-        "size": {"type": "string", "pattern": "^(auto|[0-9]+x[0-9]+)$", "default": "auto"},
-        "seed": _integer(0, params.MAX_SEED),
-        "num_inference_steps": _integer(1, 1000),
-        "guidance_scale": {"type": "number", "minimum": 0},
-        "guidance_scale_2": {"type": "number", "minimum": 0, "description": "of models that have it"},
-        "true_cfg_scale": {"type": "number", "minimum": 0, "description": "of models that have it"},
-        "feature_cache": {
-            "type": "number",
-            "minimum": 0,
-            "maximum": 1,
-            "description": "where pools batch: skip transformer blocks while the first one's effect differs by less",
-        },
-        "lora": {"type": "string", "description": "name of an adapter that the server has, see GET /v1/models"},
-        "lora_scale": {"type": "number", "minimum": -params.MAX_LORA_SCALE, "maximum": params.MAX_LORA_SCALE},
-        "fps": _integer(1, params.MAX_FPS),
-        "output_format": {"type": "string", "enum": list(medium.formats), "default": medium.formats[0]},
-        "output_compression": _integer(0, 100, "quality of jpeg and webp"),
-        "preview_every": _integer(0, 1000, "steps between previews; 0: none"),
-        "cache": {"type": "boolean", "default": True, "description": "false: encode anew, for this request alone"},
-        "priority": _integer(-params.MAX_PRIORITY, params.MAX_PRIORITY),
-        "timeout": {**_SECONDS, "description": "seconds from acceptance to the end"},
-        "metadata": {"type": "object", "additionalProperties": {"type": "string", "maxLength": 512}},
-        **{name: {"type": "string"} for name in sorted(UNUSED)},
-        **{name: {"enum": list(allowed)} for name, allowed in medium.only.items()},
-    }
-
-
-_PICTURE = {
-    **_shared(PICTURE),
-    "n": _integer(1, 10),
-    "quality": {"type": "string", "enum": list(params.QUALITIES), "description": "the answer says which one was used"},
-    "response_format": {"type": "string", "enum": ["b64_json", "url"], "default": "b64_json"},
-    "stream": {"type": "boolean", "default": False},
-    "partial_images": _integer(0, params.MAX_PARTIAL, "previews of each picture, at most; needs stream"),
+TYPES: dict[str, Schema] = {
+    "text": {"type": "string"},
+    "integer": {"type": "integer"},
+    "number": {"type": "number"},
+    "choice": {},
+    "flag": {"type": "boolean"},
+    "size": {"type": "string", "pattern": "^(auto|[0-9]+x[0-9]+)$", "default": "auto"},
+    "texts": {
+        "type": "object",
+        "maxProperties": MAX_TEXTS,
+        "additionalProperties": {"type": "string", "maxLength": 512},
+    },
+    "any": {"type": "string"},
 }
-_VIDEO = {
-    **_shared(VIDEO),
-    "num_frames": _integer(1, 10_000),
-    "seconds": {**_SECONDS, "description": "instead of num_frames; rounded up to a length that the model can make"},
-}
+BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"), "number": ("minimum", "maximum")}
+
+
+def schema_of(parameter: Parameter) -> Schema:
+    """A line of a table as JSON Schema; a bound that is the model's is not in it."""
+    named = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
+    bounds = {name: bound for name, bound in named if not isinstance(bound, str)}
+    chosen = {"enum": list(parameter.choices)} if parameter.choices else {}
+    return TYPES[parameter.kind] | bounds | chosen | {"description": parameter.says}
+
+
+def _fields(medium: Medium) -> Schema:
+    return {one.name: schema_of(one) for one in medium.parameters if one.name != "prompt"}
+
+
 _FILE = {"type": "string", "format": "binary"}
 _URL = {"type": "string", "pattern": "^data:image/[a-z]+;base64,"}
 _HELD = {"anyOf": [_URL, {"type": "object", "required": ["image_url"], "properties": {"image_url": _URL}}]}
@@ -84,8 +62,9 @@ def _bodies(json: Schema, form: Schema | None = None) -> Schema:
     return {"requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in kinds.items()}}}
 
 
-GENERATE = _bodies(_body({}, _nullable(_PICTURE)))
-EDIT = _bodies(_body({"image": _HELD}, _nullable(_PICTURE)), _body({"image": _FILE}, _PICTURE))
+PICTURE, CLIP = _fields(IMAGE), _fields(VIDEO)
+GENERATE = _bodies(_body({}, _nullable(PICTURE)))
+EDIT = _bodies(_body({"image": _HELD}, _nullable(PICTURE)), _body({"image": _FILE}, PICTURE))
 CREATE = _bodies(
-    _body({}, _nullable({**_VIDEO, "input_reference": _HELD})), _body({}, {**_VIDEO, "input_reference": _FILE})
+    _body({}, _nullable({**CLIP, "input_reference": _HELD})), _body({}, {**CLIP, "input_reference": _FILE})
 )

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
-from unfuse.core.params import PICTURE
+from unfuse.core.media import IMAGE
 from unfuse.core.request import Record, RequestContext, ResultFile
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DRAWN
@@ -43,7 +43,7 @@ _USAGE = {
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing."""
-    call = Call(gateway, request, tenant, await read_json(request), PICTURE)
+    call = Call(gateway, request, tenant, await read_json(request), IMAGE)
     return await _answer(call, "image_generation")
 
 
@@ -55,7 +55,7 @@ async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
         raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
     if given.get("image") is None:
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, tenant, given, PICTURE, "image"), "image_edit")
+    return await _answer(Call(gateway, request, tenant, given, IMAGE, "image"), "image_edit")
 
 
 async def _answer(call: Call, kind: str) -> Response:

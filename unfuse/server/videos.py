@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from unfuse.core.errors import InvalidParameter, NotFound
-from unfuse.core.params import VIDEO
+from unfuse.core.media import VIDEO
 from unfuse.core.request import Record
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async

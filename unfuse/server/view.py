@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from msgspec.structs import asdict
 
-from unfuse.core.params import seconds_of
+from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Record, RequestContext, Running
 

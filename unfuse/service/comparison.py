@@ -17,7 +17,7 @@ import msgspec
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError
-from unfuse.core.params import PICTURE, VIDEO, check
+from unfuse.core.media import IMAGE, VIDEO, check
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
@@ -142,7 +142,7 @@ class Pools:
 
 def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
-    medium, free = VIDEO if "num_frames" in asked else PICTURE, _free()
+    medium, free = VIDEO if "num_frames" in asked else IMAGE, _free()
 
     def cases(first: int, count: int) -> list[Case]:
         given = [asked | {"seed": seed} for seed in range(first, first + count)]
