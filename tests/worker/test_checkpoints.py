@@ -178,7 +178,7 @@ def test_without_its_checkpoint_a_task_starts_from_the_beginning(tmp_path: Path,
 def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
     bench, _ = loop(tmp_path, "auto")
     patient = bench.run(steps=5)
-    bench.loop.turn()
+    bench.turn()
     urgent = bench.run(steps=3, priority=1)
     bench.outcome(urgent)
     assert [(message.claim, message.step) for message in bench.sent if isinstance(message, Kept)] == [
@@ -190,8 +190,8 @@ def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
 def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> None:
     bench, _ = loop(tmp_path, "auto")
     lease = bench.run(steps=5)
-    bench.loop.turn()
-    bench.loop.turn()
+    bench.turn()
+    bench.turn()
     bench.inbox.put(Cancel(lease.claim, save=True))
     assert bench.outcome(lease) == Stopped(lease.claim)
     assert [type(message) for message in bench.sent[-2:]] == [Kept, Stopped]
@@ -203,7 +203,7 @@ def test_what_is_cancelled_is_not_saved(tmp_path: Path, policy: str) -> None:
     """Nor is anything saved for a drain where nothing ever is."""
     bench, _ = loop(tmp_path, policy)
     lease = bench.run(steps=5)
-    bench.loop.turn()
+    bench.turn()
     bench.inbox.put(Cancel(lease.claim, save=policy == "none"))
     bench.outcome(lease)
     assert kept(bench) == []
@@ -223,7 +223,7 @@ def test_what_cannot_be_saved_runs_on(tmp_path: Path, why: str) -> None:
         bench.loop._store = Full(bench.store)  # type: ignore[assignment]
     lease = bench.run(steps=4)
     while not any(isinstance(message, Done) for message in bench.sent):
-        bench.loop.turn()
+        bench.turn()
     assert kept(bench) == []
     assert bench.outcome(lease)
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from unfuse.core.codec import encode
+from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, PermanentError, TransientError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
@@ -24,7 +25,7 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
 from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped, Waits
-from unfuse.worker.step_loop import StepLoop
+from unfuse.worker.step_loop import StepLoop, Turn
 
 
 class Count(SteppedStage["tuple[StageInput, int]"]):
@@ -127,6 +128,14 @@ class Bench:
         self.inbox.put(Run(lease, {}))
         return lease
 
+    def turn(self) -> None:
+        """Turn until a step is made, or nothing is left to do now: what comes in has turns of its own."""
+        while True:
+            turn = self.loop.decide()
+            self.loop.carry_out(turn)
+            if turn.step or not self.loop._jobs:
+                return
+
     def outcome(self, lease: Lease) -> Done | Failed | Stopped:
         """Turn until a task has ended."""
         for _ in range(1000):
@@ -134,7 +143,7 @@ class Bench:
             if ends:
                 (end,) = ends
                 return end
-            self.loop.turn()
+            self.turn()
         raise AssertionError("the task did not end")
 
 
@@ -194,7 +203,7 @@ def test_the_more_urgent_task_goes_first_and_equals_in_order_of_arrival(tmp_path
 def test_a_cancelled_task_stops_at_its_next_step_and_its_mates_go_on(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     first, second = loop.run(steps=900, tag=1), loop.run(steps=2, tag=2)
-    loop.loop.turn()
+    loop.turn()
     loop.inbox.put(Cancel(first.claim))
     assert loop.outcome(first) == Stopped(first.claim)
     assert isinstance(loop.outcome(second), Done)
@@ -267,7 +276,7 @@ def test_inputs_are_let_go_however_a_task_ends(tmp_path: Path, ending: str) -> N
 def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_path: Path) -> None:
     loop, count = grown(tmp_path)
     leases = [loop.run(tag=1, steps=2), loop.run(tag=2, steps=4)]
-    loop.loop.turn()
+    loop.turn()
     leases += [loop.run(tag=3, steps=2), loop.run(tag=4, steps=2, size="other")]
 
     for lease, steps in zip(leases, (2, 4, 2, 2), strict=True):
@@ -289,7 +298,7 @@ def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
 def test_what_runs_steps_aside_for_what_is_more_urgent_and_then_goes_on(tmp_path: Path) -> None:
     loop, count = grown(tmp_path)
     patient = [loop.run(tag=1, steps=3), loop.run(tag=2, steps=3)]
-    loop.loop.turn()
+    loop.turn()
     urgent = loop.run(tag=9, steps=2, priority=1)
     for lease in (*patient, urgent):
         assert isinstance(loop.outcome(lease), Done)
@@ -370,7 +379,7 @@ def waits(loop: Bench, lease: Lease, tries: int = 1) -> None:
     for _ in range(1000):
         if loop.sent.count(Waits(lease.claim)) >= tries:
             return
-        loop.loop.turn()
+        loop.turn()
     raise AssertionError("it does not wait")
 
 
@@ -414,3 +423,30 @@ class TestAResultStoreWithoutRoom:
         place.room = True
         assert isinstance(loop.outcome(lease), Done)
         assert count.uploaded == [b"picture"]
+
+
+def test_what_one_loop_decides_another_one_carries_out_alike(tmp_path: Path) -> None:
+    """Given two loops that are given the same tasks, when the turns of the first are carried out by both, then both
+    make the same steps in the same company, and the same outputs."""
+    stages = Count(), Count()
+    one, other = (Bench(tmp_path / str(n), {"count": stage}, 2) for n, stage in enumerate(stages))
+    leases = [one.run(tag=tag, steps=3 + tag, priority=tag // 3) for tag in range(4)]
+    for lease in leases:
+        other.inbox.put(Run(replace(lease, task=replace(lease.task, inputs=(other.input,))), {}))
+    one.inbox.put(Cancel(leases[1].claim))
+    other.loop._hear()
+
+    while sum(isinstance(message, Done) for message in one.sent) < 3:
+        turn = decode(encode(one.loop.decide()), Turn)
+        for loop in (one.loop, other.loop):
+            loop.carry_out(turn)
+
+    assert stages[0].batches == stages[1].batches
+    made = [{m.claim: held(bench, m.output) for m in bench.sent if isinstance(m, Done)} for bench in (one, other)]
+    assert made[0] == made[1]
+
+
+def held(bench: Bench, ref: ObjectRef | None) -> list[float]:
+    assert ref is not None
+    with bench.store.get(ref) as found:
+        return list(np.asarray(found["x"]))

@@ -1,20 +1,20 @@
-"""The step loop: admit, pick, step, report, retire. Every stage runs in it, stepped or not."""
+"""The step loop: decide what is done next, carry it out. Every stage runs in it, stepped or not."""
 
 from __future__ import annotations
 
 import queue
 import time
-import traceback
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 
-from unfuse.core.errors import NotFound, ObjectLost, PermanentError, ResultsUnavailable, UnfuseError
-from unfuse.core.messages import Done, Failed, FailureKind
+from unfuse.core.errors import PermanentError, ResultsUnavailable
+from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
@@ -24,6 +24,7 @@ from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
 from unfuse.worker.channel import Cancel, FromCompute, Kept, Run, Stepped, Stopped, Waits
 from unfuse.worker.checkpoints import Policy, packed, unpacked
+from unfuse.worker.failure import failure
 from unfuse.worker.told import about
 
 REPORT_S = 0.05
@@ -35,11 +36,21 @@ ROOM_S = 2.0
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 """After what time a task that waits for the result store tries again: the first time, and the longest it grows to."""
 
-EVIDENCE_CHARS = 4000
-
-ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
-
 log = structlog.get_logger(__name__)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One round of the loop, as plain data: what is decided once is carried out alike wherever the stages are.
+
+    Tasks are admitted; others are dropped; those that wait for the result store are tried `again`; states are saved;
+    and some tasks make a step together.
+    """
+
+    drop: tuple[Cancel, ...] = ()
+    admit: tuple[Claim, ...] = ()
+    again: tuple[Claim, ...] = ()
+    save: tuple[Claim, ...] = ()
+    step: tuple[Claim, ...] = ()
 
 
 @dataclass(eq=False)
@@ -111,37 +122,60 @@ class StepLoop:
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
         self._sizes = BatchSizes(batch)
+        self._arrived: dict[Claim, Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
 
     def run(self) -> None:
         """Serve until the process ends."""
         while True:
-            self.turn()
+            self.carry_out(self.decide())
 
-    def turn(self) -> None:
-        """Take what came in, waiting for it when there is nothing else to do; then one step of the most urgent."""
-        self._admit()
-        self._try_again()
-        if self._jobs:
-            batch = self._pick()
-            self._set_aside(below=batch[0].priority)
+    def decide(self) -> Turn:
+        """What is done next; waits for a message when there is nothing to do.
+
+        What came in goes first, in a turn of its own: it may be more urgent than all that was to be stepped.
+        """
+        dropped = self._hear()
+        again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
+        if dropped or self._arrived or again:
+            return Turn(dropped, tuple(self._arrived), again)
+        if not self._jobs:
+            return Turn()
+        batch = self._pick()
+        saved = [job for job in self._jobs.values() if job.priority < batch[0].priority or self._is_due(job)]
+        return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch))
+
+    def carry_out(self, turn: Turn) -> None:
+        """Do what was decided; tasks that have ended meanwhile are passed over."""
+        for claim in turn.admit:
+            self._start(self._arrived.pop(claim))
+        for cancel in turn.drop:
+            self._drop(cancel)
+        for claim in turn.again:
+            self._try_again(claim)
+        for claim in turn.save:
+            self._keep(self._jobs[claim])
+        if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
             self._advance(batch)
 
-    def _admit(self) -> None:
-        """Take every message that is there; wait for one only when there is nothing to do."""
+    def _hear(self) -> tuple[Cancel, ...]:
+        """Take every message that is there, waiting for one only when there is nothing to do; who is to be dropped."""
+        cancels = []
         if not self._jobs:
             due = min((parked.at for parked in self._parked.values()), default=None)
             with suppress(queue.Empty):
-                self._take(self._inbox.get(timeout=None if due is None else max(0.0, due - time.monotonic())))
+                timeout = None if due is None else max(0.0, due - time.monotonic())
+                cancels += self._take(self._inbox.get(timeout=timeout))
         while not self._inbox.empty():
-            self._take(self._inbox.get())
+            cancels += self._take(self._inbox.get())
+        return tuple(cancels)
 
-    def _take(self, message: Run | Cancel) -> None:
-        if isinstance(message, Run):
-            self._start(message)
-        else:
-            self._drop(message)
+    def _take(self, message: Run | Cancel) -> list[Cancel]:
+        if isinstance(message, Cancel):
+            return [message]
+        self._arrived[message.lease.claim] = message
+        return []
 
     def _start(self, run: Run) -> None:
         task, claim = run.lease.task, run.lease.claim
@@ -171,7 +205,7 @@ class StepLoop:
             self._park(claim, error, partial(self._start, run))
         except Exception as error:  # the process must survive what one task brings
             _close(inputs)
-            self._send(_failure(claim, error))
+            self._send(failure(claim, error))
 
     def _park(self, claim: Claim, error: ResultsUnavailable, again: Callable[[], None]) -> None:
         """Have a task wait for the result store. Whoever watches us hears of every try."""
@@ -182,17 +216,17 @@ class StepLoop:
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause)
         self._send(Waits(claim))
 
-    def _try_again(self) -> None:
-        """Those whose pause is over; one that has to wait again is parked anew."""
-        for claim, parked in list(self._parked.items()):
-            if time.monotonic() < parked.at:
-                continue
-            try:
-                parked.again()
-            except Exception as error:  # the process must survive what one task brings
-                self._send(_failure(claim, error))
-            if self._parked[claim] is parked:
-                del self._parked[claim]
+    def _try_again(self, claim: Claim) -> None:
+        """One whose pause is over; if it has to wait again it is parked anew."""
+        parked = self._parked.get(claim)
+        if parked is None:
+            return
+        try:
+            parked.again()
+        except Exception as error:  # the process must survive what one task brings
+            self._send(failure(claim, error))
+        if self._parked[claim] is parked:
+            del self._parked[claim]
 
     def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
         """Where an earlier attempt was saved; None if that cannot be had, which costs time and no result."""
@@ -215,10 +249,11 @@ class StepLoop:
         mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == of_its_kind]
         return mates[: self._sizes.size(first.key)]
 
-    def _set_aside(self, below: int) -> None:
-        """Save what has to wait for something more urgent, nobody knows how long."""
-        for job in [job for job in self._jobs.values() if job.priority < below]:
-            self._keep(job)
+    def _is_due(self, job: Job) -> bool:
+        """Whether a job's state is to be saved, by how much of it is not, and how much is left to do."""
+        step, steps = job.stage.progress(job.state)
+        left_s = (steps - step) * job.run_s / max(1, job.steps)
+        return step > job.saved and self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
 
     def _advance(self, batch: list[Job]) -> None:
         """One step of these tasks; what cannot be done together is tried in smaller company."""
@@ -252,9 +287,6 @@ class StepLoop:
             step, steps = job.stage.progress(state)
             if step < steps:
                 self._preview(job, step)
-                left_s = (steps - step) * job.run_s / job.steps
-                if self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s):
-                    self._keep(job)
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)
@@ -264,7 +296,7 @@ class StepLoop:
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
         _close(job.inputs)
-        self._send(_failure(job.claim, error))
+        self._send(failure(job.claim, error))
 
     def _preview(self, job: Job, step: int) -> None:
         """Attach a small picture of every so many steps, for a request that asked; one that fails costs no result."""
@@ -355,22 +387,3 @@ class StepLoop:
 def _close(inputs: list[Held]) -> None:
     for held in inputs:
         held.close()
-
-
-def _failure(claim: Claim, error: Exception) -> Failed:
-    kind: FailureKind = "transient"
-    object_id = ""
-    if isinstance(error, ObjectLost):
-        kind, object_id = "object_lost", error.object_id
-    elif isinstance(error, PermanentError | NotFound) or out_of_memory(error):
-        kind = "permanent"
-    message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
-    if out_of_memory(error):
-        message = f"the device has not the memory for this request: {message}; ask for less, or {ROOMIER}"
-    evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
-    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
-
-
-def _sendable(text: str) -> str:
-    """The text without what UTF-8 cannot hold, such as the escapes of undecodable file names."""
-    return text.encode(errors="replace").decode()

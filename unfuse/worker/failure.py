@@ -1,0 +1,34 @@
+"""What is said of a task that ended in an error: whether it may be tried again, and what is known of the cause."""
+
+from __future__ import annotations
+
+import traceback
+
+from unfuse.core.errors import NotFound, ObjectLost, PermanentError, UnfuseError
+from unfuse.core.messages import Failed, FailureKind
+from unfuse.core.task import Claim
+from unfuse.worker.batcher import out_of_memory
+
+EVIDENCE_CHARS = 4000
+
+ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
+
+
+def failure(claim: Claim, error: Exception) -> Failed:
+    """How its error is reported."""
+    kind: FailureKind = "transient"
+    object_id = ""
+    if isinstance(error, ObjectLost):
+        kind, object_id = "object_lost", error.object_id
+    elif isinstance(error, PermanentError | NotFound) or out_of_memory(error):
+        kind = "permanent"
+    message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
+    if out_of_memory(error):
+        message = f"the device has not the memory for this request: {message}; ask for less, or {ROOMIER}"
+    evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
+    return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
+
+
+def _sendable(text: str) -> str:
+    """The text without what UTF-8 cannot hold, such as the escapes of undecodable file names."""
+    return text.encode(errors="replace").decode()
