@@ -31,6 +31,7 @@ from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
 from unfuse.worker.channel import Stepped
+from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
 from unfuse.worker.worker import Worker, WorkerOptions
 
@@ -195,10 +196,9 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
         return step
 
-    executor: Any = Executor(None, once(note, KeyError("x")))  # type: ignore[arg-type]
-    executor._channel = SimpleNamespace(receive=receive)
-    executor._given, executor._process = {CLAIM: None}, SimpleNamespace(pid=1)
-    executor._excess = once(lambda pid: looked.set() or "", OSError(5, "io"))
+    process = SimpleNamespace(pid=1, receive=receive, excess=once(lambda limit: looked.set() or "", OSError(5, "io")))
+    executor: Any = Executor([], once(note, KeyError("x")))
+    executor._given, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
         background.forever("hearing compute", executor.serve)
@@ -210,7 +210,8 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
 
 async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given a standard error of ours that is closed, then compute's is read to its end all the same: else it waits."""
-    executor: Any = Executor(None, accept)  # type: ignore[arg-type]
+    background = Supervisor()
+    process: Any = ComputeProcess(None, background)  # type: ignore[arg-type]
     pieces = [b"one\n", b"two\n", b""]
 
     async def more(size: int) -> bytes:
@@ -221,5 +222,5 @@ async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: 
 
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=lambda: None))
     with capture_logs():
-        await executor._keep_log(SimpleNamespace(stderr=SimpleNamespace(read=more)))
-    assert (executor._log, pieces) == ("one\ntwo\n", [])
+        await process._keep_log(SimpleNamespace(stderr=SimpleNamespace(read=more)))
+    assert (process.log, pieces) == ("one\ntwo\n", [])

@@ -47,7 +47,7 @@ async def executing(
 ) -> AsyncIterator[tuple[Executor, TensorStore, asyncio.Queue[object]]]:
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
-        executor = Executor(load(store, folder, role=role), heard.put)
+        executor = Executor([load(store, folder, role=role)], heard.put)
         assert await executor.start() == "cpu"
         serving = asyncio.create_task(executor.serve())
         try:
@@ -71,8 +71,8 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_p
         assert (done.claim, done.output is not None) == (first.claim, True)
 
         # what waits in a process that dies is handed back, and its objects live on with the parent
-        assert executor.pid
-        process = psutil.Process(executor.pid)
+        (pid,) = executor.pids
+        process = psutil.Process(pid)
         process.suspend()
         await executor.run(waiting := lease(), {})
         process.kill()
@@ -81,7 +81,7 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_p
         assert (failed.claim, failed.kind) == (waiting.claim, "hand_back")
         assert "SIGKILL" in failed.message
         assert isinstance(await outcome(heard), Ready)
-        assert executor.pid != process.pid
+        assert executor.pids != [process.pid]
         assert done.output is not None
         with store.get(done.output, as_torch=True, verify=True) as held:
             assert held["prompt_embeds"] is not None
@@ -122,7 +122,7 @@ async def test_what_cannot_load_is_one_sentence(tmp_path: Path) -> None:
         """Nothing is expected."""
 
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
-        executor = Executor(load(store, tmp_path, str(tmp_path)), ignore)
+        executor = Executor([load(store, tmp_path, str(tmp_path))], ignore)
         with pytest.raises(ConfigError, match=r"model_index\.json"):
             await executor.start()
         await executor.close()

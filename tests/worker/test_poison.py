@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.worker import outside
@@ -82,14 +83,14 @@ class Compute:
 
 
 @asynccontextmanager
-async def computing(folder: Path, stall_s: float = 600.0) -> AsyncIterator[Compute]:
+async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) -> AsyncIterator[Compute]:
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         options = ComputeOptions(threads=1)
         load = Load(
             (("outside", str(folder), "auto"),), Choice(), options, "w", "n", store.address, store.write_token,
             Places(f"disk:{folder}/results"),
         )  # fmt: skip
-        executor = Executor(load, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
+        executor = Executor([load] * processes, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
         compute = Compute(executor, store, folder)
         assert await executor.start() == "cpu"
         serving = asyncio.create_task(executor.serve())
@@ -183,6 +184,22 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
         assert told == [(kind, claim) for claim in apart for kind in ("Stepped", "Done")]
 
 
+async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Path) -> None:
+    """Given a worker of two compute processes, when the second one dies, then the first one ends with it, what it had
+    begun is reported once, and two others take their place."""
+    async with computing(folder, processes=2) as compute:
+        before = compute.executor.pids
+        hanging = await compute.run("hang")
+        await compute.until(Stepped, hanging)
+        os.kill(before[1], signal.SIGKILL)
+        failed = await compute.failure(hanging)
+        assert (failed.kind, failed.message) == ("crash", "the compute process died: killed by SIGKILL")
+        await compute.ready_again()
+        assert not set(before) & set(compute.executor.pids)
+        assert len(compute.executor.pids) == 2
+        assert not any(psutil.pid_exists(pid) for pid in before)
+
+
 async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         # steps are progress: this one takes longer than the limit, and lives
@@ -194,8 +211,7 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
 
         # one that is stopped before it began anything has nothing to be charged
         await compute.ready_again()
-        assert compute.executor.pid
-        os.kill(compute.executor.pid, signal.SIGSTOP)
+        os.kill(compute.executor.pids[0], signal.SIGSTOP)
         waiting = await compute.failure(await compute.run("hello"))
         assert waiting.kind == "hand_back"
 
@@ -204,10 +220,9 @@ async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folde
     async with computing(folder, stall_s=1.0) as compute:
         claim = await compute.run("later nothing", stage="denoise", steps=50)
         await compute.until(Stepped, claim)
-        assert compute.executor.pid
-        os.kill(compute.executor.pid, signal.SIGSTOP)
+        os.kill(compute.executor.pids[0], signal.SIGSTOP)
         time.sleep(3.0)  # the parent with it, as when a machine is suspended
-        os.kill(compute.executor.pid, signal.SIGCONT)
+        os.kill(compute.executor.pids[0], signal.SIGCONT)
         while not compute.ended(claim):
             await asyncio.sleep(0.01)
         assert not any(isinstance(message, Failed) for message in compute.heard)

@@ -186,7 +186,7 @@ class Worker:
         )
         self._keeper = Keeper(objects, self._link)
         load = self._load(folders, objects, places)
-        executor = self._executor = Executor(load, self._hear, options.stall_s, options.memory_limit)
+        executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         self._device = await executor.start()
         pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._choice).values())
         if not pools:
