@@ -79,13 +79,16 @@ def test_a_leases_claim_is_what_fences_it() -> None:
 
 
 def test_a_card_names_the_pools_of_its_stages() -> None:
-    stages = (StageSpec("text", "text_encode", ("t",), (), ("e",)), StageSpec("decode", "vae_decode", ("v",), ("e",)))
+    stages = (
+        StageSpec("text", "text_encode", ("t",), (), ("e",), role="encoder"),
+        StageSpec("decode", "vae_decode", ("v",), ("e",), role="decoder"),
+    )
     weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
     card = ModelCard("m", "/m", "f", Pipeline(stages), Limits(), {}, weights, dtypes)
     assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
-    assert list(card.pools(Choice(frozenset({"vae_decode"})))) == ["decode"]
+    assert list(card.pools(Choice(frozenset({"decoder"})))) == ["decode"]
     assert list(card.pools(Choice(components=("t",)))) == ["text"]
-    assert list(card.pools(Choice(frozenset({"vae_decode"}), ("t",)))) == []
+    assert list(card.pools(Choice(frozenset({"decoder"}), ("t",)))) == []
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)

@@ -7,10 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
+from msgspec import structs
 
 from tests.core.graphs import pipelines
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.plan import ROLES, Params, Pipeline, Room, StageSpec, Work, Workload, compile_plan, kinds_of, pool_name
+from unfuse.core.plan import (
+    Params,
+    Pipeline,
+    Room,
+    StageSpec,
+    Work,
+    Workload,
+    compile_plan,
+    pool_name,
+    roles_of,
+    slots_of,
+)
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -202,12 +214,19 @@ def test_a_pool_is_kind_weights_and_dtype() -> None:
     assert pool_name(stage("denoise"), weights, dtypes) == "denoise:0123456789ab:bfloat16"
 
 
-def test_roles_cover_every_kind_once() -> None:
-    assert kinds_of("all") is None
-    kinds = [kind for role in ROLES for kind in sorted(kinds_of(role) or ())]
-    assert len(kinds) == len(set(kinds))
-    with pytest.raises(ConfigError, match="unknown role 'denoise': one of encoder, denoiser, decoder, all"):
-        kinds_of("denoise")
+def test_a_worker_has_one_role_or_several_or_all() -> None:
+    assert roles_of("all") is roles_of("encoder+all") is None
+    assert roles_of("denoiser") == {"denoiser"}
+    assert roles_of("encoder + decoder") == {"encoder", "decoder"}
+    for text in ("", "encoder+", "+"):
+        with pytest.raises(ConfigError, match="is no role: write one such as denoiser, several as encoder.decoder"):
+            roles_of(text)
+
+
+def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
+    stages = [stage(name) for name in ("a", "b", "c")]
+    stages = [structs.replace(one, role=one.name, slots=slots) for one, slots in zip(stages, (4, 2, 7), strict=True)]
+    assert [slots_of(roles_of(text), stages) for text in ("a", "a+c", "all", "nobody")] == [4, 4, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ def sibling(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def both(tmp_path_factory: pytest.TempPathFactory, sibling: Path) -> Iterator[Server]:
     """One server of two models that share their encoder and their VAE."""
     arguments = [
-        "unfuse/shapes", str(sibling), "--arena", "64MiB", "--place", "encoder=cpu,denoiser=cpu+cpu,decoder=cpu",
+        "unfuse/shapes", str(sibling), "--arena", "64MiB",
+        "--place", "encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu",
         "--served-model-name", "plain", "--served-model-name", "shifted",
     ]  # fmt: skip
     with serving(tmp_path_factory.mktemp("both"), *arguments) as server:

@@ -7,7 +7,6 @@ from hypothesis import assume, given, strategies as st
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import ROLES
 from unfuse.launch.placement import (
     CONTEXT,
     CPU,
@@ -19,6 +18,7 @@ from unfuse.launch.placement import (
     Wanted,
     devices_of,
     parse_place,
+    parse_workers,
     place,
     taken,
 )
@@ -30,6 +30,7 @@ T5 = Part("text_encoder", "bfloat16", 10 * GIB)
 CLIP = Part("image_encoder", "bfloat16", GIB)
 TRANSFORMER = Part("transformer", "bfloat16", 24 * GIB)
 VAE = Part("vae", "float32", GIB // 2)
+ROLES = ("encoder", "denoiser", "decoder")
 NEEDS = {"encoder": (T5, CLIP), "denoiser": (TRANSFORMER,), "decoder": (VAE,)}
 
 
@@ -40,7 +41,8 @@ def gpus(*free: float) -> tuple[Device, ...]:
 
 def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> Wanted:
     roles = {role: counts.get(role, 1) for role in ROLES}
-    return Wanted(roles, parse_place(place), ComputeOptions(device=device, offload=offload), arena)  # type: ignore[arg-type]
+    compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
+    return Wanted(roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}))
 
 
 def seats(placed: tuple[Placed, ...]) -> list[tuple[str, str]]:
@@ -73,7 +75,7 @@ def test_of_several_gpus_denoisers_take_those_with_most_room_and_the_rest_goes_w
 
 
 def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
-    want = wanted("encoder=cpu,denoiser=cuda:1+cuda", decoder=3, denoiser=3)
+    want = wanted("encoder=cpu,denoiser=cuda:1,denoiser=cuda", decoder=3, denoiser=3)
     placed = place(NEEDS, want, gpus(80, 80))
     assert seats(placed)[:4] == [
         ("encoder", CPU), ("denoiser", "cuda:1"), ("denoiser", "cuda:0"), ("denoiser", "cuda:1")
@@ -82,7 +84,7 @@ def test_devices_that_are_named_are_taken_in_turn_and_only_those() -> None:
 
 
 def test_two_denoisers_on_the_cpu_are_two_workers() -> None:
-    placed = place(NEEDS, wanted("encoder=cpu,denoiser=cpu+cpu,decoder=cpu"), (HOST,))
+    placed = place(NEEDS, wanted("encoder=cpu,denoiser=cpu,denoiser=cpu,decoder=cpu"), (HOST,))
     assert [role for role, _ in seats(placed)] == ["encoder", "denoiser", "denoiser", "decoder"]
 
 
@@ -93,7 +95,7 @@ def test_a_device_for_all_holds_what_has_no_device_of_its_own() -> None:
 
 def test_a_role_without_workers_needs_no_room() -> None:
     assert seats(place(NEEDS, wanted(denoiser=0), gpus(14))) == [("encoder", "cuda:0"), ("decoder", "cuda:0")]
-    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7")), (HOST,)) == ()
+    assert place(NEEDS, Wanted({}, {}, ComputeOptions(device="cuda:7"), split=False), (HOST,)) == ()
 
 
 def test_components_that_take_turns_on_a_gpu_are_one_worker_s_and_rest_in_host_memory() -> None:
@@ -161,15 +163,43 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(want: Wanted, s
     assert says in refusal(NEEDS, want, gpus(80))
 
 
-@pytest.mark.parametrize("text", ["encoder", "sculptor=cpu", "encoder=", "encoder:cpu", "all=cpu"])
+@pytest.mark.parametrize("text", ["encoder", "=cpu", "encoder=", "encoder:cpu"])
 def test_a_place_that_is_not_understood_shows_how_it_is_written(text: str) -> None:
-    with pytest.raises(ConfigError, match="is not ROLE=DEVICE or ROLE=DEVICE.DEVICE; roles are encoder, denoiser"):
+    with pytest.raises(ConfigError, match="is not ROLE=DEVICE$"):
         parse_place(text)
 
 
 def test_a_place_may_be_empty_and_spaced() -> None:
     assert parse_place("") == {}
-    assert parse_place("encoder = cpu, denoiser=cuda + cuda:1") == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
+    text = "encoder = cpu, denoiser=cuda,denoiser = cuda:1"
+    assert parse_place(text) == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
+
+
+def test_one_worker_on_several_devices_is_not_there_yet() -> None:
+    with pytest.raises(ConfigError, match="write denoiser=cuda:0,denoiser=cuda:1 for a worker on each"):
+        parse_place("denoiser=cuda:0+cuda:1")
+
+
+def test_workers_may_have_several_roles() -> None:
+    want = Wanted(parse_workers("encoder+decoder, denoiser=2"), split=False, first=frozenset({"denoiser"}))
+    placed = place(NEEDS, want, (HOST,))
+    assert [(worker.role, worker.parts) for worker in placed] == [
+        ("encoder+decoder", (T5, CLIP, VAE)), ("denoiser", (TRANSFORMER,)), ("denoiser", (TRANSFORMER,))
+    ]  # fmt: skip
+    (whole,) = place(NEEDS, Wanted({"all": 1}, split=False), (HOST,))
+    assert whole.parts == (T5, CLIP, TRANSFORMER, VAE)
+
+
+@pytest.mark.parametrize("text", ["encoder=x", "encoder=-1", "encoder=2,encoder=1", "encoder=1025", "encoder=1.5"])
+def test_how_many_of_what_is_said_so(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--workers .* is not ROLE=N, each role once and N at most 1024"):
+        parse_workers(text)
+
+
+@pytest.mark.parametrize("want", [Wanted({"sculptor": 1}, split=False), Wanted(place={"sculptor": (CPU,)})])
+def test_a_role_that_no_stage_has_is_refused_with_those_there_are(want: Wanted) -> None:
+    with pytest.raises(ConfigError, match="the role sculptor: roles are encoder, denoiser, decoder, and all"):
+        place(NEEDS, want, (HOST,))
 
 
 def test_a_role_may_run_where_it_was_told_to_else_on_every_gpu() -> None:
@@ -199,7 +229,8 @@ def test_what_is_placed_has_room_is_complete_and_is_where_it_was_told(
     offload: str,
 ) -> None:
     devices = tuple(map(Device, [CPU, "cuda:0", "cuda:1"], free))
-    want = Wanted(counts, named, ComputeOptions(offload=offload), GIB)  # type: ignore[arg-type]
+    compute = ComputeOptions(offload=offload)  # type: ignore[arg-type]
+    want = Wanted(counts, named, compute, GIB, first=frozenset({"denoiser"}))
     assume(any(counts.values()))
     try:
         placed = place(needs, want, devices)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.models import conftest as c
-from unfuse.core.plan import ROLES, Params, Value
+from unfuse.core.plan import Params, Value
 from unfuse.models import find
 from unfuse.stages.base import Stage, StageInput
 
@@ -42,7 +42,7 @@ def test_an_encoder_reads_what_its_pipeline_says_and_nothing_else(
     job: c.Job, undivided: c.Undivided, stages: c.Load
 ) -> None:
     folder, uploads = undivided.folder(job.model), undivided.uploads(job.params)
-    specs = [spec for spec in find(folder).card("model", folder).pipeline.stages if spec.kind in ROLES["encoder"]]
+    specs = [spec for spec in find(folder).card("model", folder).pipeline.stages if spec.role == "encoder"]
     assert specs
     for spec in specs:
         stage = stages(folder, job.dtype)[spec.name]

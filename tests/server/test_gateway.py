@@ -19,7 +19,6 @@ from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, u
 from unfuse import __version__
 from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places
-from unfuse.core.plan import ROLES
 from unfuse.core.request import Timings
 from unfuse.queues.base import Limits, Wanted
 from unfuse.scheduler.desk import Desk
@@ -259,7 +258,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
     assert labels["pool"] <= {*PICTURES.pools().values(), *IDLE.pools().values(), None}
     assert labels["backend"] == {"shared_memory", None}
-    assert labels["role"] <= {*ROLES, "all", None}
+    assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
     assert labels["engine"] <= {"tcp", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
     assert names <= {*labels, "le"}

@@ -5,23 +5,29 @@ from __future__ import annotations
 import pytest
 
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.plan import ROLES
 from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.service.advice import gains, verdict
 from unfuse.service.plan import Plan
+
+ROLES = ("encoder", "denoiser", "decoder")
+FIRST = frozenset({"denoiser"})
 
 
 @pytest.mark.parametrize(
     ("want", "free", "says"),
     [
-        (Wanted(place={"decoder": ("cpu",)}), 80, "stages on 2 devices (cuda:0, cpu) work at the same time"),
         (
-            Wanted(place={role: ("cpu",) for role in ROLES}),
+            Wanted(place={"decoder": ("cpu",)}, first=FIRST),
+            80,
+            "stages on 2 devices (cuda:0, cpu) work at the same time",
+        ),
+        (
+            Wanted(place={role: ("cpu",) for role in ROLES}, first=FIRST),
             5,
             "undivided, the components take 10.0 GiB, more than the 5.0",
         ),
         (
-            Wanted({"encoder": 1, "denoiser": 2, "decoder": 1}),
+            Wanted({"denoiser": 2}, first=FIRST),
             80,
             "2 denoisers share encoder and decoder: 4.0 GiB less",
         ),

@@ -48,7 +48,7 @@ async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[
 
     Its workers are not processes of their own: they are `working`.
     """
-    flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.workers": False, "serve.port": 0}
+    flags = {"serve.models": (str(model),), "serve.queue": queue, "serve.workers": "none", "serve.port": 0}
     environment = {"UNFUSE_DATA_DIR": str(folder), "UNFUSE_RUN_DIR": os.environ["UNFUSE_RUN_DIR"]}
     chosen = options(load(flags, None, environment))
     service = Service(chosen, plan(chosen), Logs())

@@ -13,8 +13,9 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.launch.placement import Wanted
 from unfuse.service.groups import SHARED_ARENA, Transfer
+from unfuse.service.logs import Logs
 from unfuse.service.options import key_notes, keys, options
-from unfuse.service.service import public_names
+from unfuse.service.service import Service, plan, public_names
 from unfuse.service.settings import load
 
 
@@ -105,23 +106,55 @@ def test_settings_become_what_is_composed() -> None:
     assert composed.workers.arena == SHARED_ARENA
     assert composed.limits.max_active == 7
     assert composed.queue == "sqlite:/d/queue.db"
-    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted({})
+    assert options(load({"serve.workers": False}, None, environment)).workers == Wanted(split=False)
 
 
 @pytest.mark.parametrize(
     ("settings", "encoder", "denoiser"),
     [
-        ({}, 4, 2),
-        ({"serve.slots": ("denoiser=1",)}, 4, 1),
-        ({"worker.slots": 3}, 3, 3),
-        ({"serve.slots": ("encoder=7",), "worker.slots": 3}, 7, 3),
+        ({}, "0", "0"),
+        ({"serve.slots": ("denoiser=1",)}, "0", "1"),
+        ({"worker.slots": 3}, "3", "3"),
+        ({"serve.slots": ("encoder=7",), "worker.slots": 3}, "7", "3"),
     ],
 )
-def test_workers_hold_what_is_set_for_their_role_or_for_all(
-    settings: dict[str, Any], encoder: int, denoiser: int
+def test_workers_are_told_what_is_set_for_their_role_or_for_all(
+    settings: dict[str, Any], encoder: str, denoiser: str
 ) -> None:
-    slots = options(load(settings, None, {})).slots
+    """0 leaves it to what their stages say."""
+    chosen = options(load(settings, None, {}))
+    service = Service(chosen, plan(chosen), Logs())
+    service.addresses = ["unix:/run/nobody"]
+    slots = {spec.role: spec.flags["slots"] for spec in service._specs()}
     assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
+
+
+@pytest.mark.parametrize("text", ["nonsense=1", "encoder=1,sculptor=2", "perhaps"])
+def test_workers_that_no_stage_has_a_role_for_are_refused_before_anything_is_started(text: str) -> None:
+    chosen = options(load({"serve.workers": text}, None, {}))
+    with pytest.raises(ConfigError, match=r"no stage has the role \w+: roles are encoder, denoiser, decoder, and all"):
+        plan(chosen)
+
+
+def test_how_many_is_said_once() -> None:
+    with pytest.raises(ConfigError, match="--workers all=2 and --denoisers both say how many: leave one out"):
+        options(load({"serve.workers": "all=2", "serve.denoisers": 3}, None, {}))
+
+
+@pytest.mark.parametrize(
+    ("text", "workers"),
+    [
+        ("split", ["encoder", "denoiser", "decoder"]),
+        ("true", ["encoder", "denoiser", "decoder"]),
+        ("none", []),
+        ("false", []),
+        ("all=2", ["all", "all"]),
+        ("encoder+decoder=1,denoiser=2", ["encoder+decoder", "denoiser", "denoiser"]),
+    ],
+)
+def test_which_workers_are_started_is_said_in_a_list(text: str, workers: list[str]) -> None:
+    chosen = options(load({"serve.workers": text}, None, {}))
+    assert [worker.role for worker in plan(chosen).workers] == workers
 
 
 @pytest.mark.parametrize(

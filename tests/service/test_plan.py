@@ -14,7 +14,6 @@ import pytest
 from tests.models.hub import serve
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import ROLES
 from unfuse.launch.placement import CPU, Device, Wanted, parse_place
 from unfuse.models import resolve_source
 from unfuse.service.plan import Model, explicit_dtypes, look_into, needs, plan_for
@@ -35,7 +34,7 @@ def sibling(tmp_path: Path) -> str:
 
 
 def wanted(dtype: str = "auto", place: str = "", device: str = "auto") -> Wanted:
-    return Wanted(dict.fromkeys(ROLES, 1), parse_place(place), ComputeOptions(device=device, dtype=dtype))
+    return Wanted({}, parse_place(place), ComputeOptions(device=device, dtype=dtype))
 
 
 def look(want: Wanted, devices: tuple[Device, ...] = HOST, *more: str) -> tuple[Model, ...]:
@@ -69,7 +68,7 @@ def test_auto_is_float32_on_a_cpu() -> None:
         (wanted(), ("bfloat16", "bfloat16", "float32")),
         (wanted(device="cpu"), ("float32", "float32", "float32")),
         (wanted(place="encoder=cpu"), ("float32", "bfloat16", "float32")),
-        (wanted(place="denoiser=cpu+cuda:0", device="cpu"), ("float32", "bfloat16", "float32")),
+        (wanted(place="denoiser=cpu,denoiser=cuda:0", device="cpu"), ("float32", "bfloat16", "float32")),
         (wanted("vae=bfloat16"), ("bfloat16", "bfloat16", "bfloat16")),
         (wanted("float16"), ("float16", "float16", "float32")),
         (wanted("float32,transformer=float16"), ("float32", "float16", "float32")),

@@ -15,7 +15,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Choice, Value, kinds_of
+from unfuse.core.plan import Choice, Value, roles_of
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.models import find, resolve_source
@@ -27,7 +27,7 @@ SHAPES = "unfuse/shapes"
 
 
 def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder") -> Load:
-    models, choice, compute = ((model, model, "auto"),), Choice(kinds_of(role)), ComputeOptions("cpu", threads=1)
+    models, choice, compute = ((model, model, "auto"),), Choice(roles_of(role)), ComputeOptions("cpu", threads=1)
     return Load(
         models, choice, compute, store.owner, store.node, store.address, store.write_token, Places(f"disk:{folder}")
     )

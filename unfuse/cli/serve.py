@@ -38,6 +38,7 @@ def serve(
     models: Annotated[
         list[str] | None, typer.Argument(help="Models to serve [default: unfuse/shapes].", metavar="MODEL")
     ] = None,
+    no_workers: Annotated[bool, typer.Option("--no-workers", help="The same as --workers none.")] = False,
     config: Config = None,
 ) -> None:
     """Serve models over HTTP, each stage from its own workers.
@@ -46,7 +47,8 @@ def serve(
     """
     from unfuse.service.options import options
 
-    run(options(load({**flags, "serve.models": models or None}, config)), terminal)
+    told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
+    run(options(load(told, config)), terminal)
 
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:

@@ -20,15 +20,8 @@ PIXELS = ("width", "height", "num_frames")
 Work = tuple[float, float]
 """Forwards of a stage's network, and the size of each."""
 
-ROLES: dict[str, frozenset[str]] = {
-    "encoder": frozenset({"text_encode", "text_encode_2", "image_encode"}),
-    "denoiser": frozenset({"denoise"}),
-    "decoder": frozenset({"vae_decode"}),
-}
-"""What `--role` means; `all` is every kind."""
-
-SLOTS = {"encoder": 4, "denoiser": 2, "decoder": 4, "all": 2}
-"""Tasks that a worker of a role holds at a time unless it is told otherwise: some run, the others' inputs come."""
+ALL = "all"
+"""What a worker of every role is started with."""
 
 
 class Room(msgspec.Struct, frozen=True):
@@ -171,24 +164,31 @@ def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str,
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Which stages a worker runs: those of some kinds (None: any), and of some components (none: any)."""
+    """Which stages a worker runs: those of some roles (None: any), and of some components (none: any)."""
 
-    kinds: frozenset[str] | None = None
+    roles: frozenset[str] | None = None
     components: tuple[str, ...] = ()
 
     def takes(self, stage: StageSpec) -> bool:
         """Whether a stage is one of them: the component that names its pool decides."""
-        of_kind = self.kinds is None or stage.kind in self.kinds
-        return of_kind and (not self.components or stage.components[0] in self.components)
+        of_role = self.roles is None or stage.role in self.roles
+        return of_role and (not self.components or stage.components[0] in self.components)
 
 
-def kinds_of(role: str) -> frozenset[str] | None:
-    """Stage kinds a worker of that role runs, None for all of them. Raises ConfigError for an unknown role."""
-    if role == "all":
-        return None
-    if role not in ROLES:
-        raise ConfigError(f"unknown role {role!r}: one of {', '.join([*ROLES, 'all'])}")
-    return ROLES[role]
+def roles_of(text: str) -> frozenset[str] | None:
+    """The roles of a worker that is started with `a`, or with `a+b`; None, which is all of them, for ALL.
+
+    Raises ConfigError for what names none.
+    """
+    roles = [role.strip() for role in text.split("+")]
+    if not all(roles):
+        raise ConfigError(f"{text!r} is no role: write one such as denoiser, several as encoder+decoder, or {ALL}")
+    return None if ALL in roles else frozenset(roles)
+
+
+def slots_of(roles: frozenset[str] | None, stages: Iterable[StageSpec]) -> int:
+    """Tasks that a worker of these roles holds at a time unless it is told otherwise: the least that one role has."""
+    return min((stage.slots for stage in stages if roles is None or stage.role in roles), default=1)
 
 
 def cache_key(*parts: object) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import ROLES
+from unfuse.core.plan import ALL, roles_of
 
 CPU = "cpu"
 
@@ -20,6 +20,9 @@ CONTEXT = 512 << 20
 
 PROCESS = 288 << 20
 """Host memory that a worker takes beside its weights and its arena: libraries."""
+
+MOST = 1024
+"""Workers of one kind that may be asked for."""
 
 LAYER = 2 << 30
 """More than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
@@ -61,12 +64,29 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """Workers to start: how many by role, the devices that were named by role, and how they compute."""
+    """Workers to start: how many by what they are (a role, several as `a+b`, or all), the devices that were named by
+    that, and how they compute. Where models are `split` there is one of each role that `counts` does not name.
+    Those of the roles in `first` are placed first.
+    """
 
-    counts: Mapping[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(ROLES, 1))
+    counts: Mapping[str, int] = {}
     place: Mapping[str, tuple[str, ...]] = {}
     compute: ComputeOptions = ComputeOptions()
     arena: int = 0
+    split: bool = True
+    first: frozenset[str] = frozenset()
+
+    def numbers(self, roles: Iterable[str]) -> dict[str, int]:
+        """How many workers there are of what, for models with these roles. Raises ConfigError for an unknown role."""
+        known = list(roles)
+        for named in (*self.place, *(() if self.split else self.counts)):
+            if unknown := sorted((roles_of(named) or set()) - {*known}):
+                raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
+        return {role: self.counts.get(role, 1) for role in known} if self.split else dict(self.counts)
+
+    def goes_first(self, worker: str) -> bool:
+        """Whether a worker of these roles is placed before others."""
+        return bool((roles_of(worker) or self.first) & self.first)
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -89,14 +109,31 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:
-    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0+cuda:1`. Raises ConfigError."""
-    found = {}
+    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0,denoiser=cuda:1`. Raises ConfigError."""
+    found: dict[str, tuple[str, ...]] = {}
     for entry in filter(None, text.split(",")):
         role, _, devices = entry.partition("=")
-        if role.strip() not in ROLES or not devices.strip():
-            known = ", ".join(ROLES)
-            raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE or ROLE=DEVICE+DEVICE; roles are {known}")
-        found[role.strip()] = tuple(_device(name) for name in devices.split("+"))
+        if not role.strip() or not devices.strip():
+            raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
+        if "+" in devices:
+            apart = ",".join(f"{role.strip()}={device}" for device in devices.split("+"))
+            raise ConfigError(
+                f"--place {text}: {devices} is one worker on several devices, which cannot be yet; write {apart} for "
+                "a worker on each"
+            )
+        found[role.strip()] = (*found.get(role.strip(), ()), _device(devices))
+    return found
+
+
+def parse_workers(text: str) -> dict[str, int]:
+    """Workers by what they are, of `all=2` or `encoder+decoder=1,denoiser=2`. Raises ConfigError."""
+    found: dict[str, int] = {}
+    for entry in filter(None, text.split(",")):
+        role, equals, count = (part.strip() for part in entry.partition("="))
+        roles_of(role)
+        if role in found or (equals and not (count.isdecimal() and int(count) <= MOST)):
+            raise ConfigError(f"--workers {text}: {entry!r} is not ROLE=N, each role once and N at most {MOST}")
+        found[role] = int(count or 1)
     return found
 
 
@@ -111,11 +148,11 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
     """The workers to start, each on a device that has room for it and for the others there.
 
     A role has a worker for each device that was named for it, and takes turns if more are wanted; the rest go where
-    most is free, denoisers first. With `--offload model`, roles that would share a GPU are one worker of role `all`, so
-    that one component at a time is on it. Raises ConfigError for a device that is not there and for what cannot fit:
-    it says the sums, what is free, and what would help.
+    most is free, those of the roles that are `first` before others. With `--offload model`, roles that would share a
+    GPU are one worker of all, so that one component at a time is on it. Raises ConfigError for a device that is not
+    there and for what cannot fit: it says the sums, what is free, and what would help.
     """
-    if not any(wanted.counts.values()):
+    if not any(wanted.numbers(needs).values()):
         return ()
     placed = _arrange(needs, wanted, devices)
     if wanted.compute.offload != "none" and all(worker.device == CPU for worker in placed):
@@ -133,28 +170,35 @@ def taken(placed: Sequence[Placed], wanted: Wanted) -> Counter[str]:
 def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
     room = {device.name: device.free for device in devices}
     placed: list[Placed] = []
-    for role in sorted(wanted.counts, key=lambda role: role != "denoiser"):
+    counts = wanted.numbers(needs)
+    for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         able = devices_of(role, wanted, devices)
         if missing := sorted({*able} - {*room}):
             raise ConfigError(f"there is no device {missing[0]} for the {role}; there are {', '.join(room)}")
         named = wanted.place.get(role, ())
-        for number in range(max(wanted.counts[role], len(named))):
+        for number in range(max(counts[role], len(named))):
             name = named[number % len(named)] if named else max(able, key=lambda name: room[name])
-            worker = Placed(role, name, needs.get(role, ()))
+            worker = Placed(role, name, parts_of(role, needs))
             placed.append(worker)
             for where, size in worker.takes(wanted).items():
                 room[where] -= size
-    order = list(ROLES)
-    return _together(sorted(placed, key=lambda worker: order.index(worker.role)), wanted)
+    order = list(counts)
+    return _together(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
 
 
-def _together(placed: list[Placed], wanted: Wanted) -> tuple[Placed, ...]:
+def parts_of(role: str, needs: Needs) -> tuple[Part, ...]:
+    """What a worker holds that is started with these roles."""
+    roles = roles_of(role)
+    return tuple(part for name, parts in needs.items() if roles is None or name in roles for part in parts)
+
+
+def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:
     """One worker for all roles of a GPU whose components take turns."""
     gpus = dict.fromkeys(worker.device for worker in placed if worker.device != CPU)
     for gpu in gpus if wanted.compute.offload == "model" else ():
         here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
-        if here.keys() == ROLES.keys():
-            whole = Placed("all", gpu, tuple(part for parts in here.values() for part in parts))
+        if here.keys() == needs.keys() and len(here) > 1:
+            whole = Placed(ALL, gpu, tuple(part for parts in here.values() for part in parts))
             placed = [*(worker for worker in placed if worker.device != gpu), whole]
     return tuple(placed)
 
@@ -187,17 +231,22 @@ def _fits(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> bool:
 
 def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, Wanted]]:
     """What could be done about what does not fit, and what would then be needed and wanted."""
-    counts = {role: min(1, count) for role, count in wanted.counts.items()}
-    if counts != wanted.counts:
+    numbers = wanted.numbers(needs)
+    counts = {role: min(1, count) for role, count in numbers.items()}
+    if counts != numbers:
         yield "one worker for each role", needs, replace(wanted, counts=counts)
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
     yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
-    roles = [role for role in wanted.counts if devices_of(role, wanted, devices) != (CPU,)]
+    roles = [role for role in numbers if devices_of(role, wanted, devices) != (CPU,)]
     offloads: tuple[Offload, ...] = ("model", "sequential") if roles else ()
     for offload in offloads:
         yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
     for role in roles:
-        moved = {**needs, role: tuple(part.full for part in needs.get(role, ()))}
+        whose = roles_of(role)
+        moved = {
+            name: tuple(part.full for part in parts) if whose is None or name in whose else parts
+            for name, parts in needs.items()
+        }
         yield f"--place {role}={CPU}", moved, replace(wanted, place={**wanted.place, role: (CPU,)})
 
 

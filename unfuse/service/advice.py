@@ -25,7 +25,8 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
         if saved := part.bytes * (len(part.models) - 1):
             yield f"one {part.component} serves {len(part.models)} models: {readable_bytes(saved)} less memory", saved
     if (copies := _denoisers(plan)) > 1:
-        saved = (copies - 1) * (whole - sum(part.bytes for part in plan.needs["denoiser"]))
+        held = sum(part.bytes for role in plan.wanted.first for part in plan.needs[role])
+        saved = (copies - 1) * (whole - held)
         less = f"{readable_bytes(saved)} less memory than as many undivided pipelines"
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
@@ -49,4 +50,4 @@ def verdict(plan: Plan) -> str:
 
 
 def _denoisers(plan: Plan) -> int:
-    return sum(worker.role == "denoiser" for worker in plan.workers)
+    return sum(worker.role in plan.wanted.first for worker in plan.workers)

@@ -69,7 +69,7 @@ class Pipeline:
 
     def __init__(self, plan: Plan, image: Path | None, hear: Hear) -> None:
         model = plan.models[0]
-        device = next(worker.device for worker in plan.workers if worker.role in ("denoiser", "all"))
+        device = next(worker.device for worker in plan.workers if plan.wanted.goes_first(worker.role))
         dtypes = dict(part.split("=", 1) for part in model.dtypes.split(","))
         cores = len(os.sched_getaffinity(0))
         self._alike = plan.wanted.compute.threads or max(1, cores // len(plan.workers))

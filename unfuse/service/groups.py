@@ -100,16 +100,22 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "keys that are made if there are none; or another unix:PATH in its place."
         ),
     ] = ()
-    workers: Annotated[bool, says("Start the workers here, rather than by `unfuse worker`.")] = True
+    workers: Annotated[
+        str,
+        says(
+            "Workers to start here: split is one for each role of the models, none leaves them to `unfuse worker`; or "
+            "how many of what, like all=2 (undivided), or encoder+decoder=1,denoiser=2."
+        ),
+    ] = "split"
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
     denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
     decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
     place: Annotated[
-        str, says("Devices by role: encoder=cuda:0,denoiser=cuda:0+cuda:1,decoder=cpu; a worker for each device named.")
+        str, says("Devices by role: encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; a worker for each device named.")
     ] = ""
     slots: Annotated[
         tuple[str, ...],
-        says("ROLE=N: tasks that each worker of a role holds at a time; else encoder=4, denoiser=2, decoder=4."),
+        says("ROLE=N: tasks that each worker of a role holds at a time; else as many as its stages say."),
     ] = ()
     image_timeout: Annotated[
         float,
@@ -153,7 +159,7 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
-    role: Annotated[str, says("Stages to run: encoder, denoiser, decoder or all.")] = "all"
+    role: Annotated[str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all.")] = "all"
     component: Annotated[
         tuple[str, ...],
         says("Of these stages only those of one component: --role encoder --component text_encoder_2."),

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
-from unfuse.core.plan import SLOTS, Params
+from unfuse.core.plan import Params
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
@@ -61,7 +61,8 @@ def options(loaded: Loaded) -> ServeOptions:
             **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(settings),
-        slots=slots(serve.slots, settings.worker.slots),
+        slots=slots(serve.slots),
+        each=settings.worker.slots,
         time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
         order=serve.order,
@@ -76,13 +77,13 @@ def options(loaded: Loaded) -> ServeOptions:
     )
 
 
-def slots(given: tuple[str, ...], each: int = 0) -> dict[str, int]:
-    """Slots by role: what is `given` for it, else `each`, else what is usual. Raises ConfigError for what is none."""
-    found = {role: each or usual for role, usual in SLOTS.items()}
+def slots(given: tuple[str, ...]) -> dict[str, int]:
+    """Slots by role, as they are given. Raises ConfigError for what is none."""
+    found = {}
     for entry in given:
         role, _, count = entry.partition("=")
-        if role not in SLOTS or not count.isdecimal() or not int(count):
-            raise ConfigError(f"--slots {entry}: write ROLE=N, like denoiser=2; the roles are {', '.join(SLOTS)}")
+        if not role or not count.isdecimal() or not int(count):
+            raise ConfigError(f"--slots {entry}: write ROLE=N, like denoiser=2")
         found[role] = int(count)
     return found
 

@@ -7,17 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
-from unfuse.core.plan import ROLES, StageSpec
-from unfuse.launch.placement import CPU, Device, Part, Placed, Wanted, devices_of, parse_place, place, taken
+from unfuse.core.plan import StageSpec, roles_of
+from unfuse.launch.placement import (
+    CPU,
+    Device,
+    Part,
+    Placed,
+    Wanted,
+    devices_of,
+    parse_place,
+    parse_workers,
+    place,
+    taken,
+)
 from unfuse.models import find, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
 from unfuse.models.folder import ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.size import Size
+
+SPLIT, NONE = ("split", "true"), ("none", "false")
+"""How `--workers` says that each role has a worker of its own, and that none is started here."""
 
 
 class Component(msgspec.Struct, frozen=True):
@@ -70,13 +85,17 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def wanted(settings: Settings) -> Wanted:
-    """The workers that these settings ask for."""
-    serve = settings.serve
+    """The workers that these settings ask for. Raises ConfigError."""
+    serve, text = settings.serve, settings.serve.workers
     counts = {"encoder": serve.encoders, "denoiser": serve.denoisers, "decoder": serve.decoders}
-    named = parse_place(serve.place)
-    if not serve.workers:
-        return Wanted({}, {}, settings.compute)
-    return Wanted(counts, named, settings.compute, settings.arena.bytes or SHARED_ARENA)
+    named, arena = parse_place(serve.place), settings.arena.bytes or SHARED_ARENA
+    if text in NONE:
+        return Wanted({}, {}, settings.compute, split=False)
+    if text in SPLIT:
+        return Wanted(counts, named, settings.compute, arena)
+    if changed := sorted(f"--{role}s" for role, count in counts.items() if count != 1):
+        raise ConfigError(f"--workers {text} and {changed[0]} both say how many: leave one out")
+    return Wanted(parse_workers(text), named, settings.compute, arena, split=False)
 
 
 def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
@@ -86,6 +105,9 @@ def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple
     """
     models = look_into(names, revision, wanted, devices)
     needed = needs(models)
+    stages = [stage for model in models for stage in model.card.pipeline.stages]
+    wanted = replace(wanted, first=frozenset(stage.role for stage in stages if stage.work.forwards))
+    wanted.numbers(needed)
     try:
         return Plan(models, needed, wanted, devices, place(needed, wanted, devices))
     except ConfigError as error:
@@ -98,10 +120,12 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
     Raises ConfigError for what cannot be served, and for a dtype or a component of `--dtype` that no model has.
     """
     spec = wanted.compute.dtype
-    on_gpu = {role for role in ROLES if set(devices_of(role, wanted, devices)) != {CPU}}
     folders = {name: resolve_source(name, revision or None, ()) for name in names}
     cards = {name: find(folder).card(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
+    roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
+    workers = [roles_of(worker) for worker in wanted.numbers(roles) if {*devices_of(worker, wanted, devices)} != {CPU}]
+    on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
     found = []
     for name, folder in folders.items():
         dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), ModelFolder(folder)
@@ -125,7 +149,7 @@ def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict
     rest, named = parse_dtypes(spec)
     fast = {
         component
-        for stage in card.pipeline.stages if any(stage.kind in ROLES[role] for role in on_gpu)
+        for stage in card.pipeline.stages if stage.role in on_gpu
         for component in stage.components
     }  # fmt: skip
     half, full = (choose_dtypes(rest if rest != "auto" else dtype, card.dtypes) for dtype in ("bfloat16", "float32"))
@@ -133,16 +157,15 @@ def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict
 
 
 def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
-    """By role, what a worker of it holds: every pool of its kinds once, whichever models share it."""
+    """By role, what a worker of it holds: every pool of its stages once, whichever models share it."""
     pools: dict[str, dict[str, tuple[StageSpec, Model]]] = {}
     for model in models:
         for stage in model.card.pipeline.stages:
             pools.setdefault(model.card.pools()[stage.name], {})[model.card.name] = (stage, model)
-    found: dict[str, tuple[Part, ...]] = dict.fromkeys(ROLES, ())
+    found: dict[str, tuple[Part, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
         held = (model.components[name] for name in stage.components)
         parts = tuple(Part(one.name, one.dtype, one.memory, tuple(users)) for one in held if one.memory)
-        for role, kinds in ROLES.items():
-            found[role] += parts if stage.kind in kinds else ()
+        found[stage.role] = found.get(stage.role, ()) + parts
     return found

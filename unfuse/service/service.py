@@ -10,7 +10,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 
 import msgspec
 import structlog
@@ -19,7 +18,7 @@ from msgspec import field
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
-from unfuse.core.plan import SLOTS, Choice, Params, kinds_of
+from unfuse.core.plan import Choice, Params, roles_of
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted
@@ -86,7 +85,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
     worker_flags: Mapping[str, object] = {}
     worker_environment: Mapping[str, str] = {}
     workers: Wanted = Wanted()
-    slots: Mapping[str, int] = MappingProxyType(SLOTS)
+    slots: Mapping[str, int] = {}
+    each: int = 0
     limits: Limits = Limits()
     time_limits: Mapping[str, float] = {}
     order: Order = "fifo"
@@ -194,7 +194,7 @@ class Service:
             WorkerInfo(str(number), "", worker.role, tuple(pools), 1, "", self._options.workers.arena)
             for number, worker in enumerate(self._plan.workers)
             for pools in [
-                {pool for m in self._plan.models for pool in m.card.pools(Choice(kinds_of(worker.role))).values()}
+                {pool for m in self._plan.models for pool in m.card.pools(Choice(roles_of(worker.role))).values()}
             ]
         ]
         store = self._options.places.store.partition(":")[0]
@@ -211,7 +211,7 @@ class Service:
         environment = {**self._options.worker_environment, **self._logs.environment}
         specs = []
         for worker in workers:
-            own = common | {"slots": self._options.slots[worker.role]}
+            own = common | {"slots": self._options.slots.get(worker.role, self._options.each)}
             if worker.device == CPU:
                 own["offload"] = "none"
             flags = {name.replace("_", "-"): str(value) for name, value in own.items()}

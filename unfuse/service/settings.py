@@ -138,6 +138,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _convert(field: Field, value: Any, origin: str) -> Any:
+    if isinstance(field.default, str) and isinstance(value, bool):
+        value = str(value).lower()
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import asdict
 
-from unfuse.core.plan import SLOTS
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.meeting import schedulers, trust
 from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -33,7 +32,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         trust=trusted,
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
-        slots=wanted.slots or SLOTS.get(wanted.role, 1),
+        slots=wanted.slots,
         arena=settings.arena.bytes or OWN_ARENA,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,

@@ -34,7 +34,7 @@ from unfuse.core.messages import (
     ToWorker,
     WorkerInfo,
 )
-from unfuse.core.plan import Choice, kinds_of
+from unfuse.core.plan import Choice, roles_of, slots_of
 from unfuse.core.task import Claim, Lease
 from unfuse.models import find, resolve_source
 from unfuse.supervision.supervisor import Supervisor
@@ -72,8 +72,9 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerOptions(msgspec.Struct, frozen=True):
-    """How a worker is started. `arena` is bytes; without `models` the scheduler says what to serve. With `components`
-    it runs those stages of its role alone whose pools are of one of them.
+    """How a worker is started. `role` is one, several as `a+b`, or all; with `components` it runs those of its stages
+    alone whose pools are of one of them. It holds `slots` tasks at a time (0: as many as is usual for its role).
+    `arena` is bytes; without `models` the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
@@ -88,7 +89,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     components: tuple[str, ...] = ()
     compute: ComputeOptions = ComputeOptions(threads=1)
-    slots: int = 2
+    slots: int = 0
     arena: int = 2 << 30
     stall_s: float = 600.0
     memory_limit: int = 0
@@ -104,7 +105,7 @@ class Worker:
     def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
         self._options, self._engines = options, engines or {}
         self._id = f"{options.role}-{secrets.token_hex(6)}"
-        self._choice = Choice(kinds_of(options.role), options.components)
+        self._choice = Choice(roles_of(options.role), options.components)
         self._slots = max(options.slots, options.compute.batch + 1)
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
@@ -188,17 +189,28 @@ class Worker:
         load = self._load(folders, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         self._device = await executor.start()
-        pools = dict.fromkeys(pool for card in cards for pool in card.pools(self._choice).values())
-        if not pools:
-            named = sorted({stage.components[0] for card in cards for stage in card.pipeline.stages})
-            raise ConfigError(
-                f"no stage is both --role {options.role} and --component: components are {', '.join(named)}"
-            )
+        pools = self._pools(cards)
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info(
             "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
         )
         return executor, objects
+
+    def _pools(self, cards: Sequence[ModelCard]) -> dict[str, None]:
+        """Those it serves. Raises ConfigError when a role is nobody's, or no stage is left."""
+        stages = [stage for card in cards for stage in card.pipeline.stages]
+        known, pools = (
+            {stage.role for stage in stages},
+            dict.fromkeys(pool for card in cards for pool in card.pools(self._choice).values()),
+        )
+        if unknown := sorted((self._choice.roles or set()) - known):
+            raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known))}")
+        if not pools:
+            named = ", ".join(sorted({stage.components[0] for stage in stages}))
+            raise ConfigError(f"no stage is both --role {self._options.role} and --component: components are {named}")
+        if not self._options.slots:
+            self._slots = max(slots_of(self._choice.roles, stages), self._options.compute.batch + 1)
+        return pools
 
     def _bring(
         self, models: Sequence[tuple[str, str, str]]
