@@ -21,8 +21,9 @@ from unfuse.core.plan import ExecutionPlan
 from unfuse.core.request import RequestContext, StageState
 from unfuse.core.task import Lease
 from unfuse.queues.base import Filter, TaskQueue
-from unfuse.queues.journal import Journal, Row
+from unfuse.queues.journal import Journal
 from unfuse.queues.redis import RedisQueue
+from unfuse.queues.row import Row
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, history, leased, passing, request, task, wanted
@@ -177,8 +178,8 @@ def some(cuts: list[T], request: pytest.FixtureRequest, few: int = FEW) -> list[
 class TestSqlite:
     @staticmethod
     def standing(queue: SqliteQueue) -> list[tuple[str, str, int]]:
-        ranks = [place.rank for place in queue._queued.values()] + [held.rank for held in queue._leased.values()]
-        return [(rank[3].request, rank[3].stage, rank[3].attempt) for rank in ranks]
+        rows = [row for entry in queue._state.requests.values() if (row := queue._state.row(entry))]
+        return [(*stood.task.key, stood.task.attempt) for row in rows for stood in row.tasks]
 
     async def lived(self, path: Path, clock: ManualClock, states: list[object] | None, disk: Disk | None = None) -> int:
         """Live through all steps, or up to where the disk stops. Returns how many were answered."""

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import msgspec
@@ -15,11 +15,17 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.event import Event
 from unfuse.core.registry import resolve
-from unfuse.core.task import Claim
+from unfuse.core.request import Change
+from unfuse.core.task import Claim, Lease
 from unfuse.queues import memory
 from unfuse.queues.base import Wanted
 from unfuse.queues.history import MAX_EVENTS, History
+from unfuse.queues.index import Entry
+from unfuse.queues.leases import Held, Leases
+from unfuse.queues.lines import Rank
 from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.state import QueueState
+from unfuse.queues.waiters import Waiters, follow
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -63,40 +69,45 @@ class TestTheSuiteCanFail:
     """A backend with one defect breaks the rule that speaks of it."""
 
     @staticmethod
-    async def broken_rules(queue: Callable[[ManualClock], MemoryQueue]) -> set[str]:
+    async def broken_rules(queue: type[MemoryQueue] = MemoryQueue, **parts: type) -> set[str]:
+        """The rules that a queue breaks which is made of these parts."""
         clock = ManualClock()
 
         async def fresh() -> MemoryQueue:
-            return queue(clock)
+            with patch.multiple(memory, **parts) if parts else nullcontext():
+                return queue(clock)
 
         with patch("unfuse.testing.queue_suite.PATIENCE_S", 0.5), pytest.raises(ExceptionGroup) as failure:
             await check_queue(fresh, clock)
         return {error.__notes__[-1].split(":")[0].removeprefix("rule ") for error in failure.value.exceptions}
 
     async def test_when_order_is_not_kept(self) -> None:
-        class Unordered(MemoryQueue):
-            def _put(self, rank: memory.Rank) -> None:
+        class Unordered(QueueState):
+            def _put(self, rank: Rank) -> None:
                 super()._put((0.0, 0.0, *rank[2:]))
 
-        broken = await self.broken_rules(Unordered)
+        broken = await self.broken_rules(QueueState=Unordered)
         assert {"a_higher_priority_goes_first", "a_lower_order_number_goes_first"} <= broken
         assert "tasks_of_one_priority_leave_as_they_arrived" not in broken
 
     async def test_when_tokens_are_not_checked(self) -> None:
-        class Trusting(MemoryQueue):
-            def _held(self, claim: Claim) -> memory._Held | None:
-                return self._leased.get(claim.key)
+        class Trusting(Leases):
+            def held(self, claim: Claim) -> Held | None:
+                return self.of(claim.key)
 
-        assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= await self.broken_rules(Trusting)
+        with patch("unfuse.queues.state.Leases", Trusting):
+            broken = await self.broken_rules()
+        assert {"an_old_claim_is_worth_nothing", "progress_needs_its_lease"} <= broken
 
     async def test_when_tokens_are_checked_in_part(self) -> None:
-        class Hurried(MemoryQueue):
-            def _held(self, claim: Claim) -> memory._Held | None:
-                held = self._leased.get(claim.key)
+        class Hurried(Leases):
+            def held(self, claim: Claim) -> Held | None:
+                held = self.of(claim.key)
                 alike = held is not None and held.lease.token[:15] == claim.token[:15]
                 return held if alike and held and held.lease.task.attempt == claim.attempt else None
 
-        assert await self.broken_rules(Hurried) == {"a_claim_counts_as_a_whole"}
+        with patch("unfuse.queues.state.Leases", Hurried):
+            assert await self.broken_rules() == {"a_claim_counts_as_a_whole"}
 
     @pytest.mark.parametrize(
         ("ignored", "rules"),
@@ -117,68 +128,69 @@ class TestTheSuiteCanFail:
     )
     async def test_when_a_wish_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
         class Deaf(MemoryQueue):
-            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[memory.Lease]:
+            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
                 return await super().lease(worker, msgspec.structs.replace(wanted, **ignored), ttl, wait)
 
         assert await self.broken_rules(Deaf) == rules
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
     async def test_when_gaps_are_forgiven_always_or_never(self, swept: float) -> None:
-        class Blind(MemoryQueue):
-            async def expired(self, ttl: float) -> list[memory.Lease]:
+        class Blind(Leases):
+            def expired(self, now: float, ttl: float) -> list[Lease]:
                 self._swept = swept
-                return await super().expired(ttl)
+                return super().expired(now, ttl)
 
-        assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules(Blind)
+        with patch("unfuse.queues.state.Leases", Blind):
+            assert "a_gap_in_sweeping_is_forgiven" in await self.broken_rules()
 
     async def test_when_only_the_pools_that_were_taken_from_are_told(self) -> None:
-        class Absent(MemoryQueue):
-            def _claim(self, worker: str, wanted: Wanted, ttl: float) -> list[memory.Lease]:
-                with patch.object(self, "_wake"):
-                    leases = super()._claim(worker, wanted, ttl)
-                for pool in {lease.task.pool for lease in leases}:
-                    self._wake(pool)
+        class Absent(QueueState):
+            def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
+                leases = super().claim(worker, wanted, ttl)
+                self.pools = dict.fromkeys(lease.task.pool for lease in leases)
                 return leases
 
-        assert await self.broken_rules(Absent) == {"nobody_waits_beside_a_task_they_could_take"}
+        broken = await self.broken_rules(QueueState=Absent)
+        assert broken == {"nobody_waits_beside_a_task_they_could_take"}
 
     async def test_when_effects_come_before_checks(self) -> None:
-        class Hasty(MemoryQueue):
-            async def commit(self, change: memory.Change) -> memory.Record:
+        class Hasty(QueueState):
+            def commit(self, change: Change) -> Entry:
                 for key in change.close:
                     self._drop(key)
-                return await super().commit(change)
+                return super().commit(change)
 
-        assert await self.broken_rules(Hasty) == {"a_commit_that_raises_has_no_effect"}
+        assert await self.broken_rules(QueueState=Hasty) == {"a_commit_that_raises_has_no_effect"}
 
     async def test_when_nobody_is_woken(self) -> None:
-        class Sleepy(MemoryQueue):
+        class Sleepy(Waiters):
             def _wake(self, pool: str) -> None:
                 pass
 
-        broken = await self.broken_rules(Sleepy)
+        broken = await self.broken_rules(Waiters=Sleepy)
         assert broken >= {"a_push_wakes_who_waits", "time_and_hand_backs_wake_too", "each_push_finds_its_waiter"}
 
     async def test_when_a_cancelled_waiter_keeps_the_wake_up(self) -> None:
         class Claiming(MemoryQueue):
-            async def lease(self, *args: object, **kwargs: object) -> list[memory.Lease]:
+            async def lease(self, *args: object, **kwargs: object) -> list[Lease]:
                 return await asyncio.shield(super().lease(*args, **kwargs))  # type: ignore[arg-type]
 
         assert await self.broken_rules(Claiming) == {"a_cancelled_waiter_has_claimed_nothing"}
 
     async def test_when_leases_end_by_themselves(self) -> None:
-        class Impatient(MemoryQueue):
-            async def expired(self, ttl: float) -> list[memory.Lease]:
-                late = await super().expired(ttl)
+        class Impatient(Leases):
+            def expired(self, now: float, ttl: float) -> list[Lease]:
+                late = super().expired(now, ttl)
                 for lease in late:
-                    del self._leased[lease.claim.key]
+                    self.end(lease.claim.key)
                 return late
 
-        assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules(Impatient)
+        with patch("unfuse.queues.state.Leases", Impatient):
+            assert "a_lease_is_held_until_it_is_closed" in await self.broken_rules()
 
     async def test_when_the_log_has_no_bound(self) -> None:
         with patch("unfuse.queues.history.MAX_EVENTS", 10_000):
-            assert await self.broken_rules(MemoryQueue) == {"old_progress_is_dropped_first"}
+            assert await self.broken_rules() == {"old_progress_is_dropped_first"}
 
 
 uses = st.lists(st.tuples(st.sampled_from("klmn"), st.integers(-1, 70), st.booleans()), max_size=60)
@@ -267,7 +279,7 @@ async def test_waiters_leave_nothing_behind(queue: MemoryQueue, clock: ManualClo
     clock.advance(60)
     await asyncio.wait(waiting)
     assert sorted(len(one.result()) for one in waiting[1:]) == [0, 1]
-    assert not queue._waiters
+    assert not queue._waiters._waiters
 
 
 async def test_a_forgotten_request_ends_its_streams(queue: MemoryQueue) -> None:
@@ -300,7 +312,7 @@ async def test_a_history_of_structure_alone_is_bounded_too() -> None:
     for number in range(MAX_EVENTS + 10):
         history.publish(Event("stage_started", attempt=number), wall=5.0)
     history.end()
-    events = [event async for event in history.follow(0)]
+    events = [event async for event in follow(history, 0)]
     assert [event.seq for event in events] == list(range(11, MAX_EVENTS + 11))
     assert {event.at for event in events} == {5.0}
 
@@ -345,8 +357,8 @@ async def test_who_stops_following_a_request_leaves_nothing_behind() -> None:
     """Given followers who leave before anything happens, as clients of event streams do, then none is kept."""
     history = History()
     for _ in range(3):
-        waiting = asyncio.ensure_future(anext(history.follow(0)))
+        waiting = asyncio.ensure_future(anext(follow(history, 0)))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
-    assert not history._followers
+    assert not history._listeners

@@ -27,9 +27,10 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
-from unfuse.queues import journal, sqlite
+from unfuse.queues import journal, writer
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits
 from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.row import Standing
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -72,7 +73,7 @@ async def queue(path: Path, clock: ManualClock) -> AsyncIterator[SqliteQueue]:
 async def again(queue: SqliteQueue, clock: ManualClock) -> SqliteQueue:
     """The same queue in the next process."""
     await queue.close()
-    return SqliteQueue(queue._path, clock)
+    return SqliteQueue(queue._journal.path, clock)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -214,7 +215,7 @@ class TestARestart:
         """Given a thousand requests that are over and forgotten, then the file is as small as it was before them."""
         await submitted(queue, "kept")
         queue = await again(queue, clock)
-        small = queue._path.stat().st_size
+        small = queue._journal.path.stat().st_size
         params = {"prompt": "a red circle on white" * 50}
         for batch in range(10):
             names = [f"{batch}-{number}" for number in range(100)]
@@ -223,11 +224,11 @@ class TestARestart:
             over = [change(await queue.load(name), status="completed", completed_at=1.0) for name in names]
             await asyncio.gather(*(queue.commit(one) for one in over))
         queue = await again(queue, clock)
-        assert queue._path.stat().st_size > 50 * small
+        assert queue._journal.path.stat().st_size > 50 * small
         assert len(await queue.forget(2.0)) == 1000
         queue = await again(queue, clock)
         assert [record.context.id for record in await queue.list(Filter())] == ["kept"]
-        assert queue._path.stat().st_size <= 2 * small
+        assert queue._journal.path.stat().st_size <= 2 * small
         await queue.close()
 
 
@@ -322,7 +323,7 @@ class TestADiskThatIsFull:
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
         """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
         what is not; with room again all goes on by itself, and the file has what memory has."""
-        with failing_disk() as disk, patch.object(sqlite, "FULL_PAUSE_S", 0.01):
+        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(path, clock)
             record, other = await submitted(queue, "a"), await submitted(queue, "b")
             lease = await leased(queue)
@@ -371,7 +372,7 @@ class TestADiskThatIsFull:
             await queue.close()
 
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
-        with small_disk(tmp_path, 256) as disk, patch.object(sqlite, "FULL_PAUSE_S", 0.01):
+        with small_disk(tmp_path, 256) as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
             record = await submitted(queue, "a")
             fill(disk)
@@ -460,14 +461,14 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
     assert await queue.lease("v", wanted("p"), TTL) == []
     assert len(await queue.lease("w", wanted("p"), TTL)) == 1
     await queue.close()
-    stood = msgspec.msgpack.decode(msgspec.msgpack.encode(journal.Standing(3, task("a"), "w", b"t", 1.0, {"v": 3})))
+    stood = msgspec.msgpack.decode(msgspec.msgpack.encode(Standing(3, task("a"), "w", b"t", 1.0, {"v": 3})))
     for parts in (stood[:5], [*stood, "from a later version"]):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=journal.Standing).since == 1.0
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=Standing).since == 1.0
 
 
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
     """Given a row that cannot be made, as nobody has foreseen, then nobody waits for it for ever."""
-    with patch.object(queue, "_row", side_effect=KeyError("s")):
+    with patch.object(queue._writer, "_row", side_effect=KeyError("s")):
         assert "repair the disk" in str(await raised(TransientError, submitted(queue, "a")))
 
 
@@ -585,7 +586,9 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             assert context.version >= version
             assert context.version > version or context.status == status
             waiting = {stage for stage, state in context.stages.items() if state.status == "queued"}
-            there = [key[1] for key in (*queue._queued, *queue._leased) if key[0] == name]
+            row = queue._state.row(queue._state.entry(name))
+            assert row
+            there = [stood.task.stage for stood in row.tasks]
             assert sorted(there) == ([] if context.over else sorted(waiting))
             assert context.over or there
         await queue.close()

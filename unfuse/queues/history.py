@@ -1,10 +1,10 @@
-"""The bounded history of one request, in memory, and those who follow it."""
+"""The bounded history of one request, in memory."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import takewhile
 
 import msgspec
@@ -26,49 +26,42 @@ class History:
         self._droppable: deque[int] = deque()
         self.last = last
         """The newest number that was given."""
-        self._ended = False
-        self._followers: dict[asyncio.Future[None], None] = {}
+        self.ended = False
+        """Whether nothing more will come."""
+        self._listeners: dict[Callable[[], None], None] = {}
 
     def publish(self, event: Event, wall: float) -> None:
-        """Number an event, date it if it is not dated, and tell the followers."""
+        """Number an event, date it if it is not dated, and tell who listens."""
         self.last += 1
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
         if event.type in PASSING:
             self._droppable.append(self.last)
         if len(self._events) > MAX_EVENTS:
             del self._events[self._droppable.popleft() if self._droppable else next(iter(self._events))]
-        self._wake()
+        self._tell()
+
+    def above(self, after: int) -> list[Event]:
+        """What there is with a higher number."""
+        return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def lasting(self) -> tuple[Event, ...]:
         """What happened, without how far it was meanwhile."""
         return tuple(event for event in self._events.values() if event.type not in PASSING)
 
     def end(self) -> None:
-        """Nothing more will come: followers finish with what there is."""
-        self._ended = True
-        self._wake()
+        """Nothing more will come."""
+        self.ended = True
+        self._tell()
 
-    async def follow(self, after: int) -> AsyncIterator[Event]:
-        """Events numbered above `after`, waiting for more until the end."""
-        while True:
-            while unseen := self._above(after):
-                for event in unseen:
-                    yield event
-                after = unseen[-1].seq
-            if self._ended:
-                return
-            news = asyncio.get_running_loop().create_future()
-            self._followers[news] = None
-            try:
-                await news
-            finally:
-                self._followers.pop(news, None)
+    @contextmanager
+    def told(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Have someone called whenever something comes, and at the end."""
+        self._listeners[listener] = None
+        try:
+            yield
+        finally:
+            del self._listeners[listener]
 
-    def _above(self, after: int) -> list[Event]:
-        return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
-
-    def _wake(self) -> None:
-        for news in self._followers:
-            if not news.done():
-                news.set_result(None)
-        self._followers.clear()
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

@@ -16,9 +16,7 @@ import apsw
 import msgspec
 
 from unfuse.core.errors import ConfigError, InUse, TransientError
-from unfuse.core.event import Event
-from unfuse.core.request import RequestContext
-from unfuse.core.task import Task
+from unfuse.queues.row import Row
 
 APPLICATION, SCHEMA = 0x756E6675, 2
 """What marks a file as a queue of unfuse, and how it is laid out."""
@@ -40,27 +38,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 """What the system says where there is no room."""
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
-    """A task that is queued, or leased to the worker it names, and how often workers have turned it down."""
-
-    arrival: int
-    task: Task
-    worker: str = ""
-    token: bytes = b""
-    since: float = 0.0
-    returned: dict[str, int] = {}
-
-
-class Row(msgspec.Struct, frozen=True):
-    """A request as it is stored, whole: whatever changes, one row is replaced."""
-
-    context: RequestContext
-    stages: tuple[str, ...]
-    tasks: tuple[Standing, ...]
-    events: tuple[Event, ...]
-    last: int
-
-
 class Journal:
     """The file. It is locked as long as it is open, and written by one thread.
 
@@ -68,7 +45,7 @@ class Journal:
     """
 
     def __init__(self, path: Path) -> None:
-        decoder = msgspec.msgpack.Decoder(Row)
+        self.path, decoder = path, msgspec.msgpack.Decoder(Row)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _refuse_remote(path)

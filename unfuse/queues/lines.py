@@ -1,14 +1,16 @@
-"""The lines in which ready tasks wait, one a pool, and who goes first for a worker."""
+"""The lines in which tasks wait, one a pool, and who goes first for a worker."""
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
-from collections import defaultdict
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, defaultdict
 from itertools import islice
+from operator import itemgetter
 
 from unfuse.core.task import Task
 from unfuse.queues.base import PREFERENCE_AMONG, PREFERENCE_S, Wanted
+from unfuse.queues.returned import Key
 
 Rank = tuple[float, float, int, Task]
 """Where a task stands, (−priority, order, arrival), and the task; arrivals differ, so tasks are never compared."""
@@ -16,26 +18,59 @@ Rank = tuple[float, float, int, Task]
 
 class Lines:
     """Ready tasks of each pool as a sorted list: finding a place is a bisection, and the move of pointers behind it
-    costs microseconds even at 100,000 tasks.
+    costs microseconds even at 100,000 tasks. Those whose time has not come are in one list, by that time.
     """
 
     def __init__(self) -> None:
+        self._ranks: dict[Key, Rank] = {}
         self._lines: defaultdict[str, list[Rank]] = defaultdict(list)
-        self._since: dict[tuple[str, str], float] = {}
+        self._since: dict[Key, float] = {}
+        self._delayed: list[tuple[float, int, Rank]] = []
+        self._sizes = Counter[str]()
 
-    def insert(self, rank: Rank, now: float) -> None:
-        """A task is ready, now."""
-        insort(self._lines[rank[3].pool], rank)
-        self._since[rank[3].key] = now
+    def put(self, rank: Rank, now: float) -> None:
+        """A task takes its place, or waits for its time."""
+        task = rank[3]
+        self._ranks[task.key] = rank
+        self._sizes[task.pool] += 1
+        if task.not_before > now:
+            insort(self._delayed, (task.not_before, rank[2], rank))
+        else:
+            self._insert(rank, now)
 
-    def remove(self, rank: Rank) -> None:
-        """A task is gone."""
-        line = self._lines[rank[3].pool]
-        del line[bisect_left(line, rank)], self._since[rank[3].key]
+    def ripen(self, now: float) -> list[str]:
+        """Tasks whose time has come join their lines; their pools."""
+        count = bisect_right(self._delayed, now, key=itemgetter(0))
+        ripe = [rank for _, _, rank in self._delayed[:count]]
+        del self._delayed[:count]
+        for rank in ripe:
+            self._insert(rank, rank[3].not_before)
+        return [rank[3].pool for rank in ripe]
+
+    def ripens(self) -> float | None:
+        """When the next task's time comes."""
+        return self._delayed[0][0] if self._delayed else None
+
+    def remove(self, key: Key) -> Rank | None:
+        """A task is gone; where it stood, if it was there."""
+        rank = self._ranks.pop(key, None)
+        if rank is None:
+            return None
+        self._sizes[rank[3].pool] -= 1
+        if self._since.pop(key, None) is None:
+            del self._delayed[bisect_left(self._delayed, (rank[3].not_before, rank[2], rank))]
+        else:
+            line = self._lines[rank[3].pool]
+            del line[bisect_left(line, rank)]
+        return rank
+
+    def rank(self, key: Key) -> Rank | None:
+        """Where a task stands."""
+        return self._ranks.get(key)
 
     def size(self, pool: str) -> int:
-        """Tasks in a pool's line."""
-        return len(self._lines[pool]) if pool in self._lines else 0
+        """Tasks that wait in a pool, their time come or not."""
+        return self._sizes[pool]
 
     def front(self, pool: str, count: int) -> list[Rank]:
         """The first of a pool's line."""
@@ -46,7 +81,7 @@ class Lines:
         return bisect_left(self._lines[rank[3].pool], rank)
 
     def next(
-        self, wanted: Wanted, full: frozenset[str], others: frozenset[tuple[str, str]], now: float, used: int = 0
+        self, wanted: Wanted, full: frozenset[str], others: frozenset[Key], now: float, used: int = 0
     ) -> Rank | None:
         """The task that such a worker takes, having taken `used` bytes.
 
@@ -61,7 +96,11 @@ class Lines:
             pools = [pool for pool in pools if _later(wanted, pool) > _later(wanted, task.pool)]
         return None
 
-    def _first(self, wanted: Wanted, pools: list[str], others: frozenset[tuple[str, str]], now: float) -> Rank | None:
+    def _insert(self, rank: Rank, now: float) -> None:
+        insort(self._lines[rank[3].pool], rank)
+        self._since[rank[3].key] = now
+
+    def _first(self, wanted: Wanted, pools: list[str], others: frozenset[Key], now: float) -> Rank | None:
         firsts = (
             (next((rank for rank in self._lines[pool] if rank[3].key not in others), None), pool) for pool in pools
         )

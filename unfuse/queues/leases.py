@@ -1,0 +1,80 @@
+"""The leases of a queue in memory."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from unfuse.core.request import Running
+from unfuse.core.task import Claim, Lease
+from unfuse.queues.base import Renewal
+from unfuse.queues.lines import Rank
+from unfuse.queues.returned import Key
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A leased task, where it stood, and how far it is."""
+
+    lease: Lease
+    rank: Rank
+    running: Running
+
+
+class Leases:
+    """What is leased, by the task's key. Times are seconds of the queue's clock; `since` is Unix seconds."""
+
+    def __init__(self) -> None:
+        self._held: dict[Key, Held] = {}
+        self._swept = -math.inf
+
+    def give(self, rank: Rank, worker: str, expires: float, since: float) -> Lease:
+        """A task is leased, under a token of its own."""
+        return self.restore(rank, worker, secrets.token_bytes(16), expires, since)
+
+    def restore(self, rank: Rank, worker: str, token: bytes, expires: float, since: float) -> Lease:
+        """A task is leased, under this token."""
+        task = rank[3]
+        lease = Lease(task, worker, token, expires)
+        self._held[task.key] = Held(lease, rank, Running(task.stage, task.attempt, worker, since))
+        return lease
+
+    def of(self, key: Key) -> Held | None:
+        """The lease of a task."""
+        return self._held.get(key)
+
+    def held(self, claim: Claim) -> Held | None:
+        """The lease that a claim holds."""
+        held = self._held.get(claim.key)
+        return held if held is not None and held.lease.claim == claim else None
+
+    def end(self, key: Key) -> None:
+        """A task is leased no more."""
+        self._held.pop(key, None)
+
+    def renew(self, claims: Sequence[Claim], expires: float) -> Renewal:
+        """Extend what is held."""
+        held: list[Claim] = []
+        ended: list[Claim] = []
+        for claim in claims:
+            mine = self.held(claim)
+            (ended if mine is None else held).append(claim)
+            if mine is not None:
+                mine.lease = msgspec.structs.replace(mine.lease, expires=expires)
+        return Renewal(tuple(held), tuple(ended))
+
+    def expired(self, now: float, ttl: float) -> list[Lease]:
+        """Leases whose time has passed; none after a gap, which all of them are forgiven."""
+        for held in self._held.values() if now - self._swept > ttl / 2 else ():
+            held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))
+        self._swept = now
+        return [held.lease for held in self._held.values() if held.lease.expires <= now]
+
+    def by_worker(self) -> Counter[str]:
+        """How many each worker holds."""
+        return Counter(held.lease.worker for held in self._held.values())
