@@ -110,6 +110,7 @@ async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:
     assert {"v"} <= {found.info.id for found in await queue.workers()} <= {"v", "w"}
     assert (await queue.cached(["l", "k"]))["l"] == handle("l")
     await queue.cache("m", handle("m"), 100)
+    assert set(await queue.over([OVER, BAD, *HEALTHY, RUNS, "nobody"])) - {BAD} == {OVER, "nobody"}
     for name in (*HEALTHY, RUNS):
         assert (await queue.load(name)).context.id == name
         assert (await anext(queue.watch(name))).type == "queued"
@@ -182,6 +183,18 @@ async def test_what_cannot_be_read_is_listed_until_it_is_dropped(server: Server)
     assert (await queue.submit(request(BAD, tenant="t", idempotency_key=BAD), [], [], LIMITS)).context.version == 0
     assert not [key for key in server.client.scan_iter() if b"task:3:bad" in key]
     await queue.close()
+
+
+async def test_what_cannot_be_read_is_not_taken_for_over(server: Server) -> None:
+    """Given a record that is garbage, or does not say whether it is over, then what belongs to it is kept, until it is
+    dropped."""
+    for what in ("its context is garbage", "its over is garbage", "its over is gone", f"{P}:request:bad is a string"):
+        queue = await filled(server, ManualClock())
+        DAMAGES[what](server.client, b"\xc1")
+        assert await queue.over([BAD, OVER]) == [OVER], what
+        await queue.discard(BAD)
+        assert await queue.over([BAD, OVER]) == [BAD, OVER], what
+        await queue.close()
 
 
 async def test_who_waits_and_watches_goes_on_after_news_that_are_garbage(server: Server) -> None:

@@ -76,6 +76,7 @@ async def outcome(queue: TaskQueue, sent: dict[str, Any], wish: dict[str, Any], 
         lambda: queue.renew([stolen], TTL),
         lambda: queue.hand_back(stolen),
         lambda: queue.list(Filter(tenant=name)),
+        lambda: queue.over([name, pool]),
     ):
         try:
             answer = await work()

@@ -107,6 +107,19 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     assert counted[0] == counted[1] and max(counted[0]) <= 2
 
 
+async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: TaskQueue, server: Server) -> None:
+    """Given hundreds of requests, as a heartbeat names them, then it costs one look at a field of each."""
+    await fill(redis_queue, 300)
+    names = [f"{'video_' * (number % 2)}{number}" for number in range(300)]
+    server.client.config_resetstat()
+
+    assert len(await redis_queue.over(names)) == 150
+
+    ran = {name: told["calls"] for name, told in server.client.info("commandstats").items()}
+    assert (ran["cmdstat_evalsha"], ran["cmdstat_hget"]) == (1, 300)
+    assert not {"cmdstat_hmget", "cmdstat_hgetall", "cmdstat_zrange"} & ran.keys()
+
+
 async def test_what_is_forgotten_leaves_no_key_in_redis(redis_queue: TaskQueue, server: Server) -> None:
     """Given requests of every kind that ran, ended and were forgotten, then one key is left, of what is counted."""
     await fill(redis_queue, 20)

@@ -172,7 +172,7 @@ class TestTwoQueuesOverOneServer:
         for call in (history(queue, "a"), queue.load("a")):
             with pytest.raises(NotFound, match="no request a"):
                 await call
-        assert not queue._followers
+        assert not queue._hearing._followers
 
     async def test_a_gap_in_sweeping_is_one_for_all_of_them(self, server: Server) -> None:
         """Given leases that ran on while no scheduler was there, then the first sweep extends them, whoever makes it,

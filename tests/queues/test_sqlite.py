@@ -413,7 +413,13 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
         ending = await started(queue.commit(change(record, status="failed", events=(Event("failed"),))))
         asking = [
             await started(work)
-            for work in (queue.load("a"), queue.list(Filter()), history(queue, "a", after=1), submitted(queue, "a"))
+            for work in (
+                queue.load("a"),
+                queue.over(["a"]),
+                queue.list(Filter()),
+                history(queue, "a", after=1),
+                submitted(queue, "a"),
+            )
         ]
         assert not any(one.done() for one in (ending, *asking))
         release.set()
@@ -441,6 +447,7 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     assert [record.context.id for record in await queue.list(Filter())] == ["b", "a"]
     assert [(one.id, one.kind) for one in await queue.damaged()] == [("c", "request")]
     await raised(Damaged, queue.load("c"))
+    assert await queue.over(["a", "c", "nobody"]) == ["nobody"]
     await submitted(queue, "d")  # whose number is another one
     await queue.discard("c")
     await raised(NotFound, queue.load("c"))

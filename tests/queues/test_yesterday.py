@@ -149,7 +149,7 @@ class Reviewed(RedisQueue):
         return await super().list(*args, **more)
 
 
-OURS = {"list", "workers", "expired", "turn_down", "cached_bytes", "damaged", "discard"}
+OURS = {"list", "over", "workers", "expired", "turn_down", "cached_bytes", "damaged", "discard"}
 """Verbs that the earlier version does not have, or answers otherwise."""
 
 

@@ -311,7 +311,7 @@ class Twins(RuleBasedStateMachine):
         self.both(ask)
 
     @rule(
-        verb=st.sampled_from(["list", "load", "follow", "hello", "brings", "bye", "drop", "forget"]),
+        verb=st.sampled_from(["list", "load", "follow", "hello", "brings", "bye", "drop", "forget", "over"]),
         number=st.integers(0, 1000),
         which=filters,
         limit=st.integers(1, 4),
@@ -333,6 +333,8 @@ class Twins(RuleBasedStateMachine):
                     return await side.queue.bye(member)
                 case "drop":
                     return await side.queue.drop(name)
+                case "over":
+                    return await side.queue.over([name, "nobody", *self.names[number % 5 :: 3]])
                 case "forget":
                     return sorted(await side.queue.forget(self.clock.wall() - 4.0 * (number % 2)))
             cards = CARDS if verb == "brings" else ()

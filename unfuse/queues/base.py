@@ -6,6 +6,7 @@ and the memory backend its plainest reading.
 
 from __future__ import annotations
 
+import builtins
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from operator import attrgetter
@@ -270,6 +271,13 @@ class TaskQueue(ABC):
 
         Its position is the number of tasks that would be leased from the pool before the first of its own (the least
         over its queued tasks); None unless it waits: something is queued and nothing runs.
+        """
+
+    @abstractmethod
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these requests are over, or not known, in the order in which they were asked for.
+
+        One of which that cannot be read is not among them. However many are asked for, no context is read for it.
         """
 
     @abstractmethod

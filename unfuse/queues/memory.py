@@ -87,6 +87,10 @@ class MemoryQueue(TaskQueue):
         """The stored request."""
         return self._state.record(self._state.entry(request))
 
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these are over, or not known."""
+        return self._state.over(requests)
+
     async def list(
         self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:

@@ -43,7 +43,6 @@ from unfuse.queues.base import (
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
-from unfuse.supervision.supervisor import Supervisor
 
 try:
     from redis.asyncio import Redis
@@ -51,16 +50,16 @@ try:
     from redis.backoff import NoBackoff
     from redis.exceptions import NoScriptError, RedisError
 
+    from unfuse.queues.hearing import Hearing
     from unfuse.queues.reach import obstacle
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
 
-SWEEP_S = 5.0
 ANSWER_S = 15.0
 CHECK_S = 2.0
-"""Seconds until those who wait look by themselves, should nothing come; that an answer, or a check, may take."""
+"""Seconds that an answer, or a check, may take."""
 
 SCANNED = 500
 """Requests that one run looks through."""
@@ -80,9 +79,9 @@ class RedisQueue(TaskQueue):
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
         self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
         self._background = Background()
-        self._met, self._supervisor = Met(), Supervisor()
+        self._met = Met()
         self._waiting = Waiting(self._call, self._background, clock, self._met)
-        self._followers: dict[str, list[asyncio.Future[None]]] = {}
+        self._hearing = Hearing(self._redis, f"{self._tag}:changes", self._waiting)
         self._closed = False
         self._latest = 0.0
 
@@ -138,7 +137,7 @@ class RedisQueue(TaskQueue):
         if wanted.slots < 1 or self._closed:
             return []
         if wait > 0:
-            self._background.run("listen", self._listen)
+            self._background.run("listen", self._hearing.listen)
         return await self._waiting.claim(worker, wanted, ttl, wait)
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
@@ -201,6 +200,13 @@ class RedisQueue(TaskQueue):
             after, beyond = None, last and last.decode()
         return found
 
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these are over, or not known."""
+        pieces = [requests[first : first + SCANNED] for first in range(0, len(requests), SCANNED)]
+        answers = await asyncio.gather(*(self._call("over", ids=piece) for piece in pieces))
+        found = (is_over for answer in answers for is_over in answer)
+        return [request for request, is_over in zip(requests, found, strict=True) if is_over]
+
     async def size(self, pool: str) -> int:
         """Tasks that wait, their time come or not."""
         return int(await self._call("size", pool=pool))
@@ -212,12 +218,11 @@ class RedisQueue(TaskQueue):
 
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """Follow a request's history."""
-        self._background.run("listen", self._listen)
+        self._background.run("listen", self._hearing.listen)
         is_known = is_over = False
         try:
             while not self._closed and not is_over:
-                news = asyncio.get_running_loop().create_future()
-                self._followers.setdefault(request, []).append(news)
+                news = self._hearing.of(request)
                 try:
                     over, events = await self._call("events", id=request, after=after)
                 except NotFound:
@@ -236,7 +241,7 @@ class RedisQueue(TaskQueue):
                 if not is_over:
                     await news
         finally:
-            self._wake_followers(request)
+            self._hearing.tell(request)
 
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
         """Keep a handle, and no more than there is room for."""
@@ -309,8 +314,7 @@ class RedisQueue(TaskQueue):
     async def close(self) -> None:
         """Wake everyone who waits, end what runs, and hang up."""
         self._closed = True
-        self._waiting.close()
-        self._wake_followers(*self._followers)
+        self._hearing.close()
         await self._background.end("listen")
         self._waiting.close()
         await self._redis.aclose()
@@ -369,32 +373,3 @@ class RedisQueue(TaskQueue):
             for n, reply in zip(unknown, await self._execute([calls[n] for n in unknown]), strict=True):
                 replies[n] = reply
         return replies
-
-    async def _listen(self) -> None:
-        await self._supervisor.repeat("hearing what changed", self._hear_changes)
-
-    async def _hear_changes(self) -> None:
-        """On a new connection, and when it is quiet, everyone looks."""
-        while not self._closed:
-            with suppress(RedisError, OSError):
-                async with self._redis.pubsub() as ear:
-                    await ear.subscribe(f"{self._tag}:changes")
-                    while not self._closed:
-                        self._hear(await ear.get_message(timeout=SWEEP_S))
-            await asyncio.sleep(RETRY_S)
-
-    def _hear(self, message: dict[str, Any] | None) -> None:
-        if message is None or message["type"] != "message":
-            self._waiting.serve()
-            self._wake_followers(*self._followers)
-            return
-        kind, _, name = message["data"].decode(errors="replace").partition(":")
-        if kind == "request":
-            self._wake_followers(name)
-        elif self._waiting.concerns(name):
-            self._waiting.serve()
-
-    def _wake_followers(self, *requests: str) -> None:
-        for news in [news for request in requests for news in self._followers.pop(request, ())]:
-            if not news.done():
-                news.set_result(None)

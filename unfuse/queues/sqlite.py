@@ -148,6 +148,15 @@ class SqliteQueue(TaskQueue):
         await self._writer.settled(entry)
         return record
 
+    async def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these are over, or not known, by what is written."""
+        self._writer.check_file()
+        over = [request for request in self._state.over(requests) if request not in self._journal.damaged]
+        for request in over:
+            if entry := self._state.requests.get(request):
+                await self._writer.settled(entry)
+        return over
+
     async def list(
         self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
     ) -> builtins.list[Record]:

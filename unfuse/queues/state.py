@@ -170,6 +170,11 @@ class QueueState:
         position = min((self._lines.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position)
 
+    def over(self, requests: Sequence[str]) -> builtins.list[str]:
+        """Which of these are over, or not known."""
+        known = ((request, self.requests.get(request)) for request in requests)
+        return [request for request, entry in known if entry is None or entry.context.over]
+
     def list(self, which: Filter, after: str | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
         """Requests in the order of their arrival."""
         behind = None if after is None else self.entry(after)

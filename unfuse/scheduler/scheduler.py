@@ -284,17 +284,7 @@ class Scheduler:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
-        over = await asyncio.gather(*(self._is_over(request) for request in requests))
-        ended = [request for request, is_over in zip(requests, over, strict=True) if is_over]
-        return ended + await self._cache.over(cached)
-
-    async def _is_over(self, request: str) -> bool:
-        try:
-            return (await self.queue.load(request)).context.over
-        except NotFound:
-            return True
-        except Damaged:
-            return False
+        return await self.queue.over(requests) + await self._cache.over(cached)
 
     async def _apply(self, request: str, decide: Callable[[Record], Change | None]) -> tuple[Record, bool]:
         """Load, decide, commit, again while others move the same context; says whether this changed it.

@@ -8,7 +8,18 @@ from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.queues.base import MAX_CACHED, Filter, Limits, TaskQueue
 from unfuse.testing.clock import ManualClock
-from unfuse.testing.queue_samples import LIMITS, change, handle, history, raised, request, submitted, task
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    handle,
+    history,
+    raised,
+    request,
+    submitted,
+    task,
+    wanted,
+)
 
 
 async def requests_are_listed_newest_first(queue: TaskQueue, clock: ManualClock) -> None:
@@ -52,6 +63,22 @@ async def one_that_is_over_is_dropped_at_once(queue: TaskQueue, clock: ManualClo
         await queue.drop("a")
     await raised(NotFound, queue.load("a"))
     assert (await queue.submit(request("b", idempotency_key="k"), [], [], LIMITS)).context.id == "b"
+
+
+async def it_is_told_which_are_over(queue: TaskQueue, clock: ManualClock) -> None:
+    """Those that ended, however they did, and names that nobody knows (any more); in the order they were asked for."""
+    for name in ("completed", "failed", "running", "queued", "dropped"):
+        await submitted(queue, name, pool="q" if name == "running" else "p")
+    assert await queue.over(["queued", "completed", "nobody", "running"]) == ["nobody"]
+    await queue.lease("w", wanted("q"), TTL)
+    for name in ("completed", "failed", "dropped"):
+        await queue.commit(change(await queue.load(name), status="completed" if name == "completed" else "failed"))
+    await queue.drop("dropped")
+    names = ["dropped", "queued", "failed", "", "running", "completed", "failed"]
+    assert await queue.over(names) == ["dropped", "failed", "", "completed", "failed"]
+    assert await queue.over([]) == []
+    many = [f"{number:04}" for number in range(1200)]
+    assert await queue.over([*many, "queued", *many, "failed"]) == [*many, *many, "failed"]
 
 
 async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:
@@ -162,6 +189,7 @@ RECORD_RULES = (
     requests_are_listed_newest_first,
     what_is_over_is_forgotten,
     one_that_is_over_is_dropped_at_once,
+    it_is_told_which_are_over,
     dead_ones_are_found,
     what_is_over_may_still_be_marked,
     overload_stores_nothing,

@@ -103,6 +103,17 @@ function verbs.load()
   return sound(record, A.id) or damaged(A.id)
 end
 
+-- Of each request whether it is over, or nothing is known of it, 1 or 0.
+function verbs.over()
+  local answers = {}
+  for i, id in ipairs(A.ids) do
+    local over = sound(call, 'HGET', request_key(id), 'over') -- nothing where it is no hash
+    local is_over = over == '1' or (over == false and call('EXISTS', request_key(id)) == 0)
+    answers[i] = is_over and 1 or 0
+  end
+  return answers
+end
+
 -- One page of those asked for, from behind a number; answers where the next one begins, what was found, and the ids of
 -- what cannot be read.
 function verbs.list()
