@@ -14,7 +14,7 @@ from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import Damaged, NotFound
 from unfuse.core.event import Event
-from unfuse.queues.base import Filter, TaskQueue
+from unfuse.queues.base import Filter, Line, TaskQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -23,6 +23,7 @@ from unfuse.testing.queue_samples import (
     done,
     handle,
     history,
+    planned,
     request,
     submitted,
     task,
@@ -61,7 +62,7 @@ def member(key: str) -> Callable[[Client, bytes], object]:
 
 
 RECORDS = [f"{P}:{kind}:bad" for kind in ("request", "stages", "events", "droppable")] + [TASK]
-FIELDS = ("context", "done", "number", "over", "version", "tenant")
+FIELDS = ("context", "done", "number", "over", "version", "tenant", "left", "counted")
 LINES = ("requests", "active", "over", "leases", "joined", "ready:p")
 DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     **{f"{key} is a string": wrong_type(key) for key in RECORDS},
@@ -76,6 +77,8 @@ DAMAGES: dict[str, Callable[[Client, bytes], object]] = {
     "an event is garbage": member(f"{P}:events:bad"),
     "a cached output is garbage": field(f"{P}:cached", "k"),
     "an idempotency key leads nowhere": field(f"{P}:keyed", "1:tk"),
+    "what is left is garbage": lambda client, data: client.hset(f"{P}:left", "z", b"no number" + data),
+    "all that is left is a string": wrong_type(f"{P}:left"),
     "what all costs is garbage": field(f"{P}:meta", "cost"),
     "the news are garbage": lambda client, data: client.publish(f"{P}:changes", b"\xff\xfe:" + data),
 }  # fmt: skip
@@ -90,8 +93,10 @@ async def filled(server: Server, clock: ManualClock) -> TaskQueue:
     await submitted(queue, OVER)
     await queue.commit(change(await queue.load(OVER), status="completed", completed_at=1.0))
     await submitted(queue, RUNS, priority=9)
+    assert (await queue.stats([])).active == 1
     for name in (BAD, *HEALTHY):
-        await queue.submit(request(name, tenant="t", idempotency_key=name), [task(name)], [Event("queued")], LIMITS)
+        context = request(name, tenant="t", idempotency_key=name, plan=planned(**{f"{'zy'[name == BAD]}": 0.1}))
+        await queue.submit(context, [task(name)], [Event("queued")], LIMITS)
     for key in "kl":
         await queue.cache(key, handle(key), 100)
     return queue
@@ -111,6 +116,8 @@ async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:
     assert (await queue.cached(["l", "k"]))["l"] == handle("l")
     await queue.cache("m", handle("m"), 100)
     assert set(await queue.over([OVER, BAD, *HEALTHY, RUNS, "nobody"])) - {BAD} == {OVER, "nobody"}
+    assert (await queue.stats(["y"])).lines["y"].left_s in (0.0, 0.1)
+    assert (await queue.stats(["z"])).lines == {"z": Line(0, 0.0, 0.3)}
     for name in (*HEALTHY, RUNS):
         assert (await queue.load(name)).context.id == name
         assert (await anext(queue.watch(name))).type == "queued"

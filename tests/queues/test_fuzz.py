@@ -77,6 +77,7 @@ async def outcome(queue: TaskQueue, sent: dict[str, Any], wish: dict[str, Any], 
         lambda: queue.hand_back(stolen),
         lambda: queue.list(Filter(tenant=name)),
         lambda: queue.over([name, pool]),
+        lambda: queue.stats([name, pool]),
     ):
         try:
             answer = await work()

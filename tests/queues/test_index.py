@@ -16,7 +16,7 @@ from unfuse.queues.index import BLOCK, Entry, Ordered
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import change, leased, request, task
+from unfuse.testing.queue_samples import change, leased, planned, request, task
 
 LIMITS = Limits(max_active=10_000, max_queue=10_000)
 ASKED = (
@@ -105,6 +105,26 @@ async def test_a_question_looks_at_as_many_requests_in_memory(kind: str, tmp_pat
     await queue.close()
 
     assert counted[0] == counted[1] and max(counted[0]) <= 2
+
+
+async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: TaskQueue, server: Server) -> None:
+    """Given ten times as many requests in progress and tasks in line, then it is the same commands, but for the first
+    scrape of a queue."""
+
+    async def commands() -> dict[str, int]:
+        server.client.config_resetstat()
+        assert (await redis_queue.stats(["p", "q"])).lines["p"].left_s > 0
+        stats = server.client.info("commandstats")
+        return {name: told["calls"] for name, told in stats.items() if "info" not in name and "config" not in name}
+
+    counted = []
+    for first, more in ((0, 10), (10, 100)):
+        for number in range(first, first + more):
+            await redis_queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], LIMITS)
+        await redis_queue.stats([])
+        counted.append(await commands())
+
+    assert counted[0] == counted[1]
 
 
 async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: TaskQueue, server: Server) -> None:

@@ -28,7 +28,7 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, Proto
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
-from unfuse.queues.base import MOST_RETURNS, Filter, Limits
+from unfuse.queues.base import MOST_RETURNS, Filter, Limits, Line, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.row import Standing
 from unfuse.queues.sqlite import SqliteQueue
@@ -42,6 +42,7 @@ from unfuse.testing.queue_samples import (
     history,
     leased,
     passing,
+    planned,
     raised,
     request,
     started,
@@ -454,6 +455,20 @@ async def test_a_row_that_cannot_be_read_costs_its_request_alone(queue: SqliteQu
     queue = await again(queue, ManualClock())
     assert await queue.damaged() == []
     assert [record.context.id for record in await queue.list(Filter())] == ["d", "b", "a"]
+    await queue.close()
+
+
+async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue, clock: ManualClock) -> None:
+    """Given tasks that wait and one that is leased, when that comes back, then all have waited since they came."""
+    for name in "ab":
+        await queue.submit(request(name, plan=planned(p=1.5)), [task(name)], [], LIMITS)
+        clock.advance(5)
+    lease = await leased(queue)
+    before = await queue.stats(["p"])
+    queue = await again(queue, clock)
+    assert await queue.stats(["p"]) == before == Stats(2, {"p": Line(1, 5.0, 3.0)})
+    await queue.hand_back(lease.claim)
+    assert (await queue.stats(["p"])).lines == {"p": Line(2, 10.0, 3.0)}
     await queue.close()
 
 

@@ -6,6 +6,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from tests.core.graphs import object_for, pipelines, request_for
 from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Pipeline
+from unfuse.core.plan import ExecutionPlan, Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Limits, TaskQueue, Wanted
@@ -93,6 +94,12 @@ class Oracle:
             self.entries = [entry for entry in self.entries if entry.task.request != change.context.id]
 
 
+def priced(context: RequestContext) -> RequestContext:
+    """A request whose stages were predicted to take 0.1 s, 0.2 s and so on."""
+    stages = [msgspec.structs.replace(stage, cost=n / 10) for n, stage in enumerate(context.plan.stages, 1)]
+    return msgspec.structs.replace(context, plan=ExecutionPlan(tuple(stages)))
+
+
 class Histories(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +163,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(pipeline=pipelines(), samples=st.integers(1, 2), priority=st.integers(-1, 1))
     def submit(self, pipeline: Pipeline, samples: int, priority: int) -> None:
-        request = request_for(pipeline, samples, id=f"request{len(self.contexts):03}", priority=priority)
+        request = priced(request_for(pipeline, samples, id=f"request{len(self.contexts):03}", priority=priority))
         admitted = lifecycle.admitted(request, self.clock.wall())
         limits = Limits(max_active=10_000, max_queue=10_000)
         record = self.do(self.queue.submit(admitted.context, admitted.push, admitted.events, limits))
@@ -246,6 +253,22 @@ class Histories(RuleBasedStateMachine):
             assert list(self.do(self.queue.peek(pool, 10_000))) == [entry.task for entry in line]
             waiting = [entry for entry in self.oracle.entries if entry.token is None and entry.task.pool == pool]
             assert self.do(self.queue.size(pool)) == len(waiting)
+
+    @invariant()
+    def what_is_told_of_all_is_what_looking_at_each_would_find(self) -> None:
+        """To the nanosecond, however often it was added and taken away."""
+        stats = self.do(self.queue.stats(POOLS))
+        active = [self.do(self.queue.load(id)).context for id, context in self.contexts.items() if not context.over]
+        assert stats.active == len(active)
+        for pool in POOLS:
+            left = [
+                Fraction(str(stage.cost))
+                for context in active
+                for stage in context.plan.stages
+                if stage.pool == pool and context.stages[stage.name].status != "done"
+            ]
+            assert stats.lines[pool].left_s == float(sum(left))
+            assert stats.lines[pool].waiting == self.do(self.queue.size(pool))
 
     @invariant()
     def nothing_is_lost_and_nothing_is_there_twice(self) -> None:

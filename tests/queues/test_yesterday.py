@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -19,14 +20,14 @@ from tests.queues.test_twins import FEW, shared_twins
 from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
 from unfuse import queues
 from unfuse.core.errors import LeaseLost
-from unfuse.core.request import Record
+from unfuse.core.request import Record, StageState
 from unfuse.queues import redis, returned, script
-from unfuse.queues.base import Filter, Limits, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Stats, TaskQueue, Wanted
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_lists import check_lists
-from unfuse.testing.queue_samples import LIMITS, change, request, submitted, task
+from unfuse.testing.queue_samples import LIMITS, change, planned, request, submitted, task
 
 FOLDER = Path(__file__).parent / "yesterday"
 SCRIPT = (FOLDER / "script.lua").read_text()
@@ -84,6 +85,23 @@ class Stored:
             assert await ids(queue, tenant=("default", "other")[place % 2], idempotency_key=f"key of {id}") == [id]
         assert await ids(queue) == NEWEST_FIRST
         await check_lists(queue)
+
+    async def test_what_there_is_to_do_is_counted_once(self, queue: TaskQueue) -> None:
+        """At the first scrape what is stored, as looking at each would find; at the next one nothing is read."""
+        active = [record.context for record in await queue.list(Filter(over=False))]
+        left = {pool: 0.0 for pool in POOLS.values()}
+        for context in active:
+            for stage in context.plan.stages:
+                left[stage.pool] += stage.cost * (context.stages[stage.name].status != "done")
+        first = await queue.stats([*left])
+        with patch.object(queue, "load", side_effect=AssertionError("a record was loaded")):
+            assert await queue.stats([*left]) == first
+        assert first.active == len(active) == 7
+        assert {pool: line.left_s for pool, line in first.lines.items()} == pytest.approx(left)
+        assert {pool: line.waiting for pool, line in first.lines.items()} == {
+            pool: await queue.size(pool) for pool in left
+        }
+        assert max(line.oldest_s for line in first.lines.values()) >= 3500
 
     async def test_a_repeat_joins_what_was_stored(self, queue: TaskQueue) -> None:
         for place, id in enumerate(STATES):
@@ -149,7 +167,7 @@ class Reviewed(RedisQueue):
         return await super().list(*args, **more)
 
 
-OURS = {"list", "over", "workers", "expired", "turn_down", "cached_bytes", "damaged", "discard"}
+OURS = {"list", "over", "stats", "count", "workers", "expired", "turn_down", "cached_bytes", "damaged", "discard"}
 """Verbs that the earlier version does not have, or answers otherwise."""
 
 
@@ -173,6 +191,12 @@ def test_the_earlier_version_beside_this_one(server: Server) -> None:
             server.client.flushall()
             self.over_one = [kind.at(server.url, self.clock) for kind in (Reviewed, Yesterdays)]
             return self.over_one[0]
+
+        async def stats(self, side: Any) -> Stats:
+            """It does not keep when a task was first pushed."""
+            found = await super().stats(side)
+            lines = {name: msgspec.structs.replace(line, oldest_s=0.0) for name, line in found.lines.items()}
+            return msgspec.structs.replace(found, lines=lines)
 
     many = 1_000_000  # returns: the earlier version's leases do not count them
     with patch.object(redis, "MOST_RETURNS", many), patch.object(returned, "MOST_RETURNS", many):
@@ -217,4 +241,24 @@ async def test_many_may_open_what_was_stored_at_once(server: Server) -> None:
     assert [[one.context.id for one in found] for found in lists] == [["video_queued", "video_completed"]] * 8
     await check_lists(many[0])
     for queue in many:
+        await queue.close()
+
+
+async def test_what_the_earlier_version_does_is_in_the_sums(server: Server) -> None:
+    """Given sums that were right, when the earlier version stores, changes and ends requests, then they are again."""
+    old, new = Yesterdays.at(server.url, ManualClock()), queues.open(server.url, ManualClock())
+    for name in "abc":
+        await new.submit(request(name, plan=planned(p=0.5, q=1.0)), [], [], LIMITS)
+    assert (await new.stats(["p"])).lines["p"].left_s == 1.5
+    await old.submit(request("d", plan=planned(p=2.0)), [], [], LIMITS)
+    assert (await new.stats(["p"])).lines["p"].left_s == 3.5
+    record = await new.load("a")
+    stages = record.context.stages | {"p": StageState("done", attempt=1)}
+    await old.commit(change(record, stages=stages))
+    assert (await new.stats(["p"])).lines["p"].left_s == 3.0
+    await old.commit(change(await new.load("b"), status="failed", completed_at=1.0))
+    await new.commit(change(await new.load("c"), status="failed", completed_at=1.0))
+    found = await new.stats(["p", "q"])
+    assert (found.active, found.lines["p"].left_s, found.lines["q"].left_s) == (2, 2.0, 1.0)
+    for queue in (old, new):
         await queue.close()

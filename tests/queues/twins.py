@@ -18,10 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from unfuse.core.card import Limits as CardLimits, ModelCard
 from unfuse.core.errors import UnfuseError
 from unfuse.core.event import Event
-from unfuse.core.plan import Pipeline
+from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Stats, TaskQueue, Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import handle, request, worker
@@ -30,6 +30,10 @@ POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
 TTL = 8.0
 LIMITS = st.sampled_from([Limits(10**6, 10**6)] * 6 + [Limits(3, 10**6), Limits(10**6, 2), Limits(10**6, 10**6, 4.0)])
+PLANS = [
+    ExecutionPlan(tuple(PlannedStage(name, "k", pool, (), {}, 0, False, cost=cost) for name, pool, cost in stages))
+    for stages in ([("a", "p", 0.1), ("b", "q", 1 / 3), ("c", "r", 7.0)], [("a", "q", 1e-4), ("d", "q", 0.7)], [])
+]
 CARDS = [ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})]
 
 T = TypeVar("T")
@@ -199,6 +203,7 @@ class Twins(RuleBasedStateMachine):
             "idempotency_key": key,
             "fingerprint": "fg"[again % 3 : again % 3 + 1],
             "cost": float(again % 3),
+            "plan": PLANS[again % 3],
             "order": again / 4,
         }
         context = request(name, **fields)
@@ -381,6 +386,11 @@ class Twins(RuleBasedStateMachine):
         for pool in POOLS:
             self.both(lambda side, pool=pool: side.queue.peek(pool, 100))  # type: ignore[misc]
             self.both(lambda side, pool=pool: side.queue.size(pool))  # type: ignore[misc]
+        self.both(self.stats)
+
+    async def stats(self, side: Side) -> Stats:
+        """How much there is to do."""
+        return await side.queue.stats(POOLS)
 
     def look_at_everything(self) -> None:
         self.both(lambda side: side.queue.list(Filter(), limit=1000))

@@ -125,6 +125,28 @@ class Member(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
+class Line(msgspec.Struct, frozen=True):
+    """What waits in a pool: how many tasks, and how many seconds ago the first of the first FRONT in line was pushed.
+
+    `left_s` is how many seconds were predicted for all stages of the pool, of active requests, that are not done.
+    """
+
+    waiting: int = 0
+    oldest_s: float = 0.0
+    left_s: float = 0.0
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """How many requests are not over, and the lines of the pools that were asked for."""
+
+    active: int
+    lines: dict[str, Line]
+
+
+FRONT = 4
+"""Of so many tasks of a line it is looked at how long they wait."""
+
+
 class Damage(msgspec.Struct, frozen=True):
     """Something stored that cannot be read: the `id` of a request or worker or the name of a task, its kind, why."""
 
@@ -293,6 +315,10 @@ class TaskQueue(ABC):
     @abstractmethod
     async def size(self, pool: str) -> int:
         """Tasks that wait in a pool, those whose `not_before` is in the future among them (leased ones not counted)."""
+
+    @abstractmethod
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        """How much there is to do. It costs the same however much that is: no request is looked at for it."""
 
     @abstractmethod
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:

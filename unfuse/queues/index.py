@@ -18,7 +18,9 @@ BLOCK = 512
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request and its history. `stages` are the names it ever had a task under; the index keeps the rest."""
+    """A request and its history. `stages` are the names it ever had a task under, `left` is what it
+    adds to the sum of what is left; the index keeps the rest.
+    """
 
     context: RequestContext
     number: int
@@ -27,6 +29,7 @@ class Entry:
     status: RequestStatus = "queued"
     headings: tuple[Heading, ...] = ()
     ended: float | None = None
+    left: dict[str, int] = field(default_factory=dict)
 
     def fits(self, which: Filter) -> bool:
         """Whether it is one of those."""

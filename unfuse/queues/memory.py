@@ -16,7 +16,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Member, Renewal, Stats, TaskQueue, Wanted
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 
@@ -100,6 +100,10 @@ class MemoryQueue(TaskQueue):
     async def size(self, pool: str) -> int:
         """Tasks that wait, their time come or not."""
         return self._state.size(pool)
+
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        """How much there is to do."""
+        return self._state.stats(pools)
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks that would be leased next."""

@@ -27,6 +27,7 @@ from unfuse.core.request import VIDEO_ID, Change, Record, RequestContext, Runnin
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
+    FRONT,
     MAX_CACHED,
     MOST_RETURNS,
     PREFERENCE_AMONG,
@@ -34,14 +35,17 @@ from unfuse.queues.base import (
     Damage,
     Filter,
     Limits,
+    Line,
     Member,
     Renewal,
+    Stats,
     TaskQueue,
     Wanted,
     check_storable,
 )
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.left import NANOSECONDS
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
 
 try:
@@ -60,6 +64,9 @@ ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or redi
 ANSWER_S = 15.0
 CHECK_S = 2.0
 """Seconds that an answer, or a check, may take."""
+
+COUNTS = 3
+"""So often what an earlier version changes meanwhile is counted before sums are told."""
 
 SCANNED = 500
 """Requests that one run looks through."""
@@ -210,6 +217,23 @@ class RedisQueue(TaskQueue):
     async def size(self, pool: str) -> int:
         """Tasks that wait, their time come or not."""
         return int(await self._call("size", pool=pool))
+
+    async def stats(self, pools: Sequence[str]) -> Stats:
+        """How much there is to do. What an earlier version has stored or changed is counted first."""
+        for _ in range(COUNTS):
+            active, lines, uncounted = await self._call("stats", pools=list(pools), front=FRONT)
+            if not uncounted:
+                break
+            await asyncio.gather(*(self._count(id) for id in uncounted))
+        shown = (Line(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
+        return Stats(int(active), dict(zip(pools, shown, strict=True)))
+
+    async def _count(self, request: bytes) -> None:
+        """Have what is left of a request counted."""
+        share = script.UNREADABLE
+        with suppress(NotFound, Damaged):
+            share = script.counted((await self.load(script.shown_text(request))).context)
+        await self._call("count", id=script.raw(request), **share)
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks that would be leased next."""

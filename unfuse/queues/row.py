@@ -10,7 +10,10 @@ from unfuse.core.task import Task
 
 
 class Standing(msgspec.Struct, frozen=True, array_like=True):
-    """A task that is queued, or leased to the worker it names, and how often workers have turned it down."""
+    """A task that is queued, or leased to the worker it names, and how often workers have turned it down.
+
+    `since` and `pushed` are Unix seconds.
+    """
 
     arrival: int
     task: Task
@@ -18,6 +21,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     token: bytes = b""
     since: float = 0.0
     returned: dict[str, int] = {}
+    pushed: float = 0.0
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -20,8 +20,9 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Member
+from unfuse.queues.left import left_of
 
-PARTS = ("common", "index", "requests", "history", "cached", "returned", "leases", "tasks")
+PARTS = ("common", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and what Redis knows it by once it is loaded."""
@@ -107,5 +108,18 @@ def facts(context: RequestContext, push: Sequence[Task], events: Sequence[Event]
     facts = {name: getattr(context, name) for name in names}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
+    share = counted(context)
+    stored |= {"left": share["packed"], "counted": share["counted"]}
     fields = [part for item in stored.items() for part in item]
-    return facts | {"id": context.id, "fields": fields, "push": [pushed(task) for task in push], "events": events}
+    facts |= {"id": context.id, "fields": fields, "left": share["left"]}
+    return facts | {"push": [pushed(task) for task in push], "events": events}
+
+
+UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}
+"""What is counted of a request that cannot be read."""
+
+
+def counted(context: RequestContext) -> dict[str, Any]:
+    """What is left of a request, by pool and as it is stored, and the version at which that is so."""
+    left = left_of(context)
+    return {"left": left, "packed": raw(msgspec.msgpack.encode(left)), "counted": text(context.version)}

@@ -18,11 +18,12 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, Wanted, check_storable
+from unfuse.queues.base import FRONT, Filter, Limits, Line, Member, Renewal, Stats, Wanted, check_storable
 from unfuse.queues.cached import Cached
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
 from unfuse.queues.leases import Leases
+from unfuse.queues.left import NANOSECONDS, left_of
 from unfuse.queues.lines import Lines, Rank
 from unfuse.queues.registry import Registry
 from unfuse.queues.returned import Key, Returned
@@ -44,6 +45,8 @@ class QueueState:
         self._index = Index()
         self._active = 0
         self._cost = 0.0
+        self._left = Counter[str]()
+        self._pushed: dict[Key, float] = {}
         self._lines = Lines()
         self._leases = Leases()
         self._returned = Returned()
@@ -57,7 +60,7 @@ class QueueState:
             return known
         self._admit(context, tasks, limits)
         entry = self.requests[context.id] = Entry(context, self._arrival())
-        self._count(context, not context.over)
+        self._count(entry, False)
         self._push(entry, tasks)
         self._publish(entry, events)
         self._alter(entry)
@@ -115,8 +118,8 @@ class QueueState:
                 raise _lost(claim)
         if context.version != entry.context.version + 1:
             raise Conflict(f"{context.id} is at version {entry.context.version}: {context.version} does not follow it")
-        self._count(context, (not context.over) - (not entry.context.over))
-        entry.context = context
+        was_active, entry.context = not entry.context.over, context
+        self._count(entry, was_active)
         for key in (claim.key, *change.close) if claim is not None else change.close:
             self._drop(key)
         self._push(entry, change.push)
@@ -186,6 +189,16 @@ class QueueState:
         """Tasks that wait, their time come or not."""
         return self._lines.size(pool)
 
+    def stats(self, pools: Sequence[str]) -> Stats:
+        """How much there is to do."""
+        self.ripen(self._clock.now())
+        return Stats(self._active, {pool: self._line(pool) for pool in pools})
+
+    def _line(self, pool: str) -> Line:
+        wall = self._clock.wall()
+        oldest = max((wall - self._pushed[rank[3].key] for rank in self._lines.front(pool, FRONT)), default=0.0)
+        return Line(self._lines.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
+
     def peek(self, pool: str, limit: int) -> Sequence[Task]:
         """The tasks that would be leased next."""
         self.ripen(self._clock.now())
@@ -232,10 +245,11 @@ class QueueState:
         for key in ((context.id, stage) for stage in entry.stages):
             returned = dict(self._returned.by(key))
             if rank := self._lines.rank(key):
-                standing.append(Standing(rank[2], rank[3], returned=returned))
+                standing.append(Standing(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
             if held := self._leases.of(key):
                 lease, since = held.lease, held.running.since
-                standing.append(Standing(held.rank[2], lease.task, lease.worker, lease.token, since, returned))
+                leased = lease.task, lease.worker, lease.token, since
+                standing.append(Standing(held.rank[2], *leased, returned, self._pushed[key]))
         return Row(context, tuple(entry.stages), tuple(standing), entry.history.lasting(), entry.history.last)
 
     def restore(self, number: int, row: Row, last: int) -> builtins.list[Claim]:
@@ -246,7 +260,7 @@ class QueueState:
         context = row.context
         entry = Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
         self.requests[context.id] = entry
-        self._count(context, not context.over)
+        self._count(entry, False)
         self._publish(entry, ())
         self.reserve(number)
         claims = []
@@ -254,6 +268,8 @@ class QueueState:
             task = stood.task
             self.reserve(stood.arrival)
             rank = (-task.priority, task.order, stood.arrival, task)
+            state = context.stages.get(task.stage)
+            self._pushed[task.key] = stood.pushed or (state and state.queued_at) or self._clock.wall()
             for worker, times in stood.returned.items():
                 self._returned.count(task.key, worker, times)
             if not stood.token:
@@ -283,9 +299,16 @@ class QueueState:
             if size + more > limits.max_queue:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
 
-    def _count(self, context: RequestContext, change: int) -> None:
+    def _count(self, entry: Entry, was_active: bool) -> None:
+        """A request is new, or another version of it."""
+        change = (not entry.context.over) - was_active
         self._active += change
-        self._cost = self._cost + change * context.cost if self._active else 0.0
+        self._cost = self._cost + change * entry.context.cost if self._active else 0.0
+        was, entry.left = entry.left, left_of(entry.context)
+        for pool in was.keys() | entry.left.keys():
+            self._left[pool] += entry.left.get(pool, 0) - was.get(pool, 0)
+            if not self._left[pool]:
+                del self._left[pool]
 
     def _publish(self, entry: Entry, events: Sequence[Event]) -> None:
         for event in events:
@@ -297,6 +320,7 @@ class QueueState:
         for task in tasks:
             self._drop(task.key)
             entry.stages[task.stage] = None
+            self._pushed[task.key] = self._clock.wall()
             self._put((-task.priority, task.order, self._arrival(), task))
 
     def _put(self, rank: Rank) -> None:
@@ -307,6 +331,7 @@ class QueueState:
         """Take a task out of the queue, and end its lease."""
         self._leases.end(key)
         self._returned.forget(key)
+        self._pushed.pop(key, None)
         if rank := self._lines.remove(key):
             self.pools[rank[3].pool] = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 
@@ -14,7 +13,6 @@ from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import (
-    Damaged,
     InvalidParameter,
     NotFound,
     Overloaded,
@@ -36,7 +34,6 @@ from unfuse.supervision.supervisor import Supervisor
 PICTURES_AT_ONCE = 2
 """Uploads decoded at a time: each may take 160 MB while it is. Adapters are read by as many."""
 
-_FIRST = 4
 
 log = structlog.get_logger(__name__)
 
@@ -161,15 +158,6 @@ class Gateway(Observer):
     def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as whoever asks sees it."""
         return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
-
-    async def oldest(self, pool: str) -> float:
-        """Seconds that the one which waits longest of the first few tasks in a pool's line has waited; 0 for none."""
-        waits = [0.0]
-        for task in await self.queue.peek(pool, _FIRST):
-            with suppress(NotFound, Damaged):
-                state = (await self.queue.load(task.request)).context.stages[task.stage]
-                waits.append(time.time() - state.queued_at)
-        return max(waits)
 
     def release(self, context: RequestContext) -> None:
         """Forget in the background what was attached to a request that does not need it any more."""

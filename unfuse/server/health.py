@@ -57,7 +57,6 @@ async def version() -> dict[str, str]:
 async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
     pools = {pool for card in (await gateway.models()).values() for pool in card.pools().values()}
-    oldest = {pool: await gateway.oldest(pool) for pool in sorted(pools)}
     gateway.metrics.results(*await gateway.unwritten())
-    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), oldest)
+    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), sorted(pools))
     return Response(page, media_type=CONTENT_TYPE_LATEST)

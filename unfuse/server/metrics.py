@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from unfuse.core.messages import Moved
 from unfuse.core.request import RequestContext
-from unfuse.queues.base import Filter, Member, TaskQueue
+from unfuse.queues.base import Member, TaskQueue
 from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
-_MOST_ACTIVE = 1000
 
 
 class Metrics:
@@ -52,7 +50,7 @@ class Metrics:
                 ("failures", "Pulls that broke, and were tried again or given up"),
             )
         ]
-        self._active = self._gauge("requests_active", f"Requests that are not over, up to {_MOST_ACTIVE}")
+        self._active = self._gauge("requests_active", "Requests that are not over")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
         self._arenas = {
             name: self._gauge(f"arena_{name}", says, "role")
@@ -115,10 +113,10 @@ class Metrics:
         self._kept.set(kept)
         self._unwritten.set(waiting)
 
-    async def page(self, queue: TaskQueue, members: Sequence[Member], oldest: Mapping[str, float]) -> bytes:
-        """Everything in Prometheus' text format; `oldest` is the longest wait in each pool, in seconds."""
-        active = [record.context for record in await queue.list(Filter(over=False), limit=_MOST_ACTIVE)]
-        self._active.set(len(active))
+    async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
+        """Everything in Prometheus' text format, with what waits in these pools."""
+        stats = await queue.stats(pools)
+        self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))
         for gauge in (self._size, self._oldest, self._predicted, self._busy, self._idle, *self._arenas.values()):
@@ -131,12 +129,11 @@ class Metrics:
                 "high_water": [info.high_water / info.room for info in infos],
             }.items():
                 self._arenas[name].labels(role).set(max(shares, default=0.0))
-        left = _left(active)
-        for pool, waited in oldest.items():
-            self._predicted.labels(pool).set(left.get(pool, 0.0))
+        for pool, line in stats.lines.items():
+            self._predicted.labels(pool).set(line.left_s)
             held = [member.leased > 0 for member in members if pool in member.info.pools]
-            self._oldest.labels(pool).set(waited)
-            self._size.labels(pool).set(await queue.size(pool))
+            self._oldest.labels(pool).set(line.oldest_s)
+            self._size.labels(pool).set(line.waiting)
             self._busy.labels(pool).set(sum(held))
             self._idle.labels(pool).set(len(held) - sum(held))
         return generate_latest(self._registry)
@@ -162,16 +159,6 @@ class Metrics:
     def _histogram(self, what: str, says: str, labels: list[str], buckets: Sequence[float] = _BUCKETS) -> Histogram:
         says += ", in requests that succeeded"
         return Histogram(f"unfuse_{what}", says, labels, registry=self._registry, buckets=buckets)
-
-
-def _left(contexts: Sequence[RequestContext]) -> dict[str, float]:
-    """Predicted seconds, by pool, of the stages that are not done."""
-    seconds: dict[str, float] = defaultdict(float)
-    for context in contexts:
-        for stage in context.plan.stages:
-            if context.stages[stage.name].status != "done":
-                seconds[stage.pool] += stage.cost
-    return seconds
 
 
 def _count(counters: list[Counter]) -> None:

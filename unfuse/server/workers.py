@@ -48,13 +48,15 @@ async def workers(gateway: Served) -> dict[str, object]:
 async def pools(gateway: Served) -> dict[str, object]:
     """Pools of the served models: the models that share each, its healthy workers, and the tasks that wait in it.
 
-    `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait in line.
+    `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait of the first few
+    in line.
     """
     members = await gateway.scheduler.workers()
     models: dict[str, list[str]] = {}
     for name, card in sorted((await gateway.models()).items()):
         for pool in sorted(set(card.pools().values())):
             models.setdefault(pool, []).append(name)
+    stats = await gateway.queue.stats(sorted(models))
     data = []
     for pool, names in models.items():
         inside = [member for member in members if pool in member.info.pools]
@@ -66,8 +68,8 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),
                 "leased": sum(member.leased for member in inside),
-                "waiting": await gateway.queue.size(pool),
-                "oldest_s": round(await gateway.oldest(pool), 3),
+                "waiting": stats.lines[pool].waiting,
+                "oldest_s": round(stats.lines[pool].oldest_s, 3),
             }
         )
     return {"object": "list", "data": data}

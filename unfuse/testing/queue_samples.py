@@ -12,7 +12,7 @@ import msgspec
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan
+from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Limits, TaskQueue, Wanted
@@ -28,7 +28,14 @@ E = TypeVar("E", bound=Exception)
 def request(name: str, **fields: Any) -> RequestContext:
     """A request whose stage "s" is queued."""
     stages = {"s": StageState("queued", attempt=1)}
-    return RequestContext(name, "model", {}, ExecutionPlan(()), stages, **fields)
+    return RequestContext(name, "model", {}, fields.pop("plan", ExecutionPlan(())), stages, **fields)
+
+
+def planned(**costs: float) -> ExecutionPlan:
+    """A plan whose stages have these predicted seconds, each in the pool that its name begins with."""
+    return ExecutionPlan(
+        tuple(PlannedStage(name, "denoise", name[0], (), {}, 0, False, cost=cost) for name, cost in costs.items())
+    )
 
 
 def task(name: str, stage: str = "s", pool: str = "p", attempt: int = 1, **fields: Any) -> Task:

@@ -89,7 +89,7 @@ local function push(id, tasks)
     call('ZADD', stages_key(id), 'NX', call('ZCARD', stages_key(id)), task.stage)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
       'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
-      'task', task.task)
+      'task', task.task, 'pushed', exact(wall))
     put(name, task.pool, member, task.not_before)
   end
 end

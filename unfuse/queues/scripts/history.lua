@@ -38,7 +38,7 @@ function verbs.discard()
   end
   local was_active = call('ZREM', ACTIVE, id) == 1
   local sum = tonumber(call('HGET', META, 'cost')) or 0
-  call('HSET', META, 'cost', exact(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum))
+  set_cost(was_active and call('ZCARD', ACTIVE) > 0 and sum - (cost or 0) or sum, false) -- what is left is summed anew
   drop(id)
   for _, name in ipairs(call('HKEYS', DAMAGED)) do
     if name == id or string.sub(name, 1, #name_of(id, '')) == name_of(id, '') then call('HDEL', DAMAGED, name) end

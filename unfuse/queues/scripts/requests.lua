@@ -24,8 +24,9 @@ end
 
 -- Writes a context with what queries ask of it; `was_active` says how it counted until now.
 local function store(id, number, was_active)
+  local was = share_of(id)
   call('HSET', request_key(id), unpack(A.fields))
-  local cost = tonumber(call('HGET', META, 'cost')) or 0
+  local cost, is_right = tonumber(call('HGET', META, 'cost')) or 0, exchange(was, A.left)
   if A.over then
     call('ZREM', ACTIVE, id)
     call('ZADD', OVER, A.completed_at or 0, id)
@@ -35,7 +36,7 @@ local function store(id, number, was_active)
     call('ZADD', ACTIVE, number, id)
     if not was_active then cost = cost + A.cost end
   end
-  call('HSET', META, 'cost', exact(call('ZCARD', ACTIVE) > 0 and cost or 0))
+  set_cost(call('ZCARD', ACTIVE) > 0 and cost or 0, is_right)
 end
 
 local function overload()
