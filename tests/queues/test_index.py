@@ -16,7 +16,7 @@ from unfuse.queues.index import BLOCK, Entry, Ordered
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import change, leased, planned, request, task
+from unfuse.testing.queue_samples import TTL, change, done, leased, planned, request, task, wanted
 
 LIMITS = Limits(max_active=10_000, max_queue=10_000)
 ASKED = (
@@ -125,6 +125,22 @@ async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: TaskQueue, s
         counted.append(await commands())
 
     assert counted[0] == counted[1]
+
+
+async def test_each_verb_is_one_run_of_one_script(redis_queue: TaskQueue, server: Server) -> None:
+    """Also an outcome with the next lease: nothing can come between."""
+    for name in "ab":
+        await redis_queue.submit(request(name), [task(name)], [], LIMITS)
+    lease = await leased(redis_queue)
+    outcome = done(await redis_queue.load("a"), lease)
+    server.client.config_resetstat()
+
+    _, leases = await redis_queue.commit_and_lease(outcome, "w", wanted("p"), TTL)
+
+    assert [one.task.request for one in leases] == ["b"]
+    assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 1
+    await redis_queue.commit(done(await redis_queue.load("b"), leases[0]))
+    assert server.client.info("commandstats")["cmdstat_evalsha"]["calls"] == 3
 
 
 async def test_whether_many_are_over_is_one_run_and_reads_no_context(redis_queue: TaskQueue, server: Server) -> None:

@@ -167,7 +167,19 @@ class Reviewed(RedisQueue):
         return await super().list(*args, **more)
 
 
-OURS = {"list", "over", "stats", "count", "workers", "expired", "turn_down", "cached_bytes", "damaged", "discard"}
+OURS = {
+    "list",
+    "over",
+    "stats",
+    "count",
+    "commit_and_lease",
+    "workers",
+    "expired",
+    "turn_down",
+    "cached_bytes",
+    "damaged",
+    "discard",
+}
 """Verbs that the earlier version does not have, or answers otherwise."""
 
 

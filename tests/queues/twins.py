@@ -251,12 +251,15 @@ class Twins(RuleBasedStateMachine):
         pushed=pushes,
         is_last=st.booleans(),
         skipped=st.sampled_from([0, 0, 0, 0, 1]),
+        wanted=st.none() | wants,
     )
-    def complete(self, number: int, damage: str, pushed: dict[str, Any], is_last: bool, skipped: int) -> None:
-        """Commit with a claim, which may be an old one, or one that was committed already."""
+    def complete(
+        self, number: int, damage: str, pushed: dict[str, Any], is_last: bool, skipped: int, wanted: Wanted | None
+    ) -> None:
+        """Commit with a claim, which may be an old one, or one that was committed already; or ask for more with it."""
         self.step()
 
-        async def ask(side: Side) -> Record:
+        async def ask(side: Side) -> Any:
             claim = side.claim(number, damage)
             context = (await side.queue.load(claim.request)).context
             state = StageState("done", claim.attempt, side.chosen(number).token)
@@ -269,7 +272,11 @@ class Twins(RuleBasedStateMachine):
             )
             events = (Event("stage_completed", stage=claim.stage),)
             push = () if context.over else tuple(self.pushed(side, claim.request, pushed))
-            return await side.queue.commit(Change(context, claim, push=push, events=events))
+            change = Change(context, claim, push=push, events=events)
+            if wanted is None:
+                return await side.queue.commit(change)
+            record, leases = await side.queue.commit_and_lease(change, "w", wanted, TTL)
+            return record, side.met(leases)
 
         self.both(ask)
 

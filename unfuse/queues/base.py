@@ -268,6 +268,17 @@ class TaskQueue(ABC):
         """
 
     @abstractmethod
+    async def commit_and_lease(
+        self, change: Change, worker: str, wanted: Wanted, ttl: float
+    ) -> tuple[Record, builtins.list[Lease]]:
+        """Apply a transition as `commit` does, then claim tasks as `lease` does without waiting, with nobody between.
+
+        What the change pushes, closes and gives back counts for the claim; who waits is served behind it. What raises
+        has claimed nothing; a repeat that was applied already claims like any other. The record tells of these leases.
+        Whoever is cancelled meanwhile may have claimed: such leases end with their time.
+        """
+
+    @abstractmethod
     async def hand_back(self, claim: Claim) -> bool:
         """Return a leased task to its old place in the queue, under the next attempt. False if it is not held."""
 

@@ -67,6 +67,15 @@ class MemoryQueue(TaskQueue):
         self._waiters.tell()
         return self._state.record(entry)
 
+    async def commit_and_lease(
+        self, change: Change, worker: str, wanted: Wanted, ttl: float
+    ) -> tuple[Record, list[Lease]]:
+        """Apply a transition, then claim tasks."""
+        entry = self._state.commit(change)
+        leases = self._state.claim(worker, wanted, ttl)
+        self._waiters.tell()
+        return self._state.record(entry), leases
+
     async def hand_back(self, claim: Claim) -> bool:
         """Put a leased task back where it stood."""
         was_held = self._state.hand_back(claim)

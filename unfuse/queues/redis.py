@@ -23,7 +23,7 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, Tr
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import VIDEO_ID, Change, Record, RequestContext, Running
+from unfuse.core.request import VIDEO_ID, Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
@@ -46,7 +46,7 @@ from unfuse.queues.base import (
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.left import NANOSECONDS
-from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiting
+from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiter, Waiting
 
 try:
     from redis.asyncio import Redis
@@ -135,7 +135,7 @@ class RedisQueue(TaskQueue):
         """Store a new request, once."""
         check_storable(context, *tasks, *events)
         more = Counter(task.pool for task in tasks)
-        return self._record(
+        return script.record(
             await self._call("submit", **script.facts(context, tasks, events), limits=limits, more=more)
         )
 
@@ -161,8 +161,16 @@ class RedisQueue(TaskQueue):
     async def commit(self, change: Change) -> Record:
         """Check everything, then apply everything."""
         check_storable(change.context, *change.push, *change.events)
-        parts = script.facts(change.context, change.push, change.events) | {"close": change.close}
-        return self._record(await self._call("commit", **parts, claim=change.claim and script.shown(change.claim)))
+        return script.record(await self._call("commit", **script.changed(change)))
+
+    async def commit_and_lease(
+        self, change: Change, worker: str, wanted: Wanted, ttl: float
+    ) -> tuple[Record, list[Lease]]:
+        """Apply a transition, then claim tasks, in one run of the script."""
+        check_storable(change.context, *change.push, *change.events)
+        asking = Waiter(worker, wanted, ttl, patient=False)
+        record, now, claims = await self._call("commit_and_lease", **script.changed(change), ask=asking.ask)
+        return script.record(record), asking.leases(claims, float(now), self._met)
 
     async def hand_back(self, claim: Claim) -> bool:
         """Put a leased task back where it stood."""
@@ -181,7 +189,7 @@ class RedisQueue(TaskQueue):
     async def load(self, request: str) -> Record:
         """The stored request."""
         try:
-            return self._record(await self._call("load", id=request))
+            return script.record(await self._call("load", id=request))
         except (ProtocolError, TypeError, Damaged) as error:
             self._met.note("request", request, str(error))
             raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it") from error
@@ -199,7 +207,7 @@ class RedisQueue(TaskQueue):
             left = limit - len(found)
             last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
             records = (
-                self._met.sound("request", script.shown_text(one[3]), partial(self._record, one)) for one in page
+                self._met.sound("request", script.shown_text(one[3]), partial(script.record, one)) for one in page
             )
             found += [record for record in records if record]
             for id in damaged:
@@ -344,17 +352,7 @@ class RedisQueue(TaskQueue):
         await self._redis.aclose()
 
     def _error(self, error: Exception) -> Exception:
-        """What a refusal of the script or of the server is here."""
-        kind, _, text = str(error).partition(" ")
-        if kind in script.REFUSALS:
-            return script.REFUSALS[kind](text)
-        if script.BROKEN.search(str(error)):
-            return Damaged(f"the queue at {self._url.rpartition('@')[2]} holds something else than it should: {error}")
-        return TransientError(f"the queue at {self._url.rpartition('@')[2]} does not answer: {error}")
-
-    def _record(self, reply: builtins.list[Any]) -> Record:
-        context, running, position = reply[:3]
-        return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
+        return script.error(error, self._url.rpartition("@")[2])
 
     async def _call(self, verb: str, **args: Any) -> Any:
         """Run a verb of the script. Raises TransientError, and what the verb refuses with."""

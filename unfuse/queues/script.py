@@ -14,10 +14,10 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded, UnfuseError
+from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded, TransientError, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.request import RequestContext
+from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Member
 from unfuse.queues.left import left_of
@@ -72,6 +72,22 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
+def record(reply: Sequence[Any]) -> Record:
+    """A request as it is answered."""
+    context, running, position = reply[:3]
+    return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
+
+
+def error(met: Exception, place: str) -> UnfuseError:
+    """What a refusal of the scripts, or of the server at that place, is here."""
+    kind, _, text = str(met).partition(" ")
+    if kind in REFUSALS:
+        return REFUSALS[kind](text)
+    if BROKEN.search(str(met)):
+        return Damaged(f"the queue at {place} holds something else than it should: {met}")
+    return TransientError(f"the queue at {place} does not answer: {met}")
+
+
 def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:
     """A worker as it is answered, with its cards."""
     return Member(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
@@ -113,6 +129,12 @@ def facts(context: RequestContext, push: Sequence[Task], events: Sequence[Event]
     fields = [part for item in stored.items() for part in item]
     facts |= {"id": context.id, "fields": fields, "left": share["left"]}
     return facts | {"push": [pushed(task) for task in push], "events": events}
+
+
+def changed(change: Change) -> dict[str, Any]:
+    """What `commit` sends."""
+    more = {"close": change.close, "claim": change.claim and shown(change.claim)}
+    return facts(change.context, change.push, change.events) | more
 
 
 UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}

@@ -113,6 +113,15 @@ class SqliteQueue(TaskQueue):
         self._writer.check()
         return await self._kept(self._state.commit(change))
 
+    async def commit_and_lease(
+        self, change: Change, worker: str, wanted: Wanted, ttl: float
+    ) -> tuple[Record, list[Lease]]:
+        """Apply a transition, then claim tasks; both are in one transaction, which is waited for."""
+        self._writer.check()
+        entry = self._state.commit(change)
+        leases = self._state.claim(worker, wanted, ttl)
+        return await self._kept(entry), leases
+
     async def hand_back(self, claim: Claim) -> bool:
         """Put a leased task back where it stood."""
         self._writer.check()

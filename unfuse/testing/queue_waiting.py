@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
+from unfuse.core.errors import Conflict, LeaseLost
 from unfuse.queues.base import TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
     TTL,
+    change,
+    done,
     drained,
     following,
     leased,
+    raised,
     request,
     started,
     submitted,
@@ -130,7 +136,57 @@ async def closing_wakes_everyone(queue: TaskQueue, clock: ManualClock) -> None:
     assert await watching is None
 
 
+async def an_outcome_and_an_ask_are_one_call(queue: TaskQueue, clock: ManualClock) -> None:
+    """What the change pushes is leased with it, by the usual order, and the record tells of it; who waits gets the
+    rest.
+    """
+    record = await submitted(queue, "a")
+    await submitted(queue, "b", priority=-1)
+    lease = await leased(queue)
+    waiting = await started(queue.lease("v", wanted("q"), TTL, wait=60))
+    push = (task("a", "t"), task("a", "u"), task("a", "v", pool="q", priority=1))
+    record, leases = await queue.commit_and_lease(done(record, lease, push=push), "w", wanted("p", "q", slots=2), TTL)
+    assert [(one.task.stage, one.worker) for one in leases] == [("v", "w"), ("t", "w")]
+    assert {(run.stage, run.worker) for run in record.running} == {("v", "w"), ("t", "w")}
+    assert record == await queue.load("a")
+    assert (await queue.renew([one.claim for one in leases], TTL)).ended == ()
+    await submitted(queue, "c", pool="q")
+    assert [one.task.request for one in await waiting] == ["c"]
+    one, other = leases
+    beside = await started(queue.lease("v", wanted("p"), TTL, wait=60))
+    assert [one.task.stage for one in await beside] == ["u"]
+    waiting = await started(queue.lease("v", wanted("r"), TTL, wait=60))
+    more = (task("a", "x", pool="r"), task("a", "y", pool="r"))
+    _, leases = await queue.commit_and_lease(done(record, one, push=more), "w", wanted("r"), TTL)
+    assert [one.task.stage for one in (*leases, *await waiting)] == ["x", "y"]
+    ended, leases = await queue.commit_and_lease(
+        done(await queue.load("a"), other, status="failed"), "w", wanted("p"), TTL
+    )
+    assert (ended.running, [one.task.request for one in leases]) == ((), ["b"])
+
+
+async def what_raises_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) -> None:
+    """Neither a stale version nor a lost claim; a repeat of what was applied asks anew."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    for name in "bc":
+        await submitted(queue, name)
+    good = done(record, lease)
+    stale = msgspec.structs.replace(good, context=msgspec.structs.replace(good.context, version=3))
+    forged = msgspec.structs.replace(good, claim=msgspec.structs.replace(lease.claim, token=bytes(16)))
+    await raised(Conflict, queue.commit_and_lease(stale, "w", wanted("p"), TTL))
+    await raised(LeaseLost, queue.commit_and_lease(forged, "w", wanted("p"), TTL))
+    assert [waiting.request for waiting in await queue.peek("p")] == ["b", "c"]
+    for expected in (["b"], ["c"], []):
+        record, leases = await queue.commit_and_lease(good, "w", wanted("p"), TTL)
+        assert [one.task.request for one in leases] == expected
+        assert record.context == good.context
+    assert (await queue.commit_and_lease(change(record), "w", wanted("p", slots=0), TTL))[1] == []
+
+
 WAITING_RULES = (
+    an_outcome_and_an_ask_are_one_call,
+    what_raises_has_claimed_nothing,
     a_push_wakes_who_waits,
     each_push_finds_its_waiter,
     time_and_hand_backs_wake_too,

@@ -85,19 +85,32 @@ local function claim(ask, member, token)
   return {task, attempt}
 end
 
+-- Claims what a worker that asks takes now.
+local function serve(ask)
+  local claims, used = {}, 0
+  for _, pool in ipairs(ask.wanted.pools) do sound(ripen, pool) end
+  while #claims < #ask.tokens / 16 do
+    local member, room = next_for(ask.worker, ask.wanted, used)
+    if not member then break end
+    used = used + room
+    claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
+  end
+  return claims
+end
+
+function verbs.commit_and_lease()
+  local answer = verbs.commit()
+  if answer.err then return answer end
+  local claims = serve(A.ask)
+  return {sound(record, A.id) or answer, exact(now), claims}
+end
+
 -- Serves those who ask, one after the other. Answers now, when the next task ripens for who got nothing, the claims.
 function verbs.lease()
   local ripens, answers = false, {}
   for i, ask in ipairs(A.asks) do
-    local claims, used, wanted = {}, 0, ask.wanted
-    for _, pool in ipairs(wanted.pools) do sound(ripen, pool) end
-    while #claims < #ask.tokens / 16 do
-      local member, room = next_for(ask.worker, wanted, used)
-      if not member then break end
-      used = used + room
-      claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
-    end
-    for _, pool in ipairs(#claims == 0 and wanted.pools or {}) do
+    local claims = serve(ask)
+    for _, pool in ipairs(#claims == 0 and ask.wanted.pools or {}) do
       local at = tonumber((sound(call, 'ZRANGE', delayed_key(pool), 0, 0, 'WITHSCORES') or {})[2])
       if at and (not ripens or at < ripens) then ripens = at end
     end
