@@ -15,7 +15,6 @@ from functools import partial
 import msgspec
 import structlog
 
-from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import (
@@ -36,7 +35,6 @@ from unfuse.core.messages import (
 )
 from unfuse.core.plan import Choice, roles_of, slots_of
 from unfuse.core.task import Claim, Lease
-from unfuse.models import find, resolve_source
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import Trust
@@ -46,6 +44,7 @@ from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.orphan import free_when_alone
+from unfuse.worker.registration import bring, pools_of
 from unfuse.worker.told import about, tell
 
 WAIT_S = 20.0
@@ -179,7 +178,7 @@ class Worker:
         models = tuple(chosen) or welcome.models
         if not models:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
-        cards, folders = await asyncio.to_thread(self._bring, models)
+        cards, folders = await asyncio.to_thread(bring, models, self._choice)
         self._beat_s = welcome.beat
         options, places = self._options, welcome.places
         objects = self._objects = await asyncio.to_thread(
@@ -189,42 +188,15 @@ class Worker:
         load = self._load(folders, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         self._device = await executor.start()
-        pools = self._pools(cards)
+        pools = pools_of(cards, self._choice)
+        if not options.slots:
+            stages = (stage for card in cards for stage in card.pipeline.stages)
+            self._slots = max(slots_of(self._choice.roles, stages), options.compute.batch + 1)
         await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
         log.info(
             "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
         )
         return executor, objects
-
-    def _pools(self, cards: Sequence[ModelCard]) -> dict[str, None]:
-        """Those it serves. Raises ConfigError when a role is nobody's, or no stage is left."""
-        stages = [stage for card in cards for stage in card.pipeline.stages]
-        known, pools = (
-            {stage.role for stage in stages},
-            dict.fromkeys(pool for card in cards for pool in card.pools(self._choice).values()),
-        )
-        if unknown := sorted((self._choice.roles or set()) - known):
-            raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known))}")
-        if not pools:
-            named = ", ".join(sorted({stage.components[0] for stage in stages}))
-            raise ConfigError(f"no stage is both --role {self._options.role} and --component: components are {named}")
-        if not self._options.slots:
-            self._slots = max(slots_of(self._choice.roles, stages), self._options.compute.batch + 1)
-        return pools
-
-    def _bring(
-        self, models: Sequence[tuple[str, str, str]]
-    ) -> tuple[list[ModelCard], tuple[tuple[str, str, str], ...]]:
-        """The models' cards, and the models with their folders on this machine, where our components are then."""
-        cards, folders = [], []
-        for name, source, dtype in models:
-            folder = resolve_source(source, components=())
-            card = find(folder).card(name, folder, dtype)
-            stages = [stage for stage in card.pipeline.stages if self._choice.takes(stage)]
-            resolve_source(card.source, components={component for stage in stages for component in stage.components})
-            cards.append(card)
-            folders.append((name, str(folder), dtype))
-        return cards, tuple(folders)
 
     def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
         options, store = self._options, objects.store

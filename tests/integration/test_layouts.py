@@ -1,0 +1,97 @@
+"""Workers of any roles: undivided, partly split, split, over every queue; nothing differs but who does what."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.harness import Server, all_gone, family_of, serving, until
+from tests.integration.test_restarts import SLOW, installed
+from tests.stores.servers import RedisServer
+
+LAYOUTS = {
+    "all=2": ["all", "all"],
+    "encoder+decoder=1,denoiser=2": ["denoiser", "denoiser", "encoder+decoder"],
+    "split": ["decoder", "denoiser", "encoder"],
+}
+ASKED = [("a star", 1), ("a moon", 2), ("a sun", 3)]
+
+
+@pytest.fixture
+def queue(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "redis":
+        server: RedisServer = request.getfixturevalue("redis_server")
+        return server.url
+    return str(request.param).replace("FOLDER", str(tmp_path))
+
+
+def roles(server: Server) -> list[str]:
+    shown = server.get("/v1/workers")["data"]
+    return sorted(worker["role"] for worker in shown if worker["healthy"])
+
+
+def killed_denoiser(server: Server, request: str) -> None:
+    """Kill whoever denoises a request, with its compute."""
+    until(lambda: server.get(f"/v1/requests/{request}")["stage"] == "denoise.0", "it to be denoised", server.process)
+    stages = {stage["name"]: stage for stage in server.get(f"/v1/requests/{request}")["stages"]}
+    (pid,) = (
+        worker["pid"] for worker in server.get("/v1/workers")["data"] if worker["id"] == stages["denoise.0"]["worker"]
+    )
+    everyone = family_of(pid)
+    psutil.Process(pid).send_signal(signal.SIGKILL)
+    until(lambda: all_gone(everyone), "the worker's processes to end")
+
+
+@pytest.mark.parametrize(
+    "queue",
+    [
+        pytest.param("memory", marks=pytest.mark.nightly),
+        "sqlite:FOLDER/queue.db",
+        pytest.param("redis", marks=pytest.mark.nightly),
+    ],
+    indirect=True,
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whatever_workers_there_are_requests_end_alike(layout: str, queue: str, tmp_path: Path) -> None:
+    """Given workers of these roles, then requests complete with one and the same bytes, one can be cancelled, an urgent
+    one goes before others that wait, and one whose worker is killed completes."""
+    model, variables = installed(tmp_path)
+    arguments = [model, "--workers", layout, "--queue", queue, "--arena", "16MiB", "--slots", "denoiser=1"]
+    with serving(tmp_path, *arguments, "--slots", "all=1", **variables) as server:
+        server.ready()
+        until(lambda: roles(server) == LAYOUTS[layout], "all workers to be there", server.process)
+        made = [server.submit(prompt, seed=seed) for prompt, seed in ASKED]
+        assert [server.finished(request)["status"] for request in made] == ["completed"] * len(ASKED)
+        assert [server.result(request) for request in made] == EXPECTED.setdefault("", [*map(server.result, made)])
+
+        slow = [server.submit(SLOW, seed=seed, num_inference_steps=60) for seed in range(6)]
+        urgent = server.submit("a star", seed=9, priority=5)
+        assert server.finished(urgent)["status"] == "completed"
+        server.post(f"/v1/requests/{slow[5]}/cancel", {})
+        assert server.finished(slow[5])["status"] == "cancelled"
+        waiting = [server.get(f"/v1/requests/{request}")["status"] for request in slow[:5]]
+        assert waiting.count("completed") < 5, "those before it were over"
+        for request in slow[1:5]:
+            server.post(f"/v1/requests/{request}/cancel", {})
+        server.finished(slow[0])
+
+        again = server.submit(SLOW, seed=7, num_inference_steps=60)
+        killed_denoiser(server, again)
+        assert server.finished(again)["status"] == "completed"
+        calm = server.submit(SLOW, seed=7, num_inference_steps=60)
+        assert server.finished(calm)["status"] == "completed"
+        assert server.result(calm) == server.result(again)
+
+
+EXPECTED: dict[str, list[bytes]] = {}
+"""What the first layout made, which the others have to make too."""
+
+
+def test_an_undivided_worker_makes_the_undivided_pipeline_s_pixels(tmp_path: Path, expected_pair: list[str]) -> None:
+    with serving(tmp_path, "--workers", "all=1", "--threads", "1", "--arena", "64MiB") as server:
+        assert server.ready().pair() == expected_pair
+        (worker,) = server.get("/v1/workers")["data"]
+        assert (worker["role"], worker["slots"], len(worker["pools"])) == ("all", 2, 3)

@@ -1,0 +1,39 @@
+"""What a worker registers with: the models' cards, and the pools it serves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Choice
+from unfuse.models import find, resolve_source
+
+Models = Sequence[tuple[str, str, str]]
+"""Models as (name, source, dtype); once they are brought, the source is a folder of this machine."""
+
+
+def bring(models: Models, choice: Choice) -> tuple[list[ModelCard], tuple[tuple[str, str, str], ...]]:
+    """The models' cards, and the models with their folders, in which the components of the chosen stages are then."""
+    cards, folders = [], []
+    for name, source, dtype in models:
+        folder = resolve_source(source, components=())
+        card = find(folder).card(name, folder, dtype)
+        stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
+        resolve_source(card.source, components={component for stage in stages for component in stage.components})
+        cards.append(card)
+        folders.append((name, str(folder), dtype))
+    return cards, tuple(folders)
+
+
+def pools_of(cards: Sequence[ModelCard], choice: Choice) -> tuple[str, ...]:
+    """The pools of the chosen stages. Raises ConfigError when a role is no stage's, or no stage is left."""
+    stages = [stage for card in cards for stage in card.pipeline.stages]
+    known = {stage.role for stage in stages}
+    if unknown := sorted((choice.roles or set()) - known):
+        raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(sorted(known))}")
+    pools = tuple(dict.fromkeys(pool for card in cards for pool in card.pools(choice).values()))
+    if not pools:
+        role, named = "+".join(sorted(choice.roles or {"all"})), sorted({stage.components[0] for stage in stages})
+        raise ConfigError(f"no stage is both --role {role} and --component: components are {', '.join(named)}")
+    return pools
