@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from tests.integration.harness import serving
+from tests.integration.harness import serving, until
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.plan import Pipeline, Room, StageSpec, Workload
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
@@ -95,6 +95,7 @@ def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path)
 
     with serving(tmp_path, str(model), "--workers", "encoder=1,mirrorer=2", "--arena", "8MiB", **variables) as server:
         server.ready()
+        until(lambda: len(server.get("/v1/workers")["data"]) == 3, "all workers to be there", server.process)
         request = server.finished(server.submit("a star"))
         workers = server.get("/v1/workers")["data"]
         assert request["status"] == "completed", request["error"]

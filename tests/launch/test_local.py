@@ -103,7 +103,7 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
 
 
 async def test_a_worker_that_cannot_start_is_a_failure_and_is_not_tried_again(nobody: str) -> None:
-    workers = LocalLauncher([spec(nobody, "sculptor")])
+    workers = LocalLauncher([spec(nobody, "encoder+")])
     workers.start()
     with pytest.raises(ConfigError, match="exit code 1"):
         await workers.failed

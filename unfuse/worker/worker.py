@@ -180,7 +180,10 @@ class Worker:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
         cards, folders = await asyncio.to_thread(bring, models, self._choice)
         self._beat_s = welcome.beat
-        options, places = self._options, welcome.places
+        options, places, pools = self._options, welcome.places, pools_of(cards, self._choice)
+        if not options.slots:
+            stages = (stage for card in cards for stage in card.pipeline.stages)
+            self._slots = max(slots_of(self._choice.roles, stages), compute.batch + 1)
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
@@ -188,11 +191,7 @@ class Worker:
         load = self._load(folders, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         self._device = await executor.start()
-        pools = pools_of(cards, self._choice)
-        if not options.slots:
-            stages = (stage for card in cards for stage in card.pipeline.stages)
-            self._slots = max(slots_of(self._choice.roles, stages), options.compute.batch + 1)
-        await self._link.hello(Hello(self._info(tuple(pools)), tuple(cards), self._secret))
+        await self._link.hello(Hello(self._info(pools), tuple(cards), self._secret))
         log.info(
             "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
         )

@@ -1,0 +1,28 @@
+"""What a worker serves of the models it is given, by its roles and components."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Choice, roles_of
+from unfuse.worker.registration import pools_of
+
+
+@pytest.mark.parametrize(
+    ("role", "pools"),
+    [("all", (ENCODE, DENOISE, DECODE)), ("denoiser", (DENOISE,)), ("decoder+encoder", (ENCODE, DECODE))],
+)
+def test_it_serves_the_pools_of_its_roles(role: str, pools: tuple[str, ...]) -> None:
+    assert pools_of([CARD, CARD], Choice(roles_of(role))) == pools
+
+
+def test_a_role_that_no_stage_has_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no stage has the role sculptor: roles are decoder, denoiser, encoder"):
+        pools_of([CARD], Choice(roles_of("encoder+sculptor")))
+
+
+def test_a_component_that_no_stage_of_the_role_has_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="no stage is both --role decoder and --component: components are text_enc"):
+        pools_of([CARD], Choice(roles_of("decoder"), ("transformer",)))
