@@ -24,8 +24,9 @@ from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import Change, RequestContext, Timings, new_request_id
-from unfuse.queues.base import Limits, TaskQueue, Wanted
+from unfuse.queues.base import Limits, TaskQueue
 from unfuse.scheduler import lifecycle
+from unfuse.testing.queue_samples import wanted
 
 LIMITS = Limits(10**7, 10**7)
 COUNT = 400
@@ -44,7 +45,7 @@ async def submit(queue: TaskQueue) -> None:
 
 
 async def complete(queue: TaskQueue) -> None:
-    (lease,) = await queue.lease("w", Wanted(frozenset([POOLS["a"]])), 60.0)
+    (lease,) = await queue.lease("w", wanted(POOLS["a"]), 60.0)
     task = lease.task
     ref = ObjectRef("o", "w", "n", task.request, task.stage, task.attempt, 1, 0, (), (), b"key", 0.0)
     record = await queue.load(task.request)
@@ -97,7 +98,7 @@ async def main(queued: int) -> None:
         times = []
         for _ in range(LEASES):
             begun = time.perf_counter()
-            await queue.lease("w", Wanted(frozenset([POOLS["a"]])), 60.0)
+            await queue.lease("w", wanted(POOLS["a"]), 60.0)
             times.append(time.perf_counter() - begun)
             await asyncio.sleep(0)
         rows["lease_s"] = spread(times)

@@ -25,8 +25,9 @@ from bench.journal import LIMITS, POOLS, admitted
 from bench.report import quantile, show
 from bench.servers import redis_server
 from unfuse import queues
-from unfuse.queues.base import TaskQueue, Wanted
+from unfuse.queues.base import TaskQueue
 from unfuse.scheduler import lifecycle
+from unfuse.testing.queue_samples import wanted
 
 DEPTHS = (1_000, 10_000, 100_000)
 DEEP = (*DEPTHS, 1_000_000)
@@ -53,11 +54,11 @@ async def leases(queue: TaskQueue, slots: int, times: int) -> list[float]:
 
     What was leased is replaced by new requests, so that the queue stays as deep, and its first tasks old.
     """
-    wanted = Wanted(frozenset([POOLS["a"]]), slots, room=1 << 40, near="node", affinity="some")
+    takes = wanted(POOLS["a"], slots=slots, room=1 << 40, near="node", affinity="some")
     seconds = []
     for _ in range(times):
         began = time.perf_counter()
-        found = await queue.lease("w", wanted, 600.0)
+        found = await queue.lease("w", takes, 600.0)
         seconds.append(time.perf_counter() - began)
         assert len(found) == slots
         await asyncio.gather(*(forget(queue, lease.task.request) for lease in found))

@@ -1,18 +1,22 @@
-"""A stage kind that unfuse has never heard of, with a role of its own: all it takes is in this file."""
+"""A stage kind that unfuse has never heard of, with a role and a resource of its own: all it takes is in this file."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from urllib.error import HTTPError
 
 import numpy as np
+import pytest
 from msgspec.structs import replace
 from safetensors.numpy import save_file
 
-from tests.integration.harness import serving, until
+from tests.integration.harness import Server, serving, until
 from unfuse.core.card import Limits, ModelCard
 from unfuse.core.plan import Pipeline, Room, StageSpec, Workload
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
@@ -26,7 +30,7 @@ PIPELINE = Pipeline(
         replace(TEXT_ENCODE, components=("reader",), outputs=("text",), room=Room(4096), reads=("prompt",)),
         StageSpec(
             "mirror", "mirror", ("mirror",), ("text",), per_sample=True, role="mirrorer", slots=3,
-            work=Workload("num_inference_steps"),
+            work=Workload("num_inference_steps"), needs={"silver": Room(2)},
         ),
     )
 )  # fmt: skip
@@ -54,6 +58,7 @@ class Mirror(Stage):
         assert "text" in task.tensors
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        time.sleep(0.2)  # long enough for others to begin beside it, if they may
         turned = [bytes(np.asarray(task.tensors["text"]))[::-1] for task in batch]
         return [StageOutput(media=(Media("text/plain", text),)) for text in turned]
 
@@ -77,7 +82,12 @@ class Mirrors(Family):
 FAMILY = Mirrors()
 
 
-def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path) -> None:
+Installed = tuple[str, dict[str, str]]
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Installed:
+    """The model's folder, and the variables under which the family is found as if it were installed."""
     site, model = tmp_path / "site", tmp_path / "model"
     info = site / "mirrors-1.0.dist-info"
     info.mkdir(parents=True)
@@ -91,17 +101,54 @@ def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path)
     index = {"_class_name": "MirrorPipeline", **{part: ["mirrors", part] for part in PARTS}}
     (model / "model_index.json").write_text(json.dumps(index))
     paths = [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    variables = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return str(model), {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
-    with serving(tmp_path, str(model), "--workers", "encoder=1,mirrorer=2", "--arena", "8MiB", **variables) as server:
+
+FLAGS = ("--workers", "encoder=1,mirrorer=2", "--arena", "8MiB")
+
+
+def test_a_stage_of_a_new_kind_is_served_from_workers_of_its_own(tmp_path: Path, installed: Installed) -> None:
+    model, variables = installed
+    with serving(tmp_path, model, *FLAGS, "--resources", "silver=3", **variables) as server:
         server.ready()
         until(lambda: len(server.get("/v1/workers")["data"]) == 3, "all workers to be there", server.process)
-        request = server.finished(server.submit("a star"))
+        requests = [server.finished(id) for id in [server.submit(f"a star {n}") for n in range(6)]]
         workers = server.get("/v1/workers")["data"]
-        assert request["status"] == "completed", request["error"]
-        assert server.result(request["id"]) == b"rats a"
+        assert [request["status"] for request in requests] == ["completed"] * 6, requests
+        assert server.result(requests[0]["id"]) == b"0 rats a"
         assert sorted((one["role"], one["slots"]) for one in workers) == [
             ("encoder", 4), ("mirrorer", 3), ("mirrorer", 3)
         ]  # fmt: skip
-        (mirror,) = (stage for stage in request["stages"] if stage["name"] == "mirror.0")
-        assert mirror["pool"].startswith("mirror:")
+        mirrors = [stage for request in requests for stage in request["stages"] if stage["name"] == "mirror.0"]
+        assert all(stage["pool"].startswith("mirror:") for stage in mirrors)
+        used = [events_of(server, request["id"]) for request in requests]
+        for worker in {worker for worker, _, _ in used}:
+            turns = sorted((begun, ended) for other, begun, ended in used if other == worker)
+            assert all(before[1] <= after[0] for before, after in pairwise(turns)), "two tasks had 4 of 3 silver"
+
+
+def events_of(server: Server, request: str) -> tuple[str, float, float]:
+    """The worker of a request's mirror, and when that began and ended."""
+    events = [event for event in server.events(request) if event.get("stage") == "mirror.0"]
+    begun, ended = (next(e for e in events if e["type"] == kind) for kind in ("stage_started", "stage_completed"))
+    return begun["worker"], begun["at"], ended["at"]
+
+
+def test_a_resource_that_no_worker_has_is_missed_at_the_start(tmp_path: Path, installed: Installed) -> None:
+    model, variables = installed
+    with serving(tmp_path, model, *FLAGS, **variables) as server:
+        assert server.process.wait(60) == 1
+    said = (tmp_path / "serve.log").read_text()
+    assert "stage mirror needs the resource silver, of which this worker has none" in said
+    assert "--resources silver=N" in said
+    assert "starting" not in said, "workers were started in vain"
+
+
+def test_what_needs_more_than_any_worker_has_is_refused(tmp_path: Path, installed: Installed) -> None:
+    model, variables = installed
+    with serving(tmp_path, model, *FLAGS, "--resources", "silver=1", **variables) as server:
+        server.ready()
+        with pytest.raises(HTTPError) as refused:
+            server.submit("a star")
+        assert refused.value.code == 400
+        assert "needs 2 of the resource silver, and a worker has 1" in refused.value.read().decode()

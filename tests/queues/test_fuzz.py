@@ -12,7 +12,7 @@ from unfuse import queues
 from unfuse.core.errors import NotFound, ProtocolError
 from unfuse.core.event import Event
 from unfuse.core.task import Claim
-from unfuse.queues.base import EXACT, Filter, TaskQueue, Wanted
+from unfuse.queues.base import EXACT, Filter, TaskQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, leased, raised, request, submitted, task, wanted
 
@@ -72,7 +72,7 @@ async def outcome(queue: TaskQueue, sent: dict[str, Any], wish: dict[str, Any], 
         lambda: queue.submit(request(name), [made], [Event("queued", message=name)], LIMITS),
         lambda: queue.size(pool),
         lambda: queue.peek(pool),
-        lambda: queue.lease(name, Wanted(frozenset([pool]), **wish, later={pool: 1}, keep={pool: 1}), TTL),
+        lambda: queue.lease(name, wanted(pool, **wish, later={pool: 1}, keep={pool: 1}), TTL),
         lambda: queue.renew([stolen], TTL),
         lambda: queue.hand_back(stolen),
         lambda: queue.list(Filter(tenant=name)),

@@ -18,7 +18,6 @@ from unfuse.core.registry import resolve
 from unfuse.core.request import Change
 from unfuse.core.task import Claim, Lease
 from unfuse.queues import memory
-from unfuse.queues.base import Wanted
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.index import Entry
 from unfuse.queues.leases import Held, Leases
@@ -26,6 +25,7 @@ from unfuse.queues.lines import Rank
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
+from unfuse.queues.wanted import Offer, Wanted
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -112,26 +112,45 @@ class TestTheSuiteCanFail:
     @pytest.mark.parametrize(
         ("ignored", "rules"),
         [
-            ({"keep": {}}, {"a_pool_keeps_room_for_others"}),
-            ({"rank": 0.0}, {"who_waits_is_served_by_rank"}),
             ({"behind": {}}, {"a_pool_waits_behind_one_that_is_full"}),
             (
-                {"later": {}},
+                {"later": 0},
                 {
                     "later_pools_go_first",
                     "a_preference_does_not_reach_over_pools",
                     "a_pool_that_has_no_room_lets_later_ones_go_on",
                     "a_pool_keeps_room_for_others",
+                    "every_resource_is_counted_for_itself",
                 },
             ),
         ],
     )
-    async def test_when_a_wish_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
+    async def test_when_an_offer_is_ignored(self, ignored: dict[str, object], rules: set[str]) -> None:
         class Deaf(MemoryQueue):
             async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-                return await super().lease(worker, msgspec.structs.replace(wanted, **ignored), ttl, wait)
+                replace = msgspec.structs.replace
+                pools = {pool: replace(offer, **ignored) for pool, offer in wanted.pools.items()}
+                return await super().lease(worker, replace(wanted, pools=pools), ttl, wait)
 
         assert await self.broken_rules(Deaf) == rules
+
+    async def test_when_who_waits_has_no_rank(self) -> None:
+        class Deaf(MemoryQueue):
+            async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
+                return await super().lease(worker, msgspec.structs.replace(wanted, rank=0.0), ttl, wait)
+
+        assert await self.broken_rules(Deaf) == {"who_waits_is_served_by_rank"}
+
+    @pytest.mark.parametrize("lacks", [set(), {"slots", "kv"}], ids=["none is counted", "all count as one"])
+    async def test_when_resources_are_not_told_apart(self, lacks: set[str]) -> None:
+        lacking = Offer.lacks
+
+        def confused(offer: Offer, needs: dict[str, int], used: dict[str, int]) -> set[str]:
+            found = lacking(offer, needs, used)
+            return lacks if "kv" in found else found
+
+        with patch.object(Offer, "lacks", confused):
+            assert await self.broken_rules() == {"every_resource_is_counted_for_itself"}
 
     @pytest.mark.parametrize("swept", [-math.inf, math.inf])
     async def test_when_gaps_are_forgiven_always_or_never(self, swept: float) -> None:

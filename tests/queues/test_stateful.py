@@ -22,11 +22,12 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Pipeline
 from unfuse.core.request import Change, RequestContext, ResultFile, Timings
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, TaskQueue, Wanted
+from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.scheduler import lifecycle
 from unfuse.testing import ManualClock
+from unfuse.testing.queue_samples import wanted
 
 POOLS = ("pool0", "pool1")
 TTL = 10.0
@@ -174,7 +175,7 @@ class Histories(RuleBasedStateMachine):
     @rule(pools=st.lists(st.sampled_from(POOLS), min_size=1, unique=True).map(tuple), slots=st.integers(1, 4))
     def lease(self, pools: tuple[str, ...], slots: int) -> None:
         expected = self.oracle.line(pools, self.now())[:slots]
-        leases = self.do(self.queue.lease("w", Wanted(frozenset(pools), slots), TTL))
+        leases = self.do(self.queue.lease("w", wanted(*pools, slots=slots), TTL))
         assert [lease.task for lease in leases] == [entry.task for entry in expected]
         for lease, entry in zip(leases, expected, strict=True):
             entry.token, entry.expires = lease.token, lease.expires

@@ -13,9 +13,11 @@ from tests.queues.conftest import Server
 from tests.queues.twins import Twins
 from unfuse import queues
 from unfuse.core.clock import Clock
+from unfuse.core.task import SLOTS
 from unfuse.queues.base import TaskQueue
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.queues.wanted import Offer, Wanted
 
 FEW = settings(
     max_examples=15, stateful_step_count=30, deadline=None, database=None, suppress_health_check=list(HealthCheck)
@@ -98,7 +100,8 @@ def test_they_would_not_be_taken_for_equal() -> None:
 
     class Careless(MemoryQueue):
         async def lease(self, worker, wanted, ttl, wait=0.0):  # type: ignore[no-untyped-def]
-            return await super().lease(worker, queues.base.Wanted(wanted.pools, wanted.slots, wanted.room), ttl, wait)
+            careless = {pool: Offer({SLOTS: wanted.slots}) for pool in wanted.pools}
+            return await super().lease(worker, Wanted(careless), ttl, wait)
 
     class CarelessTwins(Twins):
         lengths: list[int] = []

@@ -22,12 +22,12 @@ from unfuse import queues
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Record, StageState
 from unfuse.queues import redis, returned, script
-from unfuse.queues.base import Filter, Limits, Stats, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_lists import check_lists
-from unfuse.testing.queue_samples import LIMITS, change, planned, request, submitted, task
+from unfuse.testing.queue_samples import LIMITS, change, planned, request, submitted, task, wanted
 
 FOLDER = Path(__file__).parent / "yesterday"
 SCRIPT = (FOLDER / "script.lua").read_text()
@@ -120,7 +120,7 @@ class Stored:
         async with asyncio.timeout(60):
             while len(found) < len(before):
                 clock.advance(5.0)
-                for lease in await queue.lease("w", Wanted(frozenset(POOLS.values()), slots=16), 15.0):
+                for lease in await queue.lease("w", wanted(*POOLS.values(), slots=16), 15.0):
                     with suppress(LeaseLost):  # whose time is over
                         await scheduler.complete(done(lease), "w")
                 found = {one.context.id: one for one in await queue.list(Filter(over=True))}

@@ -21,10 +21,11 @@ from unfuse.core.event import Event
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Stats, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.wanted import Wanted
 from unfuse.testing import ManualClock
-from unfuse.testing.queue_samples import handle, request, worker
+from unfuse.testing.queue_samples import handle, request, wanted, worker
 
 POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
@@ -52,12 +53,14 @@ tasks = st.fixed_dictionaries(
         "near": st.sampled_from(["", "here"]),
         "affinity": st.sampled_from(["", "alike"]),
         "alone": st.booleans(),
+        "needs": st.sampled_from([{}, {}, {"kv": 3}, {"kv": 7, "io": 1}]),
     }
 )
 pushes = st.dictionaries(st.sampled_from(STAGES), tasks, max_size=3)
 wants = st.builds(
-    Wanted,
-    pools=some_pools.map(frozenset),
+    lambda pools, **more: wanted(*pools, **more),
+    pools=some_pools.map(sorted),
+    amounts=st.sampled_from([{}, {}, {"p": {"kv": 4}, "q": {"kv": 6}}, {"q": {"kv": 0}}, {"r": {"kv": 9, "io": 1}}]),
     slots=st.sampled_from([1, 1, 2, 4]),
     room=st.sampled_from([None, None, 4, 9, 14]),
     above=st.sampled_from([None, None, None, -1, 0]),

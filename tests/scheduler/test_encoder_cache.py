@@ -17,11 +17,12 @@ from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Record, RequestContext, Timings
 from unfuse.core.task import Lease, cached_as
-from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import wanted
 
 WORKER, ROOM, SIZE = "worker-1", 100, 40
 
@@ -349,7 +350,7 @@ async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() ->
         for number in range(60):
             record = await scheduler.submit(SHARING, params(number, prompt="abc"[number * number % 3]))
             requests.append(record.context.id)
-            for lease in await scheduler.queue.lease(WORKER, Wanted(frozenset({ENCODE, DENOISE, DECODE}), 3), 60.0):
+            for lease in await scheduler.queue.lease(WORKER, wanted(ENCODE, DENOISE, DECODE, slots=3), 60.0):
                 if lease.task.inputs and number % 4 == 0 and lease.task.key not in losses:
                     losses.add(lease.task.key)
                     lost = lease.task.inputs[0].id

@@ -18,6 +18,7 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Member
 from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.ahead import Ahead
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.flow import AHEAD, Flow
 from unfuse.scheduler.scheduler import Scheduler
@@ -44,18 +45,38 @@ class TestWhatAWorkerMayTake:
     def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
         members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
         flow = Flow.of([CARD], members)
-        assert flow.wanted(members[0].info, Ask(1, None, 0.0)).behind == {ENCODE: {DENOISE: AHEAD * 5}}
-        assert flow.wanted(members[2].info, Ask(1, None, 0.0)).behind == {DENOISE: {DECODE: AHEAD * 3}}
+        offers = [flow.wanted(member.info, Ask(1, None, 0.0), {}).pools for member in members]
+        assert offers[0][ENCODE].behind == {DENOISE: AHEAD * 5}
+        assert {pool: offer.behind for pool, offer in offers[2].items()} == {DENOISE: {DECODE: AHEAD * 3}, DECODE: {}}
 
     def test_later_pools_go_first_and_earlier_ones_leave_them_their_share(self) -> None:
         everything = member("a", ENCODE, DENOISE, DECODE)
-        wanted = Flow.of([CARD], [everything]).wanted(everything.info, Ask(1, None, 0.0))
-        assert wanted.later == {ENCODE: 0, DENOISE: 1, DECODE: 2}
-        assert wanted.keep == {ENCODE: ARENA // 2, DENOISE: 0}
+        flow = Flow.of([CARD], [everything])
+        keep = flow.keep(everything.info, Ahead())
+        assert keep == {ENCODE: ARENA // 2, DENOISE: 0}
+        offers = flow.wanted(everything.info, Ask(1, ARENA, 0.0), keep).pools
+        assert {pool: offer.later for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
+        assert {pool: offer.amounts["arena"] for pool, offer in offers.items()} == {
+            ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
+        }  # fmt: skip
+
+    def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
+        stages = tuple(
+            msgspec.structs.replace(stage, needs={"kv": Room(fixed=3)} if stage.kind == "denoise" else {})
+            for stage in CARD.pipeline.stages
+        )
+        card = msgspec.structs.replace(CARD, pipeline=Pipeline(stages))
+        everything = member("a", ENCODE, DENOISE)
+        ask = Ask(1, None, 0.0, amounts={"kv": 7, "other": 9})
+        assert {
+            pool: offer.amounts for pool, offer in Flow.of([card], []).wanted(everything.info, ask, {}).pools.items()
+        } == {ENCODE: {"slots": 1}, DENOISE: {"slots": 1, "kv": 7}}
+        without = Flow.of([card], []).wanted(everything.info, Ask(1, None, 0.0), {})
+        assert without.pools[DENOISE].amounts == {"slots": 1, "kv": 0}
 
     def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
         encoder = member("e", ENCODE)
-        assert Flow.of([CARD], [encoder]).wanted(encoder.info, Ask(1, None, 0.0)).keep == {ENCODE: 0}
+        assert Flow.of([CARD], [encoder]).keep(encoder.info, Ahead()) == {ENCODE: 0}
 
     def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
         def card(*components: str) -> ModelCard:
@@ -74,7 +95,7 @@ class TestWhatAWorkerMayTake:
     def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
         worker = member("a", DENOISE, slots=4).info
         flow, ask = Flow.of([CARD], []), Ask(3, None, 0.0, affinity="size")
-        told = {name: flow.wanted(worker, ask, name) for name in ("locality", "round_robin", "max_free_slots")}
+        told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
         assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
             "locality": ("node-1", "size", 0.0),
             "round_robin": ("", "", 0.0),

@@ -15,7 +15,7 @@ from unfuse.core.messages import Ask, Done, Granted, Hello, Places
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.flow import Dispatch
@@ -23,6 +23,7 @@ from unfuse.scheduler.order import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stages import specs
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import wanted
 
 MAKE = msgspec.structs.replace(specs.DENOISE, name="make", components=("vae",), outputs=())
 ONE_STAGE = msgspec.structs.replace(CARD, pipeline=Pipeline((MAKE,)))
@@ -79,7 +80,7 @@ class Machine:
         return record.context.id
 
     async def lease(self) -> list[Lease]:
-        return await self.scheduler.queue.lease("w", Wanted(POOL), 1e6)
+        return await self.scheduler.queue.lease("w", wanted(*POOL), 1e6)
 
     async def finish(self, lease: Lease, seconds: float) -> None:
         files = (ResultFile(0, "image/png", 1, ""),)
@@ -202,7 +203,7 @@ class Waiting:
     async def encoded(self, node: str = "node-1") -> str:
         """A request whose next task is ready for denoising, its input on that node."""
         request = (await self.scheduler.submit(CARD, params())).context.id
-        (lease,) = await self.scheduler.queue.lease("e", Wanted(frozenset(CARD.pools().values()) - {DENOISE}), 60.0)
+        (lease,) = await self.scheduler.queue.lease("e", wanted(*(set(CARD.pools().values()) - {DENOISE})), 60.0)
         report = done(lease)
         assert report.output is not None
         output = msgspec.structs.replace(report.output, owner="e", node=node, nbytes=9)

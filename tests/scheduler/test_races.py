@@ -22,12 +22,12 @@ from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Record, RequestContext, ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Wanted
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import wanted
 
 TTL = 15.0
 
@@ -119,7 +119,7 @@ class Fate:
 
     async def step(self, pools: frozenset[str], trouble: float) -> None:
         worker = self.dice.choice(["w", "v"])
-        self.leases += await self.scheduler.queue.lease(worker, Wanted(pools, self.dice.randint(1, 3)), TTL)
+        self.leases += await self.scheduler.queue.lease(worker, wanted(*pools, slots=self.dice.randint(1, 3)), TTL)
         self.clock.advance(1)
         if not self.leases:
             return

@@ -20,11 +20,12 @@ from unfuse.core.messages import Done, Failed, Saved, ToScheduler, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import MOST_RETURNS, Filter, Limits, Wanted
+from unfuse.queues.base import MOST_RETURNS, Filter, Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import wanted
 
 WORKER = "worker-1"
 
@@ -63,7 +64,7 @@ async def scheduling(**options: object) -> AsyncIterator[tuple[Scheduler, Manual
 
 async def take(scheduler: Scheduler, *pools: str, slots: int = 1) -> list[Lease]:
     return await scheduler.queue.lease(
-        WORKER, Wanted(frozenset(pools or (ENCODE, DENOISE, DECODE)), slots), scheduler.lease_ttl
+        WORKER, wanted(*(pools or (ENCODE, DENOISE, DECODE)), slots=slots), scheduler.lease_ttl
     )
 
 
@@ -156,7 +157,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
         await scheduler.submit(CARD, params())
         (first,) = await take(scheduler)
         await pass_by(scheduler, clock, 5.1)
-        (second,) = await scheduler.queue.lease("worker-2", Wanted(frozenset({ENCODE})), 5.0, wait=60.0)
+        (second,) = await scheduler.queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
         assert second.task.attempt == first.task.attempt + 1
         with pytest.raises(LeaseLost):
             await scheduler.complete(done(first), WORKER)
@@ -206,7 +207,7 @@ async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str
 
 
 async def take_as(scheduler: Scheduler, worker: str) -> list[Lease]:
-    return await scheduler.queue.lease(worker, Wanted(frozenset((ENCODE, DENOISE, DECODE))), scheduler.lease_ttl)
+    return await scheduler.queue.lease(worker, wanted(ENCODE, DENOISE, DECODE), scheduler.lease_ttl)
 
 
 @given(
@@ -406,7 +407,7 @@ async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.Monke
     for _ in range(50):
         clock.advance(0.2)
         await asyncio.sleep(0)
-    (again,) = await queue.lease("worker-2", Wanted(frozenset({ENCODE})), 5.0, wait=60.0)
+    (again,) = await queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
     assert again.task.attempt == 2
     await scheduler.close()
 

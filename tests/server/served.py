@@ -28,7 +28,7 @@ from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Params, Pipeline
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import Limits as QueueLimits, Wanted
+from unfuse.queues.base import Limits as QueueLimits
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
@@ -36,6 +36,7 @@ from unfuse.server.connections import Bounds, HttpServer
 from unfuse.stages.media import encode
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 from unfuse.stores.results import ResultStore, open_results
+from unfuse.testing.queue_samples import wanted
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class Worker:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    for lease in await queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 4), 60.0, wait=60.0):
+                    for lease in await queue.lease(WORKER.id, wanted(*WORKER.pools, slots=4), 60.0, wait=60.0):
                         tasks.create_task(self._do(lease))
                 except TransientError:
                     await asyncio.sleep(0.05)

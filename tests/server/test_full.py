@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from tests.disks import fill, small_disk
 from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve
 from unfuse.core.messages import Beat, Failed, Hello, Places
-from unfuse.queues.base import Wanted
 from unfuse.scheduler.desk import Desk
+from unfuse.testing.queue_samples import wanted
 
 EDITS, MADE = "/v1/images/edits", "/v1/images/generations"
 ASYNC = {"prefer": "respond-async"}
@@ -76,8 +76,8 @@ def test_what_a_worker_says_of_a_failure_names_no_path(kind: str, tmp_path: Path
         said = "[Errno 2] No such file: '/srv/models/wan/vae.bin'; make room under /var/unfuse"
         evidence = 'Traceback\n  File "/opt/venv/lib/x.py", line 3, in run\n/srv/models/wan is gone'
         for _ in range(4):
-            wanted = Wanted(frozenset(WORKER.pools), 1)
-            for lease in served.run(served.queue.lease(WORKER.id, wanted, 60.0, wait=5.0)):
+            takes = wanted(*WORKER.pools)
+            for lease in served.run(served.queue.lease(WORKER.id, takes, 60.0, wait=5.0)):
                 failed = Failed(lease.claim, kind, said, evidence)  # type: ignore[arg-type]
                 served.run(served.scheduler.fail(failed, WORKER.id))
         paths = (f"/v1/requests/{id}", "/v1/requests", "/v1/dead", f"/v1/requests/{id}/events")

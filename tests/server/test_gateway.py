@@ -20,8 +20,9 @@ from unfuse import __version__
 from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places
 from unfuse.core.request import Timings
-from unfuse.queues.base import Limits, Wanted
+from unfuse.queues.base import Limits
 from unfuse.scheduler.desk import Desk
+from unfuse.testing.queue_samples import wanted
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle"}
@@ -270,7 +271,7 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         encode = PICTURES.pools()["text_encode"]
         for _ in range(3):
             id = http.post(URL, json=ASKED, headers=ASYNC).json()["id"]
-        assert len(served.run(served.queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools), 2), 60.0))) == 2
+        assert len(served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools, slots=2), 60.0))) == 2
         record = served.run(served.queue.load(id))
         queued_at = record.context.stages["text_encode"].queued_at
         assert sample(http, f'unfuse_queue_size{{pool="{encode}"}}') == 1
@@ -317,7 +318,7 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         served.run(served.queue.hello(replace(WORKER, used=4096), (PICTURES,)))
         pool = PICTURES.pools()["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
-        assert served.run(served.queue.lease(WORKER.id, Wanted(frozenset(WORKER.pools)), 0.1))
+        assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
         until(lambda: sample(http, f'unfuse_lease_expired_total{{pool="{pool}"}}') == 1)
         until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
         assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     "serve.served_model_name", "serve.revision", "serve.queue", "serve.results", "serve.store", "serve.durable",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
-    "lease.stall_s", "serve.slots", "serve.image_timeout", "serve.video_timeout", "serve.max_active", "serve.max_queue",
-    "serve.max_cost", "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
+    "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",
+    "serve.max_active", "serve.max_queue", "serve.max_cost",
+    "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
     "serve.strict_params", "serve.drain_timeout",
 )  # fmt: skip
 def serve(

@@ -19,6 +19,9 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 """What a worker says of itself is drawn and added up: no NaN, no infinity, nothing below 0."""
 
+Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)]
+"""So much of each named resource beside slots and bytes of an arena."""
+
 
 class Places(msgspec.Struct, frozen=True):
     """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
@@ -47,6 +50,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     the name of the GPU.
     So many of its tasks are `unwritten`: they wait for the result store, which has no room or cannot be reached.
     `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
+    `resources` are what it has for its tasks beside slots and an arena, by name.
     """
 
     id: str
@@ -64,6 +68,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     engines: dict[str, str] = {}
     device: str = ""
     unwritten: int = 0
+    resources: Amounts = {}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +83,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds.
 
     With `above`, only work of a higher priority: what runs steps aside for it. `affinity` is that of what runs, or of
-    what ran last with an adapter, which is loaded still.
+    what ran last with an adapter, which is loaded still. `amounts` are what is free of other resources, by name.
     """
 
     slots: int
@@ -86,6 +91,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     wait: float
     above: int | None = None
     affinity: str = ""
+    amounts: Amounts = {}
 
 
 class Moved(msgspec.Struct, frozen=True):

@@ -71,7 +71,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     `reads` names all parameters that the output of a stage without inputs depends on (an upload goes by its hash, under
     its name): requests with the same values may then share one. Without it, or with inputs, each has its own.
     Workers that are started with `role` run it, and hold `slots` tasks at a time unless they are told otherwise: some
-    run, the inputs of the others come.
+    run, the inputs of the others come. `needs` is what a task takes of resources that workers name.
     """
 
     name: str
@@ -85,6 +85,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     role: str = ""
     slots: int = 2
     work: Workload = Workload()
+    needs: dict[str, Room] = {}
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -125,7 +126,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
     `final` stages write results. `cache` is the key under which other requests find its output, "" if none is to.
     `cost` is what it was predicted to take when the request came, in seconds of compute; `work` is how much it has to
-    do (0, 0 in a request of a version that did not write it down).
+    do (0, 0 in a request of a version that did not write it down), `needs` what it takes of other resources.
     """
 
     name: str
@@ -138,6 +139,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     cache: str = ""
     cost: float = 0.0
     work: Work = (0.0, 0.0)
+    needs: dict[str, int] = {}
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -224,7 +226,7 @@ def compile_plan(
             planned.append(
                 PlannedStage(
                     name, spec.kind, pools[spec.name], after, own, room, not spec.outputs, cache,
-                    work=spec.work.of(params),
+                    work=spec.work.of(params), needs={name: need.bytes(params) for name, need in spec.needs.items()},
                 )
             )  # fmt: skip
     return ExecutionPlan(tuple(planned))

@@ -23,6 +23,9 @@ TASK_MOVES: dict[str, frozenset[str]] = {
 encoder cache has it; `waiting` is reached again when an input was lost. `announced` is reserved for a stage whose
 output may be read while it is written: nothing makes this move yet."""
 
+SLOTS, ARENA = "slots", "arena"
+"""The resources that every task needs: a slot of a worker, and bytes of its arena for what is made."""
+
 CACHED = "cache:"
 
 
@@ -35,7 +38,8 @@ class Task(msgspec.Struct, frozen=True):
     """One stage of one request, with a read-only view of what it needs.
 
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
-    seconds of the queue's clock; `room` is the predicted bytes of the output. `near` is the node that holds most bytes
+    seconds of the queue's clock; `room` is the predicted bytes of the output, `needs` what it takes of other resources
+    that workers name. `near` is the node that holds most bytes
     of its inputs, `affinity` what tasks have in common that it would share a forward, or an adapter, with: preferences.
     One that is to run `alone` was among several when a compute process died: no other may be begun beside it.
     `cache` is the key under which other requests find its output, "" if none is to.
@@ -59,11 +63,17 @@ class Task(msgspec.Struct, frozen=True):
     affinity: str = ""
     alone: bool = False
     cache: str = ""
+    needs: dict[str, int] = {}
 
     @property
     def key(self) -> tuple[str, str]:
         """What a task is, whatever its attempt."""
         return self.request, self.stage
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """What it takes of every resource."""
+        return {**self.needs, SLOTS: 1, ARENA: self.room}
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, RequestStatus
 from unfuse.core.task import Claim, Lease, Task
+from unfuse.queues.wanted import Wanted
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -34,37 +35,6 @@ class Limits(msgspec.Struct, frozen=True):
     max_active: int = 256
     max_queue: int = 1024
     max_cost: float | None = None
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """What a worker would take: up to `slots` tasks of these pools, whose outputs fit `room` bytes (None: any).
-
-    With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
-    `behind` names, for some of the pools, pools they feed and how many tasks may wait there: while more do, the pool's
-    own tasks wait too. Of one priority, tasks of pools that are `later` (have a higher number there; 0 if absent) go
-    first; a task of a pool in `keep` has to leave that many bytes of the room free. A task `near` this node, then one
-    of this `affinity`, goes before others (see `lease`). Of those who wait, lower `rank`s are served first.
-    """
-
-    pools: frozenset[str]
-    slots: int = 1
-    room: int | None = None
-    above: int | None = None
-    behind: dict[str, dict[str, int]] = {}
-    later: dict[str, int] = {}
-    keep: dict[str, int] = {}
-    near: str = ""
-    affinity: str = ""
-    rank: float = 0.0
-
-    def concerned(self) -> frozenset[str]:
-        """The pools whose changes may let such a worker take something."""
-        return self.pools.union(*(self.behind.get(pool, {}) for pool in self.pools))
-
-
-PREFERENCE_AMONG = 16
-PREFERENCE_S = 0.02
-"""Among how many tasks a preference chooses, and how long one that may be leased can be passed over for it."""
 
 
 MOST_RETURNS = 3
@@ -180,7 +150,8 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
     """
     encode(parts)
     for part in parts:
-        for number in _NUMBERS[type(part)](part):
+        needs = part.needs.values() if isinstance(part, Task) else ()
+        for number in (*_NUMBERS[type(part)](part), *needs):
             if not -EXACT <= (number or 0) <= EXACT:
                 raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
 
@@ -233,10 +204,10 @@ class TaskQueue(ABC):
         its affinity, goes first, unless the first could have been leased for PREFERENCE_S already. Who waits without
         `above` is woken before who waits with it, then who has the lower `rank`, then who waits longer.
 
-        Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task whose room, with
-        that of the tasks claimed before it and what its pool has to keep free, exceeds the room, so that a large task
-        is not starved by small ones: no more is taken of its pool, nor of pools that are not later. Later ones go on,
-        since they let requests come to their end and give room back.
+        Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task that needs more of a
+        resource, with what the tasks claimed before it need, than its pool is offered, so that a large task is not
+        starved by small ones: no more is taken of pools that draw on that resource and are not later. Later ones go on,
+        since they let requests come to their end and give it back, and so do those that do not draw on it.
 
         Waits up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a hand-back, a
         `not_before` that comes, a task ahead that is gone, a pool that is not held back any more); a caller that is

@@ -5,12 +5,13 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import islice
 from operator import itemgetter
 
 from unfuse.core.task import Task
-from unfuse.queues.base import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 from unfuse.queues.returned import Key
+from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
 Rank = tuple[float, float, int, Task]
 """Where a task stands, (−priority, order, arrival), and the task; arrivals differ, so tasks are never compared."""
@@ -81,19 +82,25 @@ class Lines:
         return bisect_left(self._lines[rank[3].pool], rank)
 
     def next(
-        self, wanted: Wanted, full: frozenset[str], others: frozenset[Key], now: float, used: int = 0
+        self, wanted: Wanted, full: frozenset[str], others: frozenset[Key], now: float, used: Mapping[str, int]
     ) -> Rank | None:
-        """The task that such a worker takes, having taken `used` bytes.
+        """The task that such a worker takes, having taken tasks that have `used` so much of its resources.
 
         `full` are pools that are held back, `others` the keys of tasks that are for others.
-        Where one has no room, only pools that are later than its own go on.
+        Where there is not enough for one, only pools go on that are later than its own or need nothing of that.
         """
-        pools = [pool for pool in wanted.pools - full if pool in self._lines]
+        pools = [pool for pool in wanted.pools if pool not in full and pool in self._lines]
         while (rank := self._first(wanted, pools, others, now)) is not None:
             task = rank[3]
-            if wanted.room is None or used + task.room + wanted.keep.get(task.pool, 0) <= wanted.room:
+            offer = wanted.pools[task.pool]
+            lacks = offer.lacks(task.resources, used)
+            if not lacks:
                 return rank
-            pools = [pool for pool in pools if _later(wanted, pool) > _later(wanted, task.pool)]
+            pools = [
+                pool
+                for pool in pools
+                if wanted.pools[pool].later > offer.later or lacks.isdisjoint(wanted.pools[pool].amounts)
+            ]
         return None
 
     def _insert(self, rank: Rank, now: float) -> None:
@@ -119,7 +126,7 @@ class Lines:
 
 def _later(wanted: Wanted, pool: str) -> int:
     """How far a pool is from the beginning of its pipelines."""
-    return wanted.later.get(pool, 0)
+    return wanted.pools[pool].later
 
 
 def _liking(wanted: Wanted, task: Task) -> int:

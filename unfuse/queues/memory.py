@@ -16,9 +16,10 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, Stats, TaskQueue, Wanted
+from unfuse.queues.base import Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
+from unfuse.queues.wanted import Wanted
 
 
 class MemoryQueue(TaskQueue):

@@ -30,8 +30,6 @@ from unfuse.queues.base import (
     FRONT,
     MAX_CACHED,
     MOST_RETURNS,
-    PREFERENCE_AMONG,
-    PREFERENCE_S,
     Damage,
     Filter,
     Limits,
@@ -40,13 +38,13 @@ from unfuse.queues.base import (
     Renewal,
     Stats,
     TaskQueue,
-    Wanted,
     check_storable,
 )
 from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.left import NANOSECONDS
 from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiter, Waiting
+from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
 try:
     from redis.asyncio import Redis

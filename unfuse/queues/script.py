@@ -113,7 +113,7 @@ def pushed(task: Task) -> dict[str, Any]:
     """A task with its rank, bytes that sort as (−priority, order) does: a float's bits do, its sign out of the way."""
     (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
-    names = ("stage", "attempt", "pool", "room", "near", "affinity", "priority", "not_before")
+    names = ("stage", "attempt", "pool", "room", "near", "affinity", "priority", "not_before", "needs")
     return {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
 
 

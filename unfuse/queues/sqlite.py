@@ -21,12 +21,13 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Damage, Filter, Limits, Member, Renewal, Stats, TaskQueue, Wanted
+from unfuse.queues.base import Damage, Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.row import Row
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, call_at, follow
+from unfuse.queues.wanted import Wanted
 from unfuse.queues.writer import Writer
 
 EVENTS_A_START = 2**24

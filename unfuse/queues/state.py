@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import builtins
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 
 import msgspec
 
@@ -18,7 +19,7 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, Filter, Limits, Line, Member, Renewal, Stats, Wanted, check_storable
+from unfuse.queues.base import FRONT, Filter, Limits, Line, Member, Renewal, Stats, check_storable
 from unfuse.queues.cached import Cached
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
@@ -28,6 +29,7 @@ from unfuse.queues.lines import Lines, Rank
 from unfuse.queues.registry import Registry
 from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, Standing
+from unfuse.queues.wanted import Wanted
 
 
 class QueueState:
@@ -66,20 +68,20 @@ class QueueState:
         self._alter(entry)
         return entry
 
-    def first(self, worker: str, wanted: Wanted, used: int = 0) -> Rank | None:
-        """The task that such a worker takes, having taken `used` bytes; pools that feed a full one are held back."""
+    def first(self, worker: str, wanted: Wanted, used: Mapping[str, int] = MappingProxyType({})) -> Rank | None:
+        """The task that such a worker takes, having used so much; pools that feed a full one are held back."""
         self.ripen(self._clock.now())
-        fed = ((pool, name, most) for pool, names in wanted.behind.items() for name, most in names.items())
+        fed = ((pool, name, most) for pool, offer in wanted.pools.items() for name, most in offer.behind.items())
         full = frozenset(pool for pool, name, most in fed if self._lines.size(name) > most)
         return self._lines.next(wanted, full, self._returned.kept_from(worker), self._clock.now(), used)
 
     def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
         """Claim tasks."""
         leases: list[Lease] = []
-        used = 0
+        used = Counter[str]()
         while len(leases) < wanted.slots and (rank := self.first(worker, wanted, used)) is not None:
             task = rank[3]
-            used += task.room
+            used.update(task.resources)
             self._lines.remove(task.key)
             at = self._clock.wall()
             leases.append(self._leases.give(rank, worker, self._clock.now() + ttl, at))

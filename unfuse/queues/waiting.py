@@ -16,8 +16,8 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
-from unfuse.queues.base import Wanted
 from unfuse.queues.damage import Met
+from unfuse.queues.wanted import Wanted
 
 RETRY_S = 0.2
 """How long until a server that did not answer is asked again."""

@@ -41,8 +41,21 @@ class Arenas:
         except InvalidParameter:
             self._require(plan, made, [member.info for member in await look()])
 
+    def _require_resources(self, stages: Iterable[PlannedStage], live: Sequence[WorkerInfo]) -> None:
+        """Each task's needs are there in one worker."""
+        for stage in stages:
+            serving = self._serving(stage.pool, live)
+            for name, need in stage.needs.items():
+                most = max((worker.resources.get(name, 0) for worker in serving), default=need)
+                if need > most:
+                    raise InvalidParameter(
+                        f"stage {stage.name} needs {need} of the resource {name}, and a worker has {most}: "
+                        f"ask for less, or have the workers started with --resources {name}={need} or more"
+                    )
+
     def _require(self, plan: ExecutionPlan, made: Collection[str], live: Iterable[WorkerInfo]) -> None:
         workers, outputs = list(live), [stage for stage in plan.stages if stage.room and stage.name not in made]
+        self._require_resources([stage for stage in plan.stages if stage.name not in made], workers)
         serving = {stage.pool: self._serving(stage.pool, workers) for stage in outputs}
         bounded = [stage for stage in outputs if _bounded(serving[stage.pool])]
         for stage in bounded:

@@ -185,11 +185,13 @@ class Desk:
 
     async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
-        wanted = (await self._look()).wanted(peer.worker, ask, self._dispatch, self.scheduler.ahead)
+        flow = await self._look()
+        keep = flow.keep(peer.worker, self.scheduler.ahead)
+        wanted = flow.wanted(peer.worker, ask, keep, self._dispatch)
         peer.withdraw()
         if peer.leaves:
             return Granted((), {})
-        peer.keep = wanted.keep
+        peer.keep = keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter
 from typing import Literal
 
@@ -11,7 +11,9 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, WorkerInfo
-from unfuse.queues.base import Member, Wanted
+from unfuse.core.task import ARENA, SLOTS
+from unfuse.queues.base import Member
+from unfuse.queues.wanted import Offer, Wanted
 from unfuse.scheduler.ahead import Ahead
 
 Dispatch = Literal["locality", "round_robin", "max_free_slots"]
@@ -25,20 +27,23 @@ class Flow(msgspec.Struct, frozen=True):
     """What the models' pipelines, and who serves them, mean for who takes what.
 
     `depth` is how far a pool is from the beginning, `behind` how many may wait in the pools that it feeds, `holding`
-    are the pools whose tasks leave an object.
+    are the pools whose tasks leave an object, and `draws` says what other resources those of a pool draw on.
     """
 
     depth: dict[str, int]
     behind: dict[str, dict[str, int]]
     holding: frozenset[str]
+    draws: dict[str, frozenset[str]] = {}
 
     @classmethod
     def of(cls, cards: Iterable[ModelCard], members: Iterable[Member]) -> Flow:
         """The flow through these models' pools. Among pools that feed each other, only later ones hold back others."""
         depth: dict[str, int] = {}
         fed: defaultdict[str, set[str]] = defaultdict(set)
+        draws: dict[str, frozenset[str]] = {}
         for card in cards:
             pools, producers = card.pools(), card.pipeline.producers()
+            draws |= {pools[stage.name]: frozenset(stage.needs) for stage in card.pipeline.stages}
             before = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
             far: dict[str, int] = {}
             for name in TopologicalSorter(before).static_order():
@@ -53,7 +58,7 @@ class Flow(msgspec.Struct, frozen=True):
             pool: {name: AHEAD * slots[name] for name in names if depth[name] > depth[pool]}
             for pool, names in fed.items()
         }
-        return cls(depth, behind, frozenset(fed))
+        return cls(depth, behind, frozenset(fed), draws)
 
     def keep(self, worker: WorkerInfo, ahead: Ahead) -> dict[str, int]:
         """What each of its pools that leave objects in its arena has to leave free there for later ones.
@@ -69,23 +74,18 @@ class Flow(msgspec.Struct, frozen=True):
             pool: max(worker.room * levels.index(level) // len(levels), most[level]) for pool, level in depth.items()
         }
 
-    def wanted(
-        self, worker: WorkerInfo, ask: Ask, dispatch: Dispatch = "locality", ahead: Ahead | None = None
-    ) -> Wanted:
-        """What a worker that asks may be given, while these requests are in flight."""
-        pools = frozenset(worker.pools)
-        later = {pool: self.depth.get(pool, 0) for pool in pools}
-        keep = self.keep(worker, ahead or Ahead())
+    def wanted(self, worker: WorkerInfo, ask: Ask, keep: Mapping[str, int], dispatch: Dispatch = "locality") -> Wanted:
+        """What a worker that asks may be given, where so many bytes have to stay free in its arena."""
         blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
         slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
+        offers = {}
+        for pool in worker.pools:
+            arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
+            others = {name: ask.amounts.get(name, 0) for name in self.draws.get(pool, ())}
+            offers[pool] = Offer({SLOTS: slots} | arena | others, self.depth.get(pool, 0), self.behind.get(pool, {}))
         return Wanted(
-            pools,
-            slots,
-            ask.room,
+            offers,
             ask.above,
-            behind={pool: self.behind[pool] for pool in pools & self.behind.keys()},
-            later=later,
-            keep=keep,
             near=worker.node if local else "",
             affinity=ask.affinity if local else "",
             rank=-float(slots) if dispatch == "max_free_slots" else 0.0,

@@ -229,6 +229,7 @@ class _Draft:
                 params=params,
                 inputs=inputs,
                 room=planned.room,
+                needs=planned.needs,
                 final=planned.final,
                 priority=request.priority,
                 order=request.order,

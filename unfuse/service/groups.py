@@ -175,6 +175,10 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[
         int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
     ] = 0
+    resources: Annotated[
+        tuple[str, ...],
+        says("NAME=N: what it has of a resource that tasks of its stages need, beside slots and room in its arena."),
+    ] = ()
     node: Annotated[
         str,
         says("Name of this node: work goes first to nodes that have its inputs; by default an id of the run folder."),

@@ -14,6 +14,7 @@ from unfuse.core.plan import Params
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
+from unfuse.service.amounts import counts, resources
 from unfuse.service.groups import Settings
 from unfuse.service.meeting import keys_folder, listens, trust
 from unfuse.service.plan import wanted
@@ -51,6 +52,7 @@ def options(loaded: Loaded) -> ServeOptions:
                 ("run_dir", settings.run_dir),
                 ("insecure_listen", settings.insecure_listen),
                 ("store.orphan_s", settings.store.orphan_s),
+                ("worker.resources", settings.worker.resources),
                 *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
             )
         },
@@ -61,7 +63,8 @@ def options(loaded: Loaded) -> ServeOptions:
             **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(settings),
-        slots=slots(serve.slots),
+        slots=counts("--slots", serve.slots, "ROLE=N, like denoiser=2"),
+        resources=resources(settings),
         each=settings.worker.slots,
         time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
@@ -75,17 +78,6 @@ def options(loaded: Loaded) -> ServeOptions:
         standard=standard(settings),
         strict=serve.strict_params,
     )
-
-
-def slots(given: tuple[str, ...]) -> dict[str, int]:
-    """Slots by role, as they are given. Raises ConfigError for what is none."""
-    found = {}
-    for entry in given:
-        role, _, count = entry.partition("=")
-        if not role or not count.isdecimal() or not int(count):
-            raise ConfigError(f"--slots {entry}: write ROLE=N, like denoiser=2")
-        found[role] = int(count)
-    return found
 
 
 def standard(settings: Settings) -> Params:

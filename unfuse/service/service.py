@@ -42,6 +42,7 @@ from unfuse.wire.keys import Keys
 from unfuse.wire.router import Router
 from unfuse.wire.run_folder import open_run_folder
 from unfuse.wire.unix_socket import server_socket
+from unfuse.worker.registration import pools_of
 
 BUILT_IN = "unfuse/shapes"
 DRAIN_CHECK_S = 0.1
@@ -63,7 +64,8 @@ class ServeOptions(msgspec.Struct, frozen=True):
 
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
     unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
-    told beside how to compute, by flag; `worker_environment` by variable; each has the `slots` of its role. `standard`
+    told beside how to compute, by flag; `worker_environment` by variable; each has the `slots` of its role, and these
+    `resources`. `standard`
     parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
     """
@@ -87,6 +89,7 @@ class ServeOptions(msgspec.Struct, frozen=True):
     workers: Wanted = Wanted()
     slots: Mapping[str, int] = {}
     each: int = 0
+    resources: Mapping[str, int] = {}
     limits: Limits = Limits()
     time_limits: Mapping[str, float] = {}
     order: Order = "fifo"
@@ -105,6 +108,9 @@ def plan(options: ServeOptions) -> Plan:
     planned = plan_for(options.models, options.revision, options.workers, devices())
     if planned.refusal:
         raise ConfigError(planned.refusal)
+    cards = [model.card for model in planned.models]
+    for worker in planned.workers:
+        pools_of(cards, Choice(roles_of(worker.role)), options.resources)
     return planned
 
 
@@ -190,14 +196,15 @@ class Service:
 
     def _arenas(self) -> Arenas:
         """Those of the workers that are started here."""
+        options, cards = self._options, [model.card for model in self._plan.models]
         expected = [
-            WorkerInfo(str(number), "", worker.role, tuple(pools), 1, "", self._options.workers.arena)
+            WorkerInfo(
+                str(number), "", worker.role, pools_of(cards, Choice(roles_of(worker.role)), options.resources), 1, "",
+                options.workers.arena, resources=dict(options.resources),
+            )
             for number, worker in enumerate(self._plan.workers)
-            for pools in [
-                {pool for m in self._plan.models for pool in m.card.pools(Choice(roles_of(worker.role))).values()}
-            ]
-        ]
-        store = self._options.places.store.partition(":")[0]
+        ]  # fmt: skip
+        store = options.places.store.partition(":")[0]
         return Arenas(expected if store in ARENAS else (), store == "spill")
 
     def _specs(self) -> list[WorkerSpec]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import asdict
 
+from unfuse.service.amounts import resources
 from unfuse.service.groups import OWN_ARENA, Settings
 from unfuse.service.meeting import schedulers, trust
 from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -33,6 +34,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         models=wanted.model,
         compute=msgspec.structs.replace(compute, threads=compute.threads or 1),
         slots=wanted.slots,
+        resources=resources(settings),
         arena=settings.arena.bytes or OWN_ARENA,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,

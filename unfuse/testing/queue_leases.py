@@ -6,7 +6,8 @@ import asyncio
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
-from unfuse.queues.base import MOST_RETURNS, PREFERENCE_AMONG, PREFERENCE_S, TaskQueue
+from unfuse.queues.base import MOST_RETURNS, TaskQueue
+from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     TTL,
@@ -306,6 +307,24 @@ async def a_pool_keeps_room_for_others(queue: TaskQueue, clock: ManualClock) -> 
     assert await drained(queue) == ["c"]
 
 
+async def every_resource_is_counted_for_itself(queue: TaskQueue, clock: ManualClock) -> None:
+    """A task that needs more of one than is left stops those of pools that draw on that one; who does not goes on."""
+    for name, pool, needs in (
+        ("a", "p", {"kv": 3}), ("b", "p", {"kv": 3}), ("c", "q", {"kv": 1}), ("d", "r", {}), ("e", "s", {"kv": 2}),
+        ("f", "s", {"kv": 1}), ("g", "r", {"io": 9}),
+    ):  # fmt: skip
+        await submitted(queue, name, pool=pool, needs=needs)
+    kv = {"kv": 5}
+    takes = wanted("p", "q", "r", "s", slots=9, later={"s": 1}, amounts={"p": kv, "q": kv, "s": kv})
+    assert [lease.task.request for lease in await queue.lease("w", takes, TTL)] == list("efdg")
+    takes = wanted("p", "q", slots=9, amounts={"p": kv, "q": kv})
+    (lease,) = await queue.lease("w", takes, TTL)
+    assert lease.task == task("a", needs={"kv": 3})
+    await queue.hand_back(lease.claim)
+    assert await queue.lease("w", wanted("p", "q", slots=9, amounts={"p": {"kv": 2}, "q": kv}), TTL) == []
+    assert [lease.task.request for lease in await queue.lease("w", wanted("p", "q", slots=9), TTL)] == ["a", "b", "c"]
+
+
 LEASE_RULES = (
     tasks_of_one_priority_leave_as_they_arrived,
     a_higher_priority_goes_first,
@@ -329,4 +348,5 @@ LEASE_RULES = (
     a_preference_does_not_reach_over_pools,
     a_pool_that_has_no_room_lets_later_ones_go_on,
     a_pool_keeps_room_for_others,
+    every_resource_is_counted_for_itself,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping, Sequence
 from math import ceil
 from typing import Any, TypeVar
 
@@ -14,8 +14,9 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
-from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Limits, TaskQueue, Wanted
+from unfuse.core.task import ARENA, SLOTS, Claim, Lease, Task
+from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.wanted import Offer, Wanted
 from unfuse.testing.clock import ManualClock
 
 TTL = 10.0
@@ -48,9 +49,26 @@ async def submitted(queue: TaskQueue, name: str, **fields: Any) -> Record:
     return await queue.submit(request(name), [task(name, **fields)], [Event("queued")], LIMITS)
 
 
-def wanted(*pools: str, **more: Any) -> Wanted:
-    """What a worker of these pools asks for: one task unless it says otherwise."""
-    return Wanted(frozenset(pools), **more)
+def wanted(
+    *pools: str,
+    slots: int = 1,
+    room: int | None = None,
+    keep: Mapping[str, int] | None = None,
+    later: Mapping[str, int] | None = None,
+    behind: Mapping[str, dict[str, int]] | None = None,
+    amounts: Mapping[str, dict[str, int]] | None = None,
+    **more: Any,
+) -> Wanted:
+    """What a worker of these pools asks for: one task, unless it says otherwise.
+
+    Tasks of a pool in `keep` have to leave that much of the `room` free; `amounts` are of other resources, by pool.
+    """
+    offers = {}
+    for pool in pools:
+        arena = {} if room is None else {ARENA: room - (keep or {}).get(pool, 0)}
+        offered = {SLOTS: slots} | arena | (amounts or {}).get(pool, {})
+        offers[pool] = Offer(offered, (later or {}).get(pool, 0), (behind or {}).get(pool, {}))
+    return Wanted(offers, **more)
 
 
 async def leased(queue: TaskQueue, *pools: str, worker: str = "w") -> Lease:

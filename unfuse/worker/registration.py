@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
@@ -26,8 +26,11 @@ def bring(models: Models, choice: Choice) -> tuple[list[ModelCard], tuple[tuple[
     return cards, tuple(folders)
 
 
-def pools_of(cards: Sequence[ModelCard], choice: Choice) -> tuple[str, ...]:
-    """The pools of the chosen stages. Raises ConfigError when a role is no stage's, or no stage is left."""
+def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:
+    """The pools of the chosen stages.
+
+    Raises ConfigError when a role is no stage's, no stage is left, or one needs what is not among the `resources`.
+    """
     stages = [stage for card in cards for stage in card.pipeline.stages]
     known = {stage.role for stage in stages}
     if unknown := sorted((choice.roles or set()) - known):
@@ -36,4 +39,10 @@ def pools_of(cards: Sequence[ModelCard], choice: Choice) -> tuple[str, ...]:
     if not pools:
         role, named = "+".join(sorted(choice.roles or {"all"})), sorted({stage.components[0] for stage in stages})
         raise ConfigError(f"no stage is both --role {role} and --component: components are {', '.join(named)}")
+    for stage in filter(choice.takes, stages):
+        if missing := sorted(stage.needs.keys() - resources):
+            raise ConfigError(
+                f"stage {stage.name} needs the resource {missing[0]}, of which this worker has none: "
+                f"start it with --resources {missing[0]}=N"
+            )
     return pools

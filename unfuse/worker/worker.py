@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -73,7 +74,7 @@ log = structlog.get_logger(__name__)
 class WorkerOptions(msgspec.Struct, frozen=True):
     """How a worker is started. `role` is one, several as `a+b`, or all; with `components` it runs those of its stages
     alone whose pools are of one of them. It holds `slots` tasks at a time (0: as many as is usual for its role).
-    `arena` is bytes; without `models` the scheduler says what to serve.
+    `arena` is bytes, `resources` are what it has of others; without `models` the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
@@ -90,6 +91,7 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     compute: ComputeOptions = ComputeOptions(threads=1)
     slots: int = 0
     arena: int = 2 << 30
+    resources: Mapping[str, int] = {}
     stall_s: float = 600.0
     memory_limit: int = 0
     drain_timeout: float = 20.0
@@ -155,7 +157,7 @@ class Worker:
         if objects is None:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
-        return msgspec.structs.replace(info, **where, device=self._device)
+        return msgspec.structs.replace(info, **where, device=self._device, resources=dict(options.resources))
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -180,7 +182,8 @@ class Worker:
             raise ConfigError("the scheduler serves no model yet: say which one with --model")
         cards, folders = await asyncio.to_thread(bring, models, self._choice)
         self._beat_s = welcome.beat
-        options, places, pools = self._options, welcome.places, pools_of(cards, self._choice)
+        options, places = self._options, welcome.places
+        pools = pools_of(cards, self._choice, options.resources)
         if not options.slots:
             stages = (stage for card in cards for stage in card.pipeline.stages)
             self._slots = max(slots_of(self._choice.roles, stages), compute.batch + 1)
@@ -219,7 +222,11 @@ class Worker:
         affinity = next((task.affinity for task in running if task.affinity), self._loaded)
         slots = self._slots - len(running)
         above = None if slots > 0 else max(task.priority for task in running)
-        return Ask(max(1, slots), self._room(objects), WAIT_S, above, affinity)
+        taken = Counter[str]()
+        for task in running:
+            taken.update(task.needs)
+        amounts = {name: max(0, amount - taken[name]) for name, amount in self._options.resources.items()}
+        return Ask(max(1, slots), self._room(objects), WAIT_S, above, affinity, amounts)
 
     async def _ask(self, executor: Executor, objects: Objects, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""

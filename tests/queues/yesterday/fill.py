@@ -12,8 +12,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
-from unfuse.queues.base import TaskQueue, Wanted
+from unfuse.queues.base import TaskQueue
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.queue_samples import wanted
 
 STAGES = (
     StageSpec("encode", "text_encode", ("a",), (), ("embeds",)),
@@ -60,7 +61,7 @@ async def one(scheduler: Scheduler, place: int, id: str, steps: tuple[str, ...])
     await scheduler.submit(CARD, params(), id=id, metadata={"n": str(place)}, priority=place, **own)
     for step in steps:
         if step == "lease":
-            (lease,) = await queue.lease("w", Wanted(frozenset(POOLS.values())), 600.0)
+            (lease,) = await queue.lease("w", wanted(*POOLS.values()), 600.0)
             assert lease.task.request == id
         elif step == "done":
             await scheduler.complete(done(lease), "w")

@@ -90,6 +90,7 @@ local function push(id, tasks)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
       'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
       'task', task.task, 'pushed', exact(wall))
+    if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
     put(name, task.pool, member, task.not_before)
   end
 end

@@ -9,19 +9,15 @@ end
 -- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
 local function open_lines(worker, wanted)
   local full, lines = {}, {}
-  for pool, fed in pairs(wanted.behind) do
-    for name, most in pairs(fed) do
+  for pool, offer in pairs(wanted.pools) do
+    for name, most in pairs(offer.behind) do
       if (sound(size, name) or 0) > most then
         full[pool] = true
         call('SADD', AWAITED, name)
       end
     end
-  end
-  for _, pool in ipairs(wanted.pools) do
     local head = not full[pool] and sound(head_for, worker, pool)
-    if head then
-      lines[#lines + 1] = {pool = pool, head = head, later = wanted.later[pool] or 0, keep = wanted.keep[pool] or 0}
-    end
+    if head then lines[#lines + 1] = {pool = pool, head = head, later = offer.later, amounts = offer.amounts} end
   end
   return lines
 end
@@ -46,8 +42,36 @@ local function liked(worker, wanted, lines, first)
   return unpack(best)
 end
 
--- The place of the task that a worker takes next, having taken `used` bytes. Where one has no room, only pools that are
--- later than its own go on; who waits is told when a task leaves that pool.
+-- What a task takes of every resource.
+local function needs_of(member)
+  local room, needs = unpack(call('HMGET', task_of(member), 'room', 'needs'))
+  local all = needs and cmsgpack.unpack(needs) or {}
+  all.arena, all.slots = tonumber(room), 1
+  return all
+end
+
+-- The resources, as a set, of which a task needs more than is left of them; nil if there are none.
+local function lacks(amounts, needs, used)
+  local found
+  for name, most in pairs(amounts) do
+    if (used[name] or 0) + (needs[name] or 0) > most then
+      found = found or {}
+      found[name] = true
+    end
+  end
+  return found
+end
+
+-- Whether a line draws on one of these resources.
+local function draws_on(line, resources)
+  for name in pairs(resources) do
+    if line.amounts[name] then return true end
+  end
+  return false
+end
+
+-- The place of the task that a worker takes next, having `used` so much. Where there is not enough for one, only pools
+-- go on that are later than its own or need nothing of that; who waits is told when a task leaves that pool.
 local function next_for(worker, wanted, used)
   local lines = open_lines(worker, wanted)
   while #lines > 0 do
@@ -60,14 +84,15 @@ local function next_for(worker, wanted, used)
     if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
       member, line = liked(worker, wanted, lines, line)
     end
-    local room = tonumber(call('HGET', task_of(member), 'room'))
-    if not wanted.room or used + room + line.keep <= wanted.room then return member, room end
+    local needs = needs_of(member)
+    local missing = lacks(line.amounts, needs, used)
+    if not missing then return member, needs end
     call('SADD', AWAITED, line.pool)
-    local later = {}
+    local others = {}
     for _, other in ipairs(lines) do
-      if other.later > line.later then later[#later + 1] = other end
+      if other.later > line.later or not draws_on(other, missing) then others[#others + 1] = other end
     end
-    lines = later
+    lines = others
   end
 end
 
@@ -87,12 +112,12 @@ end
 
 -- Claims what a worker that asks takes now.
 local function serve(ask)
-  local claims, used = {}, 0
-  for _, pool in ipairs(ask.wanted.pools) do sound(ripen, pool) end
+  local claims, used = {}, {}
+  for pool in pairs(ask.wanted.pools) do sound(ripen, pool) end
   while #claims < #ask.tokens / 16 do
-    local member, room = next_for(ask.worker, ask.wanted, used)
+    local member, needs = next_for(ask.worker, ask.wanted, used)
     if not member then break end
-    used = used + room
+    for name, amount in pairs(needs) do used[name] = (used[name] or 0) + amount end
     claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
   end
   return claims
@@ -110,7 +135,7 @@ function verbs.lease()
   local ripens, answers = false, {}
   for i, ask in ipairs(A.asks) do
     local claims = serve(ask)
-    for _, pool in ipairs(#claims == 0 and ask.wanted.pools or {}) do
+    for pool in pairs(#claims == 0 and ask.wanted.pools or {}) do
       local at = tonumber((sound(call, 'ZRANGE', delayed_key(pool), 0, 0, 'WITHSCORES') or {})[2])
       if at and (not ripens or at < ripens) then ripens = at end
     end

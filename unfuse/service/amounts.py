@@ -1,0 +1,26 @@
+"""Numbers by name, as flags give them."""
+
+from __future__ import annotations
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.task import ARENA, SLOTS
+from unfuse.service.groups import Settings
+
+
+def resources(settings: Settings) -> dict[str, int]:
+    """What each worker has of named resources. Raises ConfigError for what names none."""
+    found = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
+    if own := sorted(found.keys() & {SLOTS, ARENA}):
+        raise ConfigError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
+    return found
+
+
+def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
+    """Numbers by name, as a flag gives them. Raises ConfigError for what is none."""
+    found = {}
+    for entry in given:
+        name, _, count = entry.partition("=")
+        if not name or not count.isdecimal() or not int(count):
+            raise ConfigError(f"{flag} {entry}: write {example}")
+        found[name] = int(count)
+    return found
