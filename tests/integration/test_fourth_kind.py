@@ -138,7 +138,7 @@ def test_a_resource_that_no_worker_has_is_missed_at_the_start(tmp_path: Path, in
     model, variables = installed
     with serving(tmp_path, model, *FLAGS, **variables) as server:
         assert server.process.wait(60) == 1
-    said = (tmp_path / "serve.log").read_text()
+    said = server.log()
     assert "stage mirror needs the resource silver, of which this worker has none" in said
     assert "--resources silver=N" in said
     assert "starting" not in said, "workers were started in vain"

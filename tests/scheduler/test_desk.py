@@ -68,7 +68,7 @@ async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered(
             Places("disk:/results"),
             5.0,
         )
-        assert [member.info.id for member in await desk.scheduler.workers()] == ["worker-1"]
+        assert [member.info.id for member in await desk.scheduler.registry.workers()] == ["worker-1"]
 
 
 async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
@@ -116,7 +116,7 @@ async def test_who_says_goodbye_gets_nothing_more() -> None:
         await asyncio.sleep(0)
         assert await desk.answer(PEER, Bye()) == Accepted()
         assert await asking == []
-        assert await desk.scheduler.workers() == []
+        assert await desk.scheduler.registry.workers() == []
         assert await desk.answer(PEER, Beat()) == Stranger()
 
 

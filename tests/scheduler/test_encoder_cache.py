@@ -61,10 +61,10 @@ def done(lease: Lease, nbytes: int = SIZE) -> Done:
     return msgspec.structs.replace(report, output=msgspec.structs.replace(report.output, id=name, nbytes=nbytes))
 
 
-async def ran(scheduler: Scheduler, nbytes: int = SIZE) -> list[str]:
+async def ran(scheduler: Scheduler, nbytes: int = SIZE, pools: tuple[str, ...] = ()) -> list[str]:
     """Do whatever there is to do; the stages in the order in which they ran."""
     stages = []
-    while leases := await take(scheduler):
+    while leases := await take(scheduler, *pools):
         stages.append(leases[0].task.stage)
         await scheduler.complete(done(leases[0], nbytes), WORKER)
     return stages
@@ -142,13 +142,16 @@ async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
 
 async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_other_bytes() -> None:
     clock = ManualClock()
-    async with caching(clock=clock, flavour="exact") as (first, _):
+    async with caching(clock=clock) as (first, _):
         await first.submit(SHARING, params())
         await ran(first)
-        for flavour, stages in (("exact", REST), ("batched", ALL)):
-            async with caching(first.queue, clock, flavour=flavour) as (other, _):  # type: ignore[arg-type]
-                await other.submit(SHARING, params())
-                assert await ran(other) == stages
+        async with caching(first.queue, clock) as (other, _):  # type: ignore[arg-type]
+            await other.submit(SHARING, params())
+            assert await ran(other) == REST
+            await first.queue.hello(info(WORKER, f"{ENCODE}@1", DENOISE, DECODE), [SHARING])
+            await other.registry.workers()
+            await other.submit(SHARING, params())
+            assert await ran(other, pools=(f"{ENCODE}@1", DENOISE, DECODE)) == ALL
 
 
 async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:

@@ -13,7 +13,7 @@ from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
-from unfuse.scheduler import lifecycle
+from unfuse.scheduler import draft, lifecycle
 
 WALL, NOW = 1_700_000_000.0, 50.0
 
@@ -195,7 +195,7 @@ class TestCompletion:
 class TestFailure:
     def test_a_transient_one_is_tried_again_later_and_later(self, first: Change) -> None:
         change, waits = first, []
-        for _ in range(lifecycle.BUDGETS["failures"]):
+        for _ in range(draft.BUDGETS["failures"]):
             change = fail(change, "text", "transient")
             assert kinds(change) == ["retrying"]
             waits.append(change.push[0].not_before - NOW)
@@ -402,19 +402,19 @@ class TestTheEnd:
 @pytest.mark.parametrize("new", TASK_MOVES)
 def test_a_draft_makes_the_moves_of_the_table_only(old: Any, new: Any) -> None:
     context = msgspec.structs.replace(request_for(PICTURE), stages={"text": StageState(old)})
-    draft = lifecycle._Draft(context, WALL)
+    made = draft.Draft(context, WALL)
     if new in TASK_MOVES[old]:
-        draft.move("text", new)
-        assert draft.stages["text"].status == new
+        made.move("text", new)
+        assert made.stages["text"].status == new
     else:
         with pytest.raises(IllegalMove, match=f"stage text cannot go from {old} to {new}"):
-            draft.move("text", new)
+            made.move("text", new)
 
 
 def test_a_request_that_is_over_cannot_be_ended_by_force(first: Change) -> None:
     over = msgspec.structs.replace(first.context, status="completed")
     with pytest.raises(IllegalMove, match="from completed to failed"):
-        lifecycle._Draft(over, WALL).end("failed")
+        draft.Draft(over, WALL).end("failed")
 
 
 class Walk:

@@ -312,14 +312,14 @@ async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> N
 
 async def test_missing_names_the_pools_without_a_live_worker() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        assert await scheduler.missing() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
+        assert await scheduler.registry.missing() == {CARD.name: sorted([ENCODE, DENOISE, DECODE])}
         await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
         await scheduler.queue.hello(info("b", DECODE), [CARD])
-        assert await scheduler.missing() == {}
+        assert await scheduler.registry.missing() == {}
         clock.advance(4)
         await scheduler.queue.hello(info("a", ENCODE, DENOISE), [CARD])
         clock.advance(2)
-        assert await scheduler.missing() == {CARD.name: [DECODE]}
+        assert await scheduler.registry.missing() == {CARD.name: [DECODE]}
 
 
 async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
@@ -327,10 +327,10 @@ async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
         await scheduler.queue.hello(info(WORKER, ENCODE), [CARD])
         await scheduler.submit(CARD, params())
         (encode,) = await take(scheduler)
-        assert await scheduler.owners([encode]) == {}
+        assert await scheduler.registry.owners([encode]) == {}
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
-        assert await scheduler.owners([denoise]) == {WORKER: info(WORKER, ENCODE)}
+        assert await scheduler.registry.owners([denoise]) == {WORKER: info(WORKER, ENCODE)}
 
 
 async def test_over_says_which_requests_need_no_objects_any_more() -> None:

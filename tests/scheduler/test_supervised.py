@@ -91,7 +91,7 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
     await desk.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
     record = await desk.scheduler.submit(SHARING, params())
     with monkeypatch.context() as patch:
-        patch.setattr(desk.scheduler, part, fails_later)
+        patch.setattr(desk.scheduler if part == "resumed" else desk.scheduler.registry, part, fails_later)
         with pytest.raises(OSError, match="No space"):
             await desk.answer(PEER, Ask(1, None, 0.0))
     granted = await desk.answer(PEER, Ask(1, None, 0.0))

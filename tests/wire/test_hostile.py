@@ -305,7 +305,7 @@ async def test_without_the_key_nothing_is_heard(tmp_path: Path) -> None:
                 await site.say(Hello(info("intruder", ENCODE), (CARD,), b"i" * 16), intruder)
             await intruder.close()
             await site.complete()
-        assert [member.info.id for member in await site.scheduler.workers()] == ["honest"]
+        assert [member.info.id for member in await site.scheduler.registry.workers()] == ["honest"]
 
 
 def reports(lease: Lease) -> list[Progress | Done | Failed]:

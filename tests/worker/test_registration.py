@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import Choice, roles_of
+from unfuse.core.plan import Choice, Pipeline, Room, roles_of
 from unfuse.worker.registration import pools_of
 
 
@@ -26,3 +27,12 @@ def test_a_role_that_no_stage_has_is_named_with_those_there_are() -> None:
 def test_a_component_that_no_stage_of_the_role_has_is_refused_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match="no stage is both --role decoder and --component: components are text_enc"):
         pools_of([CARD], Choice(roles_of("decoder"), ("transformer",)))
+
+
+def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
+    stages = tuple(replace(stage, needs={"kv": Room(1)}) for stage in CARD.pipeline.stages if stage.kind == "denoise")
+    card = replace(CARD, pipeline=Pipeline((CARD.pipeline.stages[0], *stages)))
+    assert pools_of([card], Choice(), {"kv": 1}) == (ENCODE, DENOISE)
+    assert pools_of([card], Choice(roles_of("encoder"))) == (ENCODE,)
+    with pytest.raises(ConfigError, match="stage denoise needs the resource kv, .*: start it with --resources kv=N"):
+        pools_of([card], Choice())

@@ -22,6 +22,9 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)]
 """So much of each named resource beside slots and bytes of an arena."""
 
+_Word = Annotated[str, Meta(max_length=128)]
+Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
+
 
 class Places(msgspec.Struct, frozen=True):
     """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
@@ -50,7 +53,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     the name of the GPU.
     So many of its tasks are `unwritten`: they wait for the result store, which has no room or cannot be reached.
     `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
-    `resources` are what it has for its tasks beside slots and an arena, by name.
+    `resources` are what it has for its tasks beside slots and an arena, by name; `outcome` is what the bytes of its
+    results depend on beside weights, dtypes and parameters.
     """
 
     id: str
@@ -69,6 +73,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     device: str = ""
     unwritten: int = 0
     resources: Amounts = {}
+    outcome: Outcome = {}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -176,7 +181,8 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello: models to serve as (name, source, dtype), where things are kept, seconds between heartbeats.
 
-    `outcome` is what a worker's ComputeOptions must agree with, if it says anything.
+    `outcome` is what a worker's ComputeOptions must agree with, if it says anything. With `by_outcome`, workers are to
+    have it in the names of their pools.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -184,6 +190,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     lease_ttl: float
     beat: float
     outcome: dict[str, str] = {}
+    by_outcome: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -154,13 +154,23 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
                 return stage
         raise KeyError(name)
 
+    def moved(self, pools: Mapping[str, str]) -> ExecutionPlan:
+        """The plan with other pools for these stages, by name, which share no output with others there."""
+        return ExecutionPlan(
+            tuple(
+                stage if pool == stage.pool else msgspec.structs.replace(stage, pool=pool, cache="")
+                for stage in self.stages
+                for pool in [pools.get(stage.name, stage.pool)]
+            )
+        )
+
     def consumers(self, name: str) -> tuple[PlannedStage, ...]:
         """The stages that read the output of `name`."""
         return tuple(stage for stage in self.stages if name in stage.after)
 
 
 def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str]) -> str:
-    """The pool of a stage: workers are interchangeable for one kind of one component in one dtype."""
+    """The pool that a card declares for a stage: the workers for one kind of one component in one dtype."""
     component = stage.components[0]
     return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
 

@@ -58,6 +58,9 @@ class Family(ABC):
     """Whether its stages compute with torch. Those of a family that does not are given numpy arrays, and a process that
     runs no others never imports torch."""
 
+    libraries: tuple[str, ...] = ("diffusers", "transformers")
+    """Installed packages, beside torch, on whose versions the bytes of its results depend."""
+
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """What gateway and scheduler know of the model in a folder, served as `name`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext
 
 
@@ -22,7 +23,7 @@ class Ahead:
         if context.id not in self._requests:
             sizes = self._requests[context.id] = Counter()
             for stage in context.plan.stages:
-                sizes[stage.pool] += stage.room
+                sizes[declared(stage.pool)] += stage.room
 
     def end(self, request: str) -> None:
         """It is over, or was never accepted."""
@@ -37,4 +38,5 @@ class Ahead:
 
     def largest(self, pools: Collection[str]) -> int:
         """The most that one request puts into these pools together."""
-        return max((sum(sizes[pool] for pool in pools) for sizes in self._requests.values()), default=0)
+        names = {declared(pool) for pool in pools}
+        return max((sum(sizes[name] for name in names) for sizes in self._requests.values()), default=0)

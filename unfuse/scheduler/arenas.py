@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.core.pool import declared
 from unfuse.queues.base import Member
 
 BLOCK = 4096
@@ -68,7 +69,7 @@ class Arenas:
 
     def _serving(self, pool: str, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         found = [worker for worker in live if pool in worker.pools]
-        return found or [worker for worker in self._expected if pool in worker.pools]
+        return found or [worker for worker in self._expected if declared(pool) in worker.pools]
 
 
 def _bounded(workers: Sequence[WorkerInfo]) -> bool:

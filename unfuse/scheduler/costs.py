@@ -18,7 +18,8 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.core.plan import ExecutionPlan, Work
+from unfuse.core.pool import declared
 from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.law import Law
 
@@ -27,6 +28,9 @@ UNMEASURED_S = 1e-7
 
 LEARNED = 1024
 """The last so many requests that were learned from are known by their ids: none teaches twice."""
+
+POOLS = 256
+"""The pools of which something is known, those learned of last: each version of a library makes new ones."""
 
 RECENT_S, REMEMBERED = 60.0, 64
 """How far back, in seconds and in requests, the pace of completions is looked at."""
@@ -102,7 +106,9 @@ class Costs:
                 made = (
                     timings.steps / (timings.steps + timings.resumed) if timings.steps > 0 <= timings.resumed else 1.0
                 )
-                devices = self._laws.setdefault(stage.pool, {})
+                devices = self._laws[stage.pool] = self._laws.pop(stage.pool, {})
+                if len(self._laws) > POOLS:
+                    del self._laws[next(iter(self._laws))]
                 device = timings.device or (worker.device if worker else "")
                 devices.setdefault(device, Law()).add((forwards * made, size), seconds)
 
@@ -113,14 +119,14 @@ class Costs:
     def priced(self, context: RequestContext) -> RequestContext:
         """The request with predicted seconds of compute, of each of its stages and in all."""
         stages = tuple(
-            replace(stage, cost=self._seconds(stage) or UNMEASURED_S * prod(stage.work))
+            replace(stage, cost=self.seconds(stage.pool, stage.work) or UNMEASURED_S * prod(stage.work))
             for stage in context.plan.stages
         )
         return replace(context, plan=ExecutionPlan(stages), cost=sum(stage.cost for stage in stages))
 
     def known(self, context: RequestContext) -> bool:
         """Whether each stage of a request was measured before, so that what is predicted for it means something."""
-        return all(self._seconds(stage) is not None for stage in context.plan.stages)
+        return all(self.seconds(stage.pool, stage.work) is not None for stage in context.plan.stages)
 
     def until_room(self, cost: float, now: float) -> float:
         """Seconds after which there is presumably room for a request that was refused, by the pace of late."""
@@ -135,7 +141,7 @@ class Costs:
         parts = {run.stage: run.step / run.steps for run in record.running if run.steps}
         for stage in context.plan.stages:
             if context.stages[stage.name].status != "done":
-                seconds = self._seconds(stage)
+                seconds = self.seconds(stage.pool, stage.work)
                 if seconds is None:
                     return None
                 own += seconds * (1.0 - parts.get(stage.name, 0.0))
@@ -148,17 +154,20 @@ class Costs:
             return otherwise, otherwise
         return (now - recent[0][0]) / len(recent), sum(cost for _, cost in recent) / len(recent)
 
-    def _seconds(self, stage: PlannedStage) -> float | None:
+    def seconds(self, pool: str, work: Work) -> float | None:
         """The mean over the pool's workers, each of which may get it, as far as their devices were measured.
 
-        With none of these, over the devices that were. None where nothing was.
+        With none of these, over the devices that were; for a pool that was not, over those that could serve in its
+        place. None where nothing was.
         """
-        laws = self._laws.get(stage.pool)
+        laws = self._laws.get(pool)
         if not laws:
-            return None
-        devices = [worker.device for worker in self.workers.values() if stage.pool in worker.pools]
-        measured = [laws[name] for name in devices if name in laws] or laws.values()
-        return fmean(law.seconds(stage.work) for law in measured)
+            others = (laws for other, laws in self._laws.items() if declared(other) == declared(pool))
+            measured = [law for laws in others for law in laws.values()]
+        else:
+            devices = [worker.device for worker in self.workers.values() if pool in worker.pools]
+            measured = [laws[name] for name in devices if name in laws] or list(laws.values())
+        return fmean(law.seconds(work) for law in measured) if measured else None
 
 
 def _write(path: Path, data: bytes) -> None:

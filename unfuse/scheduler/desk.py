@@ -103,7 +103,9 @@ class Desk:
         self._queue = scheduler.queue
         self._dispatch = dispatch
         ttl = scheduler.lease_ttl
-        self._welcome = Welcome(tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}))
+        self._welcome = Welcome(
+            tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}), by_outcome=True
+        )
         self._peers: dict[bytes, _Peer] = {}
         self._flow: Flow | None = None
         self._flow_until = 0.0
@@ -162,6 +164,7 @@ class Desk:
         self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
         self._heard(peer, self._peers[peer])
         self._flow = None
+        await self.scheduler.joined()
         return self._welcome
 
     def _heard(self, identity: bytes, peer: _Peer) -> None:
@@ -210,7 +213,7 @@ class Desk:
     async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
         """The answer that gives a worker these tasks, with all it needs for them."""
         leases = [await self.scheduler.resumed(lease) for lease in leases]
-        owners = await self.scheduler.owners(leases)
+        owners = await self.scheduler.registry.owners(leases)
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
@@ -228,8 +231,8 @@ class Desk:
         async with self._looking:
             now = asyncio.get_running_loop().time()
             if self._flow is None or now > self._flow_until:
-                cards = (await self.scheduler.cards()).values()
-                self._flow = flow = Flow.of(cards, await self.scheduler.workers())
+                cards = (await self.scheduler.registry.cards()).values()
+                self._flow = flow = Flow.of(cards, await self.scheduler.registry.workers())
                 self._flow_until = now + FLOW_S
                 return flow
             return self._flow

@@ -17,20 +17,14 @@ from unfuse.queues.base import Member, TaskQueue
 
 
 class EncoderCache:
-    """Up to `room` bytes of encoder outputs, 0 for none at all.
+    """Up to `room` bytes of encoder outputs, 0 for none at all. `workers` tells who lives."""
 
-    `flavour` is what outputs depend on beside weights, dtype and parameters: those of another one are not found.
-    `workers` tells who lives.
-    """
-
-    def __init__(
-        self, queue: TaskQueue, workers: Callable[[], Awaitable[Sequence[Member]]], room: int, flavour: str
-    ) -> None:
-        self._queue, self._workers, self._room, self._flavour = queue, workers, room, flavour
+    def __init__(self, queue: TaskQueue, workers: Callable[[], Awaitable[Sequence[Member]]], room: int) -> None:
+        self._queue, self._workers, self._room = queue, workers, room
 
     def shared_by(self, tenant: str, wanted: bool) -> tuple[str, ...] | None:
         """Which requests share what they encode with one of this tenant; None if it shares nothing."""
-        return (tenant, self._flavour) if wanted and self._room else None
+        return (tenant,) if wanted and self._room else None
 
     async def find(self, plan: ExecutionPlan) -> tuple[dict[str, ObjectRef], int]:
         """The outputs, by stage, that are there for a request, and how many more it could have had."""

@@ -11,6 +11,7 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, WorkerInfo
+from unfuse.core.pool import declared
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.queues.base import Member
 from unfuse.queues.wanted import Offer, Wanted
@@ -26,8 +27,8 @@ AHEAD = 4
 class Flow(msgspec.Struct, frozen=True):
     """What the models' pipelines, and who serves them, mean for who takes what.
 
-    `depth` is how far a pool is from the beginning, `behind` how many may wait in the pools that it feeds, `holding`
-    are the pools whose tasks leave an object, and `draws` says what other resources those of a pool draw on.
+    By declared pool, `depth` is how far it is from the beginning, `behind` how many may wait in the pools that it
+    feeds, `holding` are those whose tasks leave an object, and `draws` says what other resources its tasks draw on.
     """
 
     depth: dict[str, int]
@@ -51,11 +52,17 @@ class Flow(msgspec.Struct, frozen=True):
                 depth[pools[name]] = max(far[name], depth.get(pools[name], 0))
                 for other in before[name]:
                     fed[pools[other]].add(pools[name])
-        slots = Counter[str]()
+        slots: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for member in members:
-            slots.update(dict.fromkeys(member.info.pools, member.info.slots))
+            for pool in member.info.pools:
+                slots[declared(pool)][pool] += member.info.slots
         behind = {
-            pool: {name: AHEAD * slots[name] for name in names if depth[name] > depth[pool]}
+            pool: {
+                manned: AHEAD * count
+                for name in names
+                if depth[name] > depth[pool]
+                for manned, count in (slots[name] or {name: 0}).items()
+            }
             for pool, names in fed.items()
         }
         return cls(depth, behind, frozenset(fed), draws)
@@ -66,7 +73,7 @@ class Flow(msgspec.Struct, frozen=True):
         That is their share: the last may fill the arena, and ends requests, which gives all of it back. And it is as
         much as any request in flight still puts there, or one that is large would wait for others that wait for it.
         """
-        depth = {pool: self.depth.get(pool, 0) for pool in self.holding.intersection(worker.pools)}
+        depth = {pool: self.depth.get(declared(pool), 0) for pool in worker.pools if declared(pool) in self.holding}
         levels = sorted(set(depth.values()), reverse=True)
         later = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
         most = {level: ahead.largest(pools) if pools else 0 for level, pools in later.items()}
@@ -81,8 +88,9 @@ class Flow(msgspec.Struct, frozen=True):
         offers = {}
         for pool in worker.pools:
             arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
-            others = {name: ask.amounts.get(name, 0) for name in self.draws.get(pool, ())}
-            offers[pool] = Offer({SLOTS: slots} | arena | others, self.depth.get(pool, 0), self.behind.get(pool, {}))
+            name = declared(pool)
+            others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
+            offers[pool] = Offer({SLOTS: slots} | arena | others, self.depth.get(name, 0), self.behind.get(name, {}))
         return Wanted(
             offers,
             ask.above,

@@ -8,28 +8,18 @@ repeats the one that completed its stage, and everything else is answered with N
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from unfuse.core.errors import IllegalMove, LeaseLost
-from unfuse.core.event import Event, EventType
+from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Params, PlannedStage
-from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, Running, StageState
-from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
+from unfuse.core.plan import PlannedStage
+from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
+from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import EXACT
-
-Charge = Literal["failures", "crashes", "recomputes"]
-
-BUDGETS: dict[Charge, int] = {"failures": 3, "crashes": 1, "recomputes": 3}
-"""Charges of each kind that a stage survives; the next one ends its request."""
-
-CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_crashed", "recomputes": "object_lost"}
-"""Error codes of requests that ended by a charge."""
+from unfuse.scheduler.draft import Draft
 
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})
 """Why a task may be handed back any number of times."""
@@ -47,7 +37,7 @@ def admitted(context: RequestContext, wall: float, cached: Mapping[str, ObjectRe
     Stages whose output is `cached`, by name, are done without having run: at their attempt 0, on the object's owner.
     """
     stages = {stage.name: StageState() for stage in context.plan.stages}
-    draft = _Draft(msgspec.structs.replace(context, stages=stages), wall)
+    draft = Draft(msgspec.structs.replace(context, stages=stages), wall)
     draft.publish("queued")
     for name, output in (cached or {}).items():
         draft.move(name, "done", output=output, worker=output.owner)
@@ -132,7 +122,7 @@ def turned_down(context: RequestContext, stage: str, message: str, wall: float) 
     """No worker is left to try a stage that several have handed back without a step. None if it is over, or done."""
     if context.over or context.stages[stage].status != "queued":
         return None
-    draft = _Draft(context, wall)
+    draft = Draft(context, wall)
     says = f"{GIVEN_UP} workers handed {stage} back again and again without beginning it; the last said: {message}"
     draft.error = ErrorInfo("handed_back", says, stage)
     return draft.end("failed", dead=True)
@@ -151,14 +141,14 @@ def expired_lease(context: RequestContext, lease: Lease, wall: float, running: S
 
 def cancelled(context: RequestContext, wall: float) -> Change | None:
     """The client wants no more of it. None if it is over."""
-    return None if context.over else _Draft(context, wall).end("cancelled")
+    return None if context.over else Draft(context, wall).end("cancelled")
 
 
 def timed_out(context: RequestContext, wall: float) -> Change | None:
     """Its deadline has passed. None if it is over."""
     if context.over:
         return None
-    draft = _Draft(context, wall)
+    draft = Draft(context, wall)
     draft.error = ErrorInfo("expired", "the request was not complete at its deadline: allow it more time")
     return draft.end("expired")
 
@@ -177,7 +167,7 @@ def overran(context: RequestContext, wall: float, running: Sequence[Running] = (
         spent[stage.name] = behind + context.stages[stage.name].leased_s + now
     if max(spent.values()) <= context.limit_s:
         return None
-    draft = _Draft(context, wall)
+    draft = Draft(context, wall)
     took = f"its stages ran for longer than the {context.limit_s:.0f} s that it may take"
     draft.error = ErrorInfo("expired", f"{took}: ask for less, or have the server's limit raised")
     return draft.end("expired")
@@ -188,112 +178,35 @@ def retried(context: RequestContext) -> Change | None:
     return Change(msgspec.structs.replace(context, version=context.version + 1, dead=False)) if context.dead else None
 
 
-class _Draft:
-    """A change in the making. Every move of a stage or of the request is checked against its table."""
+def placed(change: Change, home: Callable[[str], str]) -> Change:
+    """The change with what it queues in the pools where that is at `home` now.
 
-    def __init__(self, context: RequestContext, wall: float) -> None:
-        self._before = context
-        self._wall = wall
-        self.stages = dict(context.stages)
-        self.error: ErrorInfo | None = None
-        self.close: list[tuple[str, str]] = []
-        self.push: list[Task] = []
-        self.events: list[Event] = []
-
-    def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
-        """Give a stage another status, and other fields with it."""
-        state = self.stages[stage]
-        _check(TASK_MOVES, f"stage {stage}", state.status, status)
-        self.stages[stage] = msgspec.structs.replace(state, status=status, **fields)
-
-    def publish(self, event: EventType, stage: str = "", message: str = "") -> None:
-        state = self.stages.get(stage, StageState())
-        self.events.append(Event(event, self._wall, stage, state.attempt, state.worker, message=message))
-
-    def queue(self, stage: str, not_before: float = 0.0) -> None:
-        """Make a task of a stage whose inputs exist, under its next attempt."""
-        attempt = self.stages[stage].attempt + 1
-        self.move(stage, "queued", attempt=attempt, queued_at=self._wall)
-        request, planned = self._before, self._before.plan.stage(stage)
-        outputs = [self.stages[name].output for name in planned.after]
-        inputs = tuple(output for output in outputs if output is not None)
-        params = request.params | planned.params
-        self.push.append(
-            Task(
-                request=request.id,
-                stage=stage,
-                attempt=attempt,
-                pool=planned.pool,
-                kind=planned.kind,
-                model=request.model,
-                params=params,
-                inputs=inputs,
-                room=planned.room,
-                needs=planned.needs,
-                final=planned.final,
-                priority=request.priority,
-                order=request.order,
-                not_before=not_before,
-                deadline=request.deadline,
-                near=_nearest(inputs),
-                affinity=_affinity(request.model, params),
-                alone=self.stages[stage].alone,
-                cache=planned.cache,
-            )
-        )
-
-    def queue_ready(self) -> None:
-        """Queue every waiting stage whose inputs all exist."""
-        for stage in self._before.plan.stages:
-            if self.stages[stage.name].status == "waiting" and self.inputs_exist(stage.name):
-                self.queue(stage.name)
-
-    def inputs_exist(self, stage: str) -> bool:
-        return all(self.stages[name].status == "done" for name in self._before.plan.stage(stage).after)
-
-    def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> _Draft:
-        """Count what went wrong; beyond the budget it becomes the request's error."""
-        count = getattr(self.stages[stage], charge) + 1
-        self.stages[stage] = msgspec.structs.replace(self.stages[stage], **{charge: count})
-        if count > BUDGETS[charge]:
-            self.error = ErrorInfo(CODES[charge], f"{message} (given up after {count} times)", stage, evidence)
-        else:
-            self.publish("retrying", stage, message)
-        return self
-
-    def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
-        """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
-        if self.error is not None:
-            return self.end("failed", claim, dead=True)
-        if self.inputs_exist(claim.stage):
-            self.queue(claim.stage, not_before)
-        else:
-            self.move(claim.stage, "waiting")
-        return self.change(claim)
-
-    def end(self, status: RequestStatus, claim: Claim | None = None, **fields: Any) -> Change:
-        """The request is over: nothing of it will run, and no object of it is needed."""
-        event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
-        self.publish(event.get(status, "failed"), message=self.error.message if self.error else "")
-        for name, state in self.stages.items():
-            if state.status != "done":
-                self.move(name, "cancelled")
-            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None, checkpoint=None)
-        return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
-
-    def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
-        if status != self._before.status:
-            _check(REQUEST_MOVES, f"request {self._before.id}", self._before.status, status)
-        context = self.context(self._before.version + 1, status=status, **fields)
-        return Change(context, claim, tuple(self.close), tuple(self.push), tuple(self.events))
-
-    def context(self, version: int, **fields: Any) -> RequestContext:
-        return msgspec.structs.replace(self._before, version=version, stages=self.stages, **fields)
+    Workers of another pool make other bytes: nothing of what an earlier attempt left is gone on from there.
+    """
+    pools = {task.stage: pool for task in change.push if (pool := home(task.pool)) != task.pool}
+    if not pools:
+        return change
+    replace, context = msgspec.structs.replace, change.context
+    fresh = {name: replace(context.stages[name], checkpoint=None, checkpoint_step=0) for name in pools}
+    push = tuple(replace(t, pool=pools[t.stage], cache="") if t.stage in pools else t for t in change.push)
+    context = replace(context, plan=context.plan.moved(pools), stages=context.stages | fresh)
+    return replace(change, context=context, push=push)
 
 
-def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
-    if new not in moves[old]:
-        raise IllegalMove(f"{what} cannot go from {old} to {new}")
+def moved(
+    context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = ()
+) -> Change | None:
+    """Tasks that wait in vain go where they are at home; None if none does. What runs is left alone."""
+    leased = {run.stage for run in running}
+    waiting = [stage for stage in context.plan.stages if context.stages[stage.name].status == "queued"]
+    strays = [stage.name for stage in waiting if stage.name not in leased and home(stage.pool) != stage.pool]
+    if context.over or not strays:
+        return None
+    draft = Draft(context, wall)
+    for name in strays:
+        draft.move(name, "waiting")
+        draft.queue(name)
+    return placed(draft.change(None, context.status), home)
 
 
 def held_by(worker: str, claim: Claim, running: Sequence[Running]) -> bool:
@@ -301,12 +214,10 @@ def held_by(worker: str, claim: Claim, running: Sequence[Running]) -> bool:
     return any((run.stage, run.attempt, run.worker) == (claim.stage, claim.attempt, worker) for run in running)
 
 
-def _claimed(
-    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
-) -> _Draft:
+def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()) -> Draft:
     """A draft whose claimed stage is leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = _current(context, claim, worker, running)
-    draft = _Draft(context, wall)
+    draft = Draft(context, wall)
     own = [run for run in running if run.stage == claim.stage]
     reached = max([state.reached, *(run.step / run.steps for run in own if run.steps)])
     leased_s = state.leased_s + sum(max(0.0, wall - run.since) for run in own)
@@ -324,7 +235,7 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
     return state
 
 
-def _object_lost(draft: _Draft, failed: Failed, running: set[str]) -> Change:
+def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
     """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
 
     A ref that is not the current output of any input changes no producer: the stage only gets the current refs. If no
@@ -363,17 +274,3 @@ def _made_by(ref: ObjectRef, claim: Claim, worker: str) -> bool:
     """Whether an object is one that this attempt at this stage can have made."""
     made = ref.request, ref.stage, ref.attempt, ref.owner
     return 0 <= ref.nbytes <= EXACT and made == (claim.request, claim.stage, claim.attempt, worker)
-
-
-def _nearest(inputs: Sequence[ObjectRef]) -> str:
-    """The node that holds most bytes of these objects."""
-    held: Counter[str] = Counter()
-    for ref in inputs:
-        held[ref.node] += ref.nbytes
-    return max(held, key=held.__getitem__, default="")
-
-
-def _affinity(model: str, params: Params) -> str:
-    """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
-    size = [params[name] for name in ("width", "height", "num_frames") if name in params]
-    return f"{model} {size} {params.get('lora_id', '')}".rstrip() if size else ""

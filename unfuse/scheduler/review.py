@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from unfuse.core.request import Record
-from unfuse.queues.base import Filter, Member, TaskQueue
+from unfuse.queues.base import Filter, TaskQueue
 from unfuse.scheduler.costs import Costs
+from unfuse.scheduler.registry import Registry
 from unfuse.supervision.supervisor import Supervisor
 
 REVIEW_S, REVIEW_PAUSE_S, REVIEW_PAGE = 5.0, 0.5, 256
@@ -22,21 +23,21 @@ GONE = 20
 
 
 class Review:
-    """Looks through one queue: `know` hears who its workers are, `meet` of each request that is not over, with the
-    queue's time, and `met` when those were all.
+    """Looks through one queue: `meet` hears of each request that is not over, with the queue's time, and `met` when
+    those were all.
     """
 
     def __init__(
         self,
+        registry: Registry,
         queue: TaskQueue,
         costs: Costs,
         lease_ttl: float,
-        know: Callable[[Sequence[Member]], None],
         meet: Callable[[Record, float], Awaitable[None]],
         met: Callable[[], None],
     ) -> None:
-        self._queue, self._costs, self._lease_ttl = queue, costs, lease_ttl
-        self._know, self._meet, self._met = know, meet, met
+        self._registry, self._queue, self._costs, self._lease_ttl = registry, queue, costs, lease_ttl
+        self._meet, self._met = meet, met
         self._has_learned = False
 
     async def run(self, background: Supervisor) -> None:
@@ -54,9 +55,8 @@ class Review:
     async def workers(self) -> None:
         """Learn who they are, and drop those that are gone."""
         horizon = await self._queue.now() - GONE * self._lease_ttl
-        members = await self._queue.workers()
-        self._know(members)
-        for member in members:
+        await self._registry.workers()
+        for member in await self._queue.workers():
             if member.seen < horizon:
                 await self._queue.bye(member.info.id)
 
@@ -71,7 +71,7 @@ class Review:
     async def requests(self) -> None:
         """Meet every request that is not over."""
         after: str | None = None
-        while page := await self._queue.list(Filter(over=False), after=after, limit=REVIEW_PAGE):
+        while page := await self._queue.list(Filter(over=False), after=after, limit=REVIEW_PAGE, oldest_first=True):
             now = await self._queue.now()
             for record in page:
                 await self._meet(record, now)

@@ -9,6 +9,7 @@ from math import ceil
 
 import msgspec
 
+from unfuse.core.pool import declared
 from unfuse.core.task import Task
 
 SHARE, REMEMBERED = 0.95, 64
@@ -23,11 +24,11 @@ class Rooms:
 
     def learn(self, pool: str, nbytes: int) -> None:
         """An output of that length was made."""
-        self._lengths[pool].append(nbytes)
+        self._lengths[declared(pool)].append(nbytes)
 
     def of(self, pool: str) -> int:
         """The room that SHARE of a pool's outputs had enough of; 0 while nothing is known."""
-        lengths = sorted(self._lengths.get(pool, ()))
+        lengths = sorted(self._lengths.get(declared(pool), ()))
         return lengths[ceil(SHARE * len(lengths)) - 1] if lengths else 0
 
     def given(self, tasks: Iterable[Task]) -> tuple[Task, ...]:

@@ -15,12 +15,12 @@ import structlog
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
-from unfuse.core.messages import Done, Failed, Saved, WorkerInfo
-from unfuse.core.plan import Params, compile_plan
+from unfuse.core.messages import Done, Failed, Saved
+from unfuse.core.plan import Params, Work, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, Member, TaskQueue
+from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.ahead import Ahead
 from unfuse.scheduler.arenas import Arenas
@@ -28,6 +28,7 @@ from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
+from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.review import Review
 from unfuse.scheduler.rooms import Rooms
 from unfuse.supervision.supervisor import Supervisor
@@ -48,8 +49,8 @@ class Scheduler:
     """Turns what happened into what happens next, over one queue. Any number may run over a shared one.
 
     `lease_ttl` is seconds; `cards` are the models it was configured to serve, beside those its workers bring. Encoder
-    outputs of up to `cache_bytes` serve other requests too, of those whose schedulers have an equal `flavour`. What
-    stages take is kept in the file `costs`, if any. What can never fit the `arenas` is refused.
+    outputs of up to `cache_bytes` serve other requests too. What stages take is kept in the file `costs`, if any. What
+    can never fit the `arenas` is refused.
     """
 
     def __init__(
@@ -62,7 +63,6 @@ class Scheduler:
         clock: Clock | None = None,
         order: Order = "fifo",
         cache_bytes: int = 0,
-        flavour: str = "",
         costs: Path | None = None,
         arenas: Arenas | None = None,
     ) -> None:
@@ -74,17 +74,17 @@ class Scheduler:
         self.interruption: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done, and replaced by the next one, when a request ends while workers may still run it."""
         self._limits = limits or Limits()
-        self._cards = {card.name: card for card in cards}
         self._clock = clock or SystemClock()
         self._order: Order = order
         self._costs, self._rooms, self._arenas, self.ahead = Costs(costs), Rooms(), arenas or Arenas(), Ahead()
         self.resized: Callable[[], None] = lambda: None
         """Called when `ahead` has changed, and before that lets anything be queued."""
-        self._cache = EncoderCache(queue, self.workers, cache_bytes, flavour)
-        self._owners: dict[str, WorkerInfo] = {}
+        self.registry = Registry(queue, lease_ttl, cards)
+        self._costs.workers = self.registry.known
+        self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._background = Supervisor()
-        self.review = Review(queue, self._costs, lease_ttl, self._know, self._meet, self.ahead.sweep)
+        self.review = Review(self.registry, queue, self._costs, lease_ttl, self._meet, self.ahead.sweep)
 
     async def start(self) -> None:
         """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
@@ -128,7 +128,9 @@ class Scheduler:
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(n)]
-        plan = compile_plan(card.pipeline, card.pools(), params, samples, self._cache.shared_by(tenant, cache))
+        works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
+        pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
+        plan = compile_plan(card.pipeline, pools, params, samples, self._cache.shared_by(tenant, cache))
         context = RequestContext(
             id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
             priority=priority, metadata=metadata or {}, asked=asked, limit_s=limit_s or None,
@@ -144,8 +146,9 @@ class Scheduler:
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
         id, metadata = id or new_request_id(request.startswith("video_")), old.metadata | {"retry_of": request}
+        plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
-            id, old.model, old.params, old.plan, {}, old.tenant, priority=old.priority, metadata=metadata,
+            id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
             asked=old.asked, limit_s=old.limit_s,
         )  # fmt: skip
         record = await self._submit(fresh)
@@ -163,7 +166,7 @@ class Scheduler:
         context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline, limit_s=limit_s)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
-        await self._arenas.require_room(context.plan, hits, self._owners.values(), self.workers)
+        await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
         push = self._rooms.given(admitted.push)
         self.ahead.begin(context)
@@ -179,7 +182,49 @@ class Scheduler:
                 self.observer.submitted(record.context)
                 self.observer.looked_up(len(hits), misses)
             self._arm(record.context, now)
+            return await self._settled(record)
         return record
+
+    async def _chosen(self, wanted: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
+        """Of the pools that could serve in place of each stage's, the one where it is done first, if any is manned.
+
+        Predicted are what is left to do there, shared by its workers, and the stage itself.
+        """
+        could = {name: self.registry.manned(pool) for name, (pool, _) in wanted.items()}
+        several = sorted({pool for pools in could.values() if len(pools) > 1 for pool in pools})
+        lines = (await self.queue.stats(several)).lines if several else {}
+
+        def finish(name: str, pool: str) -> tuple[float, str]:
+            return lines[pool].left_s / could[name][pool] + (self._costs.seconds(pool, wanted[name][1]) or 0.0), pool
+
+        chosen = {name: pool for name, (pool, _) in wanted.items()}
+        for name, pools in could.items():
+            if pools:
+                chosen[name] = min(pools, key=partial(finish, name)) if len(pools) > 1 else next(iter(pools))
+        return chosen
+
+    async def _settle(self) -> None:
+        """Have every task that waits wait where somebody is: workers have come, or gone."""
+        after: str | None = None
+        while page := await self.queue.list(Filter(over=False), after=after, oldest_first=True):
+            for record in page:
+                await self._settled(record)
+            after = page[-1].context.id
+
+    async def _settled(self, record: Record) -> Record:
+        def decide(record: Record) -> Change | None:
+            return lifecycle.moved(record.context, self.registry.home, self._clock.wall(), record.running)
+
+        if decide(record) is None:
+            return record
+        with suppress(NotFound):
+            return (await self._apply(record.context.id, decide))[0]
+        return record
+
+    async def joined(self) -> None:
+        """A worker has come: what waits for one like it is told so."""
+        await self.registry.workers()
+        self._background.once("having tasks wait where somebody is", self._settle)
 
     async def cancel(self, request: str) -> Record:
         """End a request now; one that is over stays as it is. Raises NotFound."""
@@ -255,31 +300,6 @@ class Scheduler:
         """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
         return self._costs.eta(record, self._clock.now())
 
-    async def cards(self) -> dict[str, ModelCard]:
-        """Served models by name; a live worker's word on a model goes before the configuration's."""
-        return self._cards | {card.name: card for member in await self.workers() for card in member.cards}
-
-    async def workers(self) -> Sequence[Member]:
-        """Workers heard of within a lease time."""
-        horizon = await self.queue.now() - self.lease_ttl
-        return [member for member in await self.queue.workers() if member.seen >= horizon]
-
-    async def missing(self) -> dict[str, list[str]]:
-        """Pools without a live worker, by model; empty when everything served can run."""
-        manned = {pool for member in await self.workers() for pool in member.info.pools}
-        wanted = {name: sorted(set(card.pools().values()) - manned) for name, card in (await self.cards()).items()}
-        return {name: pools for name, pools in wanted.items() if pools}
-
-    async def owners(self, leases: Sequence[Lease]) -> Mapping[str, WorkerInfo]:
-        """Every worker that owns an input or a checkpoint of these leases, by id, as far as they are known."""
-        owners = {ref.owner for lease in leases for ref in lease.reads}
-        if not owners <= self._owners.keys():
-            self._know(await self.queue.workers())
-        return {owner: self._owners[owner] for owner in owners if owner in self._owners}
-
-    def _know(self, members: Sequence[Member]) -> None:
-        self._owners = self._costs.workers = {member.info.id: member.info for member in members}
-
     async def over(self, names: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
         cached = [name for name in names if name.startswith(CACHED)]
@@ -298,6 +318,7 @@ class Scheduler:
             if change is None:
                 return before, False
             change = msgspec.structs.replace(change, push=self._rooms.given(change.push))
+            change = lifecycle.placed(change, self.registry.home)
             with suppress(Conflict):
                 record = await self.queue.commit(change)
                 ours = record.context == change.context and change.context.version > before.context.version
@@ -339,6 +360,7 @@ class Scheduler:
         """A request that is not over: know its deadline and what it still needs, and end it if it took too long."""
         self._arm(record.context, now)
         self.ahead.begin(record.context)
+        record = await self._settled(record)
         if lifecycle.overran(record.context, self._clock.wall(), record.running):
             with suppress(NotFound):
                 await self._apply(

@@ -85,14 +85,15 @@ MODEL = thing(
 WORKER = thing(
     {
         "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
-        "slots": INTEGER, "leased": INTEGER, "models": array(TEXT), "pid": INTEGER, "room": BYTES, "used": BYTES,
-        "high_water": BYTES, "fragmentation": NUMBER, "engines": table(TEXT), "healthy": FLAG, "seen_s": SECONDS,
+        "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT), "pid": INTEGER,
+        "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER, "engines": table(TEXT),
+        "healthy": FLAG, "seen_s": SECONDS,
     }
 )  # fmt: skip
 POOL = thing(
     {
         "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
-        "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS,
+        "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT,
     }
 )  # fmt: skip
 PICTURES = thing(

@@ -77,7 +77,7 @@ class Gateway(Observer):
 
     async def models(self) -> dict[str, ModelCard]:
         """Served models by the name clients use."""
-        found = await self.scheduler.cards()
+        found = await self.scheduler.registry.cards()
         cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
         renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
         return renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
@@ -188,7 +188,7 @@ class Gateway(Observer):
 
     async def unwritten(self) -> tuple[bool, int]:
         """Whether results can be kept now, as far as is known here, and how many tasks wait for that."""
-        waiting = sum(member.info.unwritten for member in await self.scheduler.workers())
+        waiting = sum(member.info.unwritten for member in await self.scheduler.registry.workers())
         why = ""
         try:
             await to_thread.run_sync(self.results.check)

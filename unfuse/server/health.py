@@ -38,7 +38,7 @@ async def ready(gateway: Served) -> JSONResponse:
     if not kept:
         message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
         raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
-    missing = await gateway.scheduler.missing()
+    missing = await gateway.scheduler.registry.missing()
     served = await gateway.models()
     if served and not missing:
         return JSONResponse({"ready": True, "models": sorted(served)})
@@ -56,7 +56,7 @@ async def version() -> dict[str, str]:
 @router.get("/metrics", response_class=Response)
 async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
-    pools = {pool for card in (await gateway.models()).values() for pool in card.pools().values()}
+    registry = gateway.scheduler.registry
     gateway.metrics.results(*await gateway.unwritten())
-    page = await gateway.metrics.page(gateway.queue, await gateway.scheduler.workers(), sorted(pools))
+    page = await gateway.metrics.page(gateway.queue, await registry.workers(), sorted(await registry.pools()))
     return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -8,11 +8,15 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from unfuse.core.messages import Moved
+from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, TaskQueue
 from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+POOL = ("pool", "outcome")
+"""How numbers of a pool are labelled: as it is declared, and by the hash of its outcome."""
+
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
@@ -31,15 +35,15 @@ class Metrics:
             "stage_latency_seconds", "Seconds a stage read, ran and wrote", ["model", "stage"]
         )
         self._step_latency = self._histogram(
-            "step_latency_seconds", "Seconds of a step, as the mean of a stage's", ["pool"], (*_SHORT, *_BUCKETS)
+            "step_latency_seconds", "Seconds of a step, as the mean of a stage's", POOL, (*_SHORT, *_BUCKETS)
         )
         self._batch_size = self._histogram(
-            "batch_size", "Tasks in a forward, as the mean of a stage's steps", ["pool"], (1, 2, 4, 8, 16, 32, 64, 128)
+            "batch_size", "Tasks in a forward, as the mean of a stage's steps", POOL, (1, 2, 4, 8, 16, 32, 64, 128)
         )
         self._dispatched = Counter(
-            "unfuse_tasks_dispatched", "Tasks that were given to workers", ["pool"], registry=self._registry
+            "unfuse_tasks_dispatched", "Tasks that were given to workers", POOL, registry=self._registry
         )
-        self._expired = Counter("unfuse_lease_expired", "Leases that ran out", ["pool"], registry=self._registry)
+        self._expired = Counter("unfuse_lease_expired", "Leases that ran out", POOL, registry=self._registry)
         self._hits = Counter("unfuse_cache_hits", "Outputs of encoders that were in the cache", registry=self._registry)
         self._misses = Counter("unfuse_cache_misses", "Those that were not, and could be", registry=self._registry)
         self._moved = [
@@ -62,14 +66,14 @@ class Metrics:
         }
         self._cached = self._gauge("cache_bytes", "Bytes of encoder outputs that later requests may read")
         self._predicted = self._gauge(
-            "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", "pool"
+            "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
         )
         self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")
         self._unwritten = self._gauge("results_waiting", "Tasks that wait until they can be")
-        self._size = self._gauge("queue_size", "Tasks that wait", "pool")
-        self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", "pool")
-        self._busy = self._gauge("worker_active", "Healthy workers that hold a task", "pool")
-        self._idle = self._gauge("worker_idle", "Healthy workers that hold none", "pool")
+        self._size = self._gauge("queue_size", "Tasks that wait", *POOL)
+        self._oldest = self._gauge("queue_oldest_seconds", "Longest wait of the first few tasks in line", *POOL)
+        self._busy = self._gauge("worker_active", "Healthy workers that hold a task", *POOL)
+        self._idle = self._gauge("worker_idle", "Healthy workers that hold none", *POOL)
 
     def submitted(self) -> None:
         """A request was accepted."""
@@ -92,11 +96,11 @@ class Metrics:
 
     def dispatched(self, pool: str) -> None:
         """A task was given to a worker."""
-        self._dispatched.labels(pool).inc()
+        self._dispatched.labels(*_named(pool)).inc()
 
     def lease_expired(self, pool: str) -> None:
         """A lease ran out."""
-        self._expired.labels(pool).inc()
+        self._expired.labels(*_named(pool)).inc()
 
     def moved(self, engine: str, moved: Moved) -> None:
         """Tensors came from one node to another."""
@@ -130,12 +134,12 @@ class Metrics:
             }.items():
                 self._arenas[name].labels(role).set(max(shares, default=0.0))
         for pool, line in stats.lines.items():
-            self._predicted.labels(pool).set(line.left_s)
+            self._predicted.labels(*_named(pool)).set(line.left_s)
             held = [member.leased > 0 for member in members if pool in member.info.pools]
-            self._oldest.labels(pool).set(line.oldest_s)
-            self._size.labels(pool).set(line.waiting)
-            self._busy.labels(pool).set(sum(held))
-            self._idle.labels(pool).set(len(held) - sum(held))
+            self._oldest.labels(*_named(pool)).set(line.oldest_s)
+            self._size.labels(*_named(pool)).set(line.waiting)
+            self._busy.labels(*_named(pool)).set(sum(held))
+            self._idle.labels(*_named(pool)).set(len(held) - sum(held))
         return generate_latest(self._registry)
 
     def _observe(self, context: RequestContext) -> None:
@@ -146,8 +150,8 @@ class Metrics:
             spent = timings.get_s + timings.run_s + timings.put_s
             self._stage_latency.labels(context.model, stage.name.partition(".")[0]).observe(spent)
             if timings.steps:
-                self._step_latency.labels(stage.pool).observe(timings.run_s / timings.steps)
-                self._batch_size.labels(stage.pool).observe(timings.batch)
+                self._step_latency.labels(*_named(stage.pool)).observe(timings.run_s / timings.steps)
+                self._batch_size.labels(*_named(stage.pool)).observe(timings.batch)
 
     def _counter(self, what: str, says: str, *, plain: bool = False) -> list[Counter]:
         names = [f"unfuse_requests_{what}", *([f"requests_{what}"] if plain else [])]
@@ -156,9 +160,14 @@ class Metrics:
     def _gauge(self, what: str, says: str, *labels: str) -> Gauge:
         return Gauge(f"unfuse_{what}", says, labels, registry=self._registry)
 
-    def _histogram(self, what: str, says: str, labels: list[str], buckets: Sequence[float] = _BUCKETS) -> Histogram:
+    def _histogram(self, what: str, says: str, labels: Sequence[str], buckets: Sequence[float] = _BUCKETS) -> Histogram:
         says += ", in requests that succeeded"
         return Histogram(f"unfuse_{what}", says, labels, registry=self._registry, buckets=buckets)
+
+
+def _named(pool: str) -> tuple[str, str]:
+    """The labels of a pool."""
+    return declared(pool), outcome_of(pool)
 
 
 def _count(counters: list[Counter]) -> None:

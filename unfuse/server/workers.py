@@ -17,7 +17,7 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 @router.get("/workers", responses=several(WORKER, paged=False))
 async def workers(gateway: Served) -> dict[str, object]:
     """Registered workers; one that was silent for a lease time is not healthy until it is heard of again."""
-    now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.workers()}
+    now, healthy = await gateway.queue.now(), {member.info.id for member in await gateway.scheduler.registry.workers()}
     data = [
         {
             "id": member.info.id,
@@ -26,6 +26,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "role": member.info.role,
             "device": member.info.device,
             "pools": list(member.info.pools),
+            "outcome": member.info.outcome,
             "slots": member.info.slots,
             "leased": member.leased,
             "models": sorted(card.name for card in member.cards),
@@ -51,11 +52,8 @@ async def pools(gateway: Served) -> dict[str, object]:
     `leased` counts all that its workers hold, of their other pools too; `oldest_s` is the longest wait of the first few
     in line.
     """
-    members = await gateway.scheduler.workers()
-    models: dict[str, list[str]] = {}
-    for name, card in sorted((await gateway.models()).items()):
-        for pool in sorted(set(card.pools().values())):
-            models.setdefault(pool, []).append(name)
+    members = await gateway.scheduler.registry.workers()
+    models = await gateway.scheduler.registry.pools()
     stats = await gateway.queue.stats(sorted(models))
     data = []
     for pool, names in models.items():
@@ -64,6 +62,7 @@ async def pools(gateway: Served) -> dict[str, object]:
             {
                 "id": pool,
                 "object": "pool",
+                "state": "manned" if inside else "missing",
                 "models": names,
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),

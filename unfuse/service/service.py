@@ -174,8 +174,7 @@ class Service:
         queue = queues.open(options.queue)
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
-            cache_bytes=options.encoder_cache, flavour=f"{options.workers.compute.outcome} {options.places.encodings}",
-            costs=options.costs, arenas=self._arenas(),
+            cache_bytes=options.encoder_cache, costs=options.costs, arenas=self._arenas(),
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)

@@ -74,9 +74,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Everything is loaded; `device` is where: cpu, or the name of the GPU."""
+    """Everything is loaded; `device` is where: cpu, or the name of the GPU.
+
+    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters.
+    """
 
     device: str
+    outcome: dict[str, str] = {}
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):

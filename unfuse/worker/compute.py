@@ -10,7 +10,8 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def main() -> None:
     inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
     try:
-        device, stages, plain = _load(load, channel)
+        device, stages, plain, libraries = _load(load, channel)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
@@ -48,7 +49,7 @@ def main() -> None:
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
-    channel.send(Ready(_name(device)))
+    channel.send(Ready(_name(device), outcome_of(load, device, libraries)))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings,
         Policy.parse(places.checkpoint),
@@ -67,8 +68,8 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> 
         inbox.put(message)
 
 
-def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str]]:
-    """The device, the stages by pool, and the pools whose stages take numpy arrays."""
+def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
+    """The device, the stages by declared pool, the pools whose stages take numpy arrays, and the libraries they use."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     for name, folder, dtype in models:
@@ -77,7 +78,9 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
             if load.choice.takes(spec):
                 wanted.setdefault(pool_name(spec, card.weights, card.dtypes), (spec, card, folder))
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
-    device = _device(load.compute, any(find(folder).torch for _, folder, _ in models))
+    families = [find(folder) for _, folder, _ in models]
+    libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
+    device = _device(load.compute, bool(libraries))
     stages: dict[str, SteppedStage[Any]] = {}
     plain: set[str] = set()
     for pool, (spec, card, folder) in wanted.items():
@@ -86,7 +89,7 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
         plain |= set() if family.torch else {pool}
-    return device, stages, plain
+    return device, stages, plain, libraries
 
 
 class LoadProgress:
@@ -121,6 +124,19 @@ def _device(options: ComputeOptions, with_torch: bool) -> str:
     torch.set_num_threads(options.threads)
     found = "cuda" if torch.cuda.is_available() else "cpu"
     return found if options.device == "auto" else options.device
+
+
+def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str, str]:
+    """What bytes depend on here: settings, the versions of these libraries, and what they compute on."""
+    options = load.compute
+    settings = options.outcome | {"guidance-halves": "fused" if options.fused else "apart"}
+    settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
+    found = settings | {name: version(name) for name in libraries}
+    if not libraries or device.startswith("cuda"):
+        return found | {"device": _name(device)}
+    import torch
+
+    return found | {"device": f"cpu {torch.backends.cpu.get_cpu_capability()}", "threads": str(options.threads)}
 
 
 def _name(device: str) -> str:

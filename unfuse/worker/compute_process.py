@@ -50,8 +50,8 @@ class ComputeProcess:
         """Its process id."""
         return self._process.pid if self._process else None
 
-    async def start(self) -> str:
-        """Start it and have it load; returns what it computes on. Raises ConfigError when it cannot load."""
+    async def start(self) -> Ready:
+        """Start it and have it load; returns what it is then. Raises ConfigError when it cannot load."""
         if self._channel:
             self._channel.close()
         ours, theirs = socket.socketpair()
@@ -80,7 +80,7 @@ class ComputeProcess:
                     await self._process.wait()
                     raise ConfigError(message.message)
                 case Ready():
-                    return message.device
+                    return message
 
     async def send(self, message: ToCompute) -> None:
         """Tell it something; one that is gone is noticed by `receive`."""

@@ -57,11 +57,11 @@ class Executor:
         """Tasks that wait for the result store."""
         return len(self._unwritten)
 
-    async def start(self) -> str:
-        """Start them and load; returns what they compute on. Raises ConfigError when one cannot load."""
+    async def start(self) -> Ready:
+        """Start them and load; returns what the first says of itself. Raises ConfigError when one cannot load."""
         starting = [asyncio.create_task(process.start()) for process in self._processes]
         try:
-            devices = await asyncio.gather(*starting)
+            found = await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
                 task.cancel()
@@ -69,7 +69,7 @@ class Executor:
             await self._end()
             raise
         self.ready = True
-        return devices[0]
+        return found[0]
 
     async def serve(self) -> None:
         """Pass on what the first says, for ever; when one dies, report, and start all again."""
@@ -80,11 +80,11 @@ class Executor:
                 self.ready = False
                 await self._bury(dead)
                 log.info("starting compute again")
-                await self._report(Ready(await self._start_again()))
+                await self._report(await self._start_again())
             finally:
                 watching.cancel()
 
-    async def _start_again(self) -> str:
+    async def _start_again(self) -> Ready:
         """Start what loaded before: whatever keeps it from loading now is worth waiting for."""
         while True:
             try:

@@ -16,6 +16,7 @@ import structlog
 from unfuse.core.errors import PermanentError, ResultsUnavailable
 from unfuse.core.messages import Done
 from unfuse.core.object_ref import ObjectRef
+from unfuse.core.pool import declared
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
@@ -99,8 +100,8 @@ class _Parked:
 class StepLoop:
     """Runs tasks on the stages of one compute process.
 
-    `stages` is by pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks share a
-    forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
+    `stages` is by declared pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks
+    share a forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
     order of arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
     States are saved as the policy has it, and when they step aside, so that another worker can go on from there.
     While the result store has no room, what is made waits for it, and other tasks go on.
@@ -185,9 +186,9 @@ class StepLoop:
             began = time.monotonic()
             self._store.learn(run.peers)
             for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=task.pool not in self._plain))
+                inputs.append(self._store.get(ref, as_torch=declared(task.pool) not in self._plain))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
-            stage = self._stages[task.pool]
+            stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
             given = StageInput(task.params, tensors, uploads)
             got = time.monotonic()
@@ -234,7 +235,7 @@ class StepLoop:
             return None
         task = lease.task
         try:
-            with self._store.get(lease.checkpoint, as_torch=task.pool not in self._plain) as held:
+            with self._store.get(lease.checkpoint, as_torch=declared(task.pool) not in self._plain) as held:
                 return stage.resume(given, unpacked(held))
         except Exception as error:  # the process must survive what another one wrote
             log.warning("goes back to the start", request=task.request, stage=task.stage, reason=str(error))

@@ -35,6 +35,7 @@ from unfuse.core.messages import (
     WorkerInfo,
 )
 from unfuse.core.plan import Choice, roles_of, slots_of
+from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine, TransferOptions
@@ -111,6 +112,7 @@ class Worker:
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
         self._reporting, self._loaded, self._device = 0, "", ""
+        self._outcome: dict[str, str] = {}
         self._changed = asyncio.Event()
         self._link = Link(options.schedulers, options.trust, self._changed.set)
         self._draining = asyncio.Event()
@@ -157,7 +159,8 @@ class Worker:
         if objects is None:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
-        return msgspec.structs.replace(info, **where, device=self._device, resources=dict(options.resources))
+        about = {"device": self._device, "resources": dict(options.resources), "outcome": self._outcome}
+        return msgspec.structs.replace(info, **where, **about)
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -193,8 +196,12 @@ class Worker:
         self._keeper = Keeper(objects, self._link)
         load = self._load(folders, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
-        self._device = await executor.start()
-        await self._link.hello(Hello(self._info(pools), tuple(cards), self._secret))
+        started = await executor.start()
+        self._device = started.device
+        if welcome.by_outcome:
+            self._outcome = started.outcome
+        named = [manned(pool, self._outcome) for pool in pools]
+        await self._link.hello(Hello(self._info(named), tuple(cards), self._secret))
         log.info(
             "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
         )

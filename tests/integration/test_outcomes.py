@@ -1,0 +1,56 @@
+"""Workers of one server that make other bytes, since they compute with other numbers of threads."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.integration.harness import Server, digest, serving, until
+
+
+def denoiser_of(request: dict[str, Any]) -> str:
+    """The pool in which a request was denoised."""
+    return next(str(stage["pool"]) for stage in request["stages"] if stage["name"] == "denoise.0")
+
+
+def denoisers(server: Server) -> dict[str, list[str]]:
+    """The workers of each pool of denoisers."""
+    data = server.get("/v1/pools")["data"]
+    return {pool["id"]: pool["workers"] for pool in data if pool["id"].startswith("denoise:")}
+
+
+def test_a_request_goes_where_somebody_makes_it_and_starts_anew_where_others_make_other_bytes(tmp_path: Path) -> None:
+    """Given a request that waits for a denoiser, when two of other outcomes come, then one of them has it. Given one
+    that runs, when its denoiser is killed, then the other makes the whole picture, as it makes any."""
+    settings = {"UNFUSE_LEASE__TTL_S": "2", "UNFUSE_SERVE__CHECKPOINT": "1"}
+    with serving(tmp_path, "--workers", "encoder+decoder=1", "--arena", "64MiB", **settings) as server:
+        until(lambda: server.get("/v1/workers") and server.get("/v1/workers")["data"], "the other stages to be served")
+        early = ask(server)
+        (waiting,) = denoisers(server)
+        assert "@" not in waiting, "nobody has said yet what it makes"
+        assert server.get("/ready") is None
+
+        started = [server.worker("denoiser", "--threads", str(threads)) for threads in (1, 2)]
+        until(lambda: len(denoisers(server)) == 2, "both denoisers")
+        assert denoiser_of(server.finished(early)) in denoisers(server)
+        assert {pool.partition("@")[0] for pool in denoisers(server)} == {waiting}
+
+        request = ask(server)
+        until(lambda: server.get(f"/v1/requests/{request}")["step"], "a step to be made")
+        pool = denoiser_of(server.get(f"/v1/requests/{request}"))
+        (worker,) = denoisers(server)[pool]
+        (other,) = denoisers(server).keys() - {pool}
+        pid = next(one["pid"] for one in server.get("/v1/workers")["data"] if one["id"] == worker)
+        server.killed(next(one for one in started if one.pid == pid))
+        assert denoiser_of(server.finished(request)) == other
+        again = ask(server)
+        assert denoiser_of(server.finished(again)) == other
+        assert digest(server.result(request)) == digest(server.result(again))
+        with urllib.request.urlopen(f"{server.url}/metrics") as page:
+            labels = f'{{outcome="{other.partition("@")[2]}",pool="{waiting}"}}'
+            assert f"unfuse_tasks_dispatched_total{labels}" in page.read().decode()
+
+
+def ask(server: Server) -> str:
+    return server.submit("a red circle on white", seed=4, num_inference_steps=100)

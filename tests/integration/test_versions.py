@@ -1,0 +1,54 @@
+"""A worker of this version at a scheduler of this one, and at one that knows no outcomes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.integration.harness import environment, unfuse
+from tests.meet import unix_address
+from unfuse.core.clock import SystemClock
+from unfuse.core.messages import Places, WorkerInfo
+from unfuse.core.pool import declared
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.wire.router import Router
+
+
+@pytest.mark.parametrize("by_outcome", [True, False])
+async def test_a_worker_names_its_pools_as_the_scheduler_knows_them(tmp_path: Path, by_outcome: bool) -> None:
+    queue = MemoryQueue(SystemClock())
+    scheduler = Scheduler(queue)
+    desk = Desk(scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], Places(f"disk:{tmp_path}/results"))
+    desk._welcome = msgspec.structs.replace(desk._welcome, by_outcome=by_outcome)
+    router = Router(unix_address(), desk.answer, desk.undelivered)
+    command = unfuse("worker", "--role", "encoder", "--scheduler", router.address, "--arena", "8MiB")
+    process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
+    try:
+        async with asyncio.timeout(300):
+            while not (members := await queue.workers()):
+                await asyncio.sleep(0.1)
+        worker: WorkerInfo = members[0].info
+        (card,) = members[0].cards
+        assert [declared(pool) for pool in worker.pools] == [card.pools()["text_encode"]]
+        assert (worker.pools[0] != declared(worker.pools[0])) == by_outcome == bool(worker.outcome)
+        if by_outcome:
+            assert worker.outcome.keys() >= {
+                "batching",
+                "vae",
+                "noise-device",
+                "torch",
+                "diffusers",
+                "device",
+                "threads",
+            }
+    finally:
+        process.terminate()
+        await asyncio.to_thread(process.wait)
+        await router.close()
+        await scheduler.close()

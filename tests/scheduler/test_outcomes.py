@@ -1,0 +1,192 @@
+"""Workers that make other bytes are other pools: who gets a request, and what becomes of it when they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import WORKER, done, info, pass_by, scheduling, take
+from unfuse.core.messages import Failed, Hello, Places, Saved
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.pool import declared, manned, outcome_of
+from unfuse.core.request import RequestContext, Timings
+from unfuse.core.task import Lease
+from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.scheduler import Scheduler
+
+CPU, GPU = f"{DENOISE}@cpu", f"{DENOISE}@gpu"
+
+
+async def come(scheduler: Scheduler, name: str, *pools: str) -> None:
+    """A worker of these pools says hello at another scheduler, and this one looks."""
+    await scheduler.queue.hello(info(name, *pools), [CARD])
+    await scheduler.registry.workers()
+
+
+async def encoded(scheduler: Scheduler, seed: int = 7) -> RequestContext:
+    """A request whose denoising waits."""
+    record = await scheduler.submit(CARD, params(seed))
+    (encode,) = await take(scheduler, ENCODE)
+    await scheduler.complete(done(encode), WORKER)
+    return (await scheduler.queue.load(record.context.id)).context
+
+
+async def denoised(scheduler: Scheduler, pool: str, seconds: float) -> None:
+    """A request is run whose denoising takes so long."""
+    (lease,) = await take(scheduler, pool)
+    report = done(lease)
+    await scheduler.complete(msgspec.structs.replace(report, timings=Timings(run_s=seconds, steps=1)), WORKER)
+    (decode,) = await take(scheduler, DECODE)
+    await scheduler.complete(done(decode), WORKER)
+
+
+def pools_of(context: RequestContext) -> list[str]:
+    return [stage.pool for stage in context.plan.stages]
+
+
+def checkpoint(lease: Lease) -> ObjectRef:
+    task = lease.task
+    return ObjectRef("c", WORKER, "node-1", task.request, task.stage, task.attempt, 1, 0, (), (), b"", 0.0)
+
+
+class TestNames:
+    def test_an_outcome_is_in_the_name_of_the_pool_and_can_be_taken_out(self) -> None:
+        pool = manned(DENOISE, {"batching": "exact", "torch": "2"})
+        assert (declared(pool), len(outcome_of(pool))) == (DENOISE, 8)
+        assert pool == manned(DENOISE, {"torch": "2", "batching": "exact"})
+        assert pool != manned(DENOISE, {"torch": "2", "batching": "batched"})
+
+    def test_workers_that_say_none_have_none(self) -> None:
+        assert manned(DENOISE, {}) == DENOISE == declared(DENOISE)
+        assert outcome_of(DENOISE) == ""
+
+
+class TestWhoGetsIt:
+    async def test_a_request_that_came_before_its_workers_is_theirs(self) -> None:
+        async with scheduling() as (scheduler, _):
+            desk = Desk(scheduler, [], Places("memory"))
+            before = (await scheduler.submit(CARD, params())).context
+            assert pools_of(before) == [ENCODE, DENOISE, DECODE]
+            await desk.answer(b"w", Hello(info(WORKER, f"{ENCODE}@1", CPU, f"{DECODE}@1"), (CARD,)))
+            after = await waits_in(scheduler, before.id, f"{ENCODE}@1")
+            assert pools_of(after) == [f"{ENCODE}@1", DENOISE, DECODE]
+            for pool in (f"{ENCODE}@1", CPU, f"{DECODE}@1"):
+                (lease,) = await take(scheduler, pool)
+                await scheduler.complete(done(lease), WORKER)
+            assert (await scheduler.queue.load(before.id)).context.status == "completed"
+
+    async def test_one_that_comes_later_is_planned_for_those_who_are_there(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, f"{ENCODE}@1", CPU, DECODE)
+            context = (await scheduler.submit(CARD, params(), n=2)).context
+            assert pools_of(context) == [f"{ENCODE}@1", CPU, CPU, DECODE, DECODE]
+
+    async def test_of_several_it_is_the_one_where_it_is_done_first(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DECODE)
+            for name, pool, seconds in (("c", CPU, 8.0), ("g", GPU, 1.0)):
+                await come(scheduler, name, pool)
+                await encoded(scheduler)
+                await denoised(scheduler, pool, seconds)
+                await scheduler.queue.bye(name)
+            await come(scheduler, "c", CPU)
+            await come(scheduler, "g", GPU)
+            chosen = [pools_of((await scheduler.submit(CARD, params(number))).context)[1] for number in range(20)]
+            assert chosen[:7] == [GPU] * 7
+            assert 2 <= chosen.count(CPU) <= 4
+
+    async def test_workers_of_an_earlier_version_are_taken_as_they_are(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DENOISE, DECODE)
+            assert pools_of((await scheduler.submit(CARD, params())).context) == [ENCODE, DENOISE, DECODE]
+
+
+async def waits_in(scheduler: Scheduler, request: str, pool: str) -> RequestContext:
+    """The context once its first task waits in that pool."""
+    for _ in range(100):
+        if await scheduler.queue.size(pool):
+            return (await scheduler.queue.load(request)).context
+        await asyncio.sleep(0)
+    raise AssertionError(f"nothing came to wait in {pool}")
+
+
+class TestWhenWorkersGo:
+    async def test_what_waits_for_them_goes_to_others_if_there_are_any(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DECODE)
+            await come(scheduler, "c", CPU)
+            contexts = [await encoded(scheduler, seed) for seed in range(3)]
+            await scheduler.queue.bye("c")
+            await settled(scheduler, contexts)
+            assert await scheduler.queue.size(CPU) == 3, "nobody else could serve it"
+            await come(scheduler, "g", GPU)
+            await settled(scheduler, contexts)
+            assert (await scheduler.queue.size(CPU), await scheduler.queue.size(GPU)) == (0, 3)
+            leases = await take(scheduler, GPU, slots=9)
+            assert [lease.task.params["seed"] for lease in leases] == [0, 1, 2], "in the order in which they came"
+            assert {lease.task.attempt for lease in leases} == {2}
+
+    async def test_what_runs_is_left_alone(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DECODE)
+            await come(scheduler, "c", CPU)
+            context = await encoded(scheduler)
+            (lease,) = await take(scheduler, CPU)
+            await scheduler.queue.bye("c")
+            await come(scheduler, "g", GPU)
+            await settled(scheduler, [context])
+            await scheduler.complete(done(lease), WORKER)
+            assert pools_of((await scheduler.queue.load(context.id)).context)[1] == CPU
+
+    @pytest.mark.parametrize(("again", "goes_on"), [(CPU, True), (GPU, False)])
+    async def test_only_the_same_outcome_goes_on_from_a_checkpoint(self, again: str, goes_on: bool) -> None:
+        async with scheduling() as (scheduler, _):
+            await come(scheduler, WORKER, ENCODE, DECODE)
+            await come(scheduler, "c", CPU)
+            await encoded(scheduler)
+            (lease,) = await take(scheduler, CPU)
+            await scheduler.save(Saved(lease.claim, checkpoint(lease), 5), WORKER)
+            await scheduler.queue.bye("c")
+            await come(scheduler, "again", again)
+            await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
+            (retry,) = await take(scheduler, again)
+            assert ((await scheduler.resumed(retry)).checkpoint is not None) == goes_on
+
+    async def test_the_end_of_a_lease_sends_its_task_where_somebody_is(self) -> None:
+        async with scheduling() as (scheduler, clock):
+            await come(scheduler, WORKER, ENCODE, DECODE)
+            await come(scheduler, "c", CPU)
+            await encoded(scheduler)
+            (lease,) = await take(scheduler, CPU)
+            await pass_by(scheduler, clock, scheduler.lease_ttl + 1)
+            await come(scheduler, "g", GPU)
+            for late in await scheduler.queue.expired(scheduler.lease_ttl):
+                await scheduler._end(late)
+            (again,) = await take(scheduler, GPU)
+            assert (again.task.key, again.task.attempt) == (lease.task.key, 2)
+
+
+async def settled(scheduler: Scheduler, contexts: Sequence[RequestContext]) -> None:
+    """The scheduler looks at who is there, and at these."""
+    await scheduler.registry.workers()
+    for context in contexts:
+        await scheduler._settled(await scheduler.queue.load(context.id))
+
+
+class TestTwoCardsOfOneName:
+    async def test_requests_are_for_who_came_last_and_it_is_said_once(self, capsys: pytest.CaptureFixture[str]) -> None:
+        other = msgspec.structs.replace(CARD, weights=CARD.weights | {"transformer": "0" * 32})
+        async with scheduling() as (scheduler, _):
+            await scheduler.queue.hello(info("old", ENCODE, DENOISE, DECODE), [CARD])
+            await scheduler.queue.hello(info("new", *other.pools().values()), [other])
+            for _ in range(3):
+                cards = await scheduler.registry.cards()
+            assert cards[CARD.name] == other
+            said = capsys.readouterr()
+            assert (said.out + said.err).count("brings other weights") == 1
+            record = await scheduler.submit(cards[CARD.name], params())
+            assert pools_of(record.context)[1] == other.pools()["denoise"]

@@ -1,0 +1,150 @@
+"""The change that a transition makes, while it is made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from unfuse.core.errors import IllegalMove
+from unfuse.core.event import Event, EventType
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Params
+from unfuse.core.request import REQUEST_MOVES, Change, ErrorInfo, RequestContext, RequestStatus, StageState
+from unfuse.core.task import TASK_MOVES, Claim, Task, TaskStatus
+
+Charge = Literal["failures", "crashes", "recomputes"]
+
+BUDGETS: dict[Charge, int] = {"failures": 3, "crashes": 1, "recomputes": 3}
+"""Charges of each kind that a stage survives; the next one ends its request."""
+
+CODES: dict[Charge, str] = {"failures": "stage_failed", "crashes": "compute_crashed", "recomputes": "object_lost"}
+"""Error codes of requests that ended by a charge."""
+
+
+class Draft:
+    """A change in the making. Every move of a stage or of the request is checked against its table."""
+
+    def __init__(self, context: RequestContext, wall: float) -> None:
+        self._before = context
+        self._wall = wall
+        self.stages = dict(context.stages)
+        self.error: ErrorInfo | None = None
+        self.close: list[tuple[str, str]] = []
+        self.push: list[Task] = []
+        self.events: list[Event] = []
+
+    def move(self, stage: str, status: TaskStatus, **fields: Any) -> None:
+        """Give a stage another status, and other fields with it."""
+        state = self.stages[stage]
+        _check(TASK_MOVES, f"stage {stage}", state.status, status)
+        self.stages[stage] = msgspec.structs.replace(state, status=status, **fields)
+
+    def publish(self, event: EventType, stage: str = "", message: str = "") -> None:
+        """Have an event told, of the request or of a stage as it stands."""
+        state = self.stages.get(stage, StageState())
+        self.events.append(Event(event, self._wall, stage, state.attempt, state.worker, message=message))
+
+    def queue(self, stage: str, not_before: float = 0.0) -> None:
+        """Make a task of a stage whose inputs exist, under its next attempt."""
+        attempt = self.stages[stage].attempt + 1
+        self.move(stage, "queued", attempt=attempt, queued_at=self._wall)
+        request, planned = self._before, self._before.plan.stage(stage)
+        outputs = [self.stages[name].output for name in planned.after]
+        inputs = tuple(output for output in outputs if output is not None)
+        params = request.params | planned.params
+        self.push.append(
+            Task(
+                request=request.id,
+                stage=stage,
+                attempt=attempt,
+                pool=planned.pool,
+                kind=planned.kind,
+                model=request.model,
+                params=params,
+                inputs=inputs,
+                room=planned.room,
+                needs=planned.needs,
+                final=planned.final,
+                priority=request.priority,
+                order=request.order,
+                not_before=not_before,
+                deadline=request.deadline,
+                near=_nearest(inputs),
+                affinity=_affinity(request.model, params),
+                alone=self.stages[stage].alone,
+                cache=planned.cache,
+            )
+        )
+
+    def queue_ready(self) -> None:
+        """Queue every waiting stage whose inputs all exist."""
+        for stage in self._before.plan.stages:
+            if self.stages[stage.name].status == "waiting" and self.inputs_exist(stage.name):
+                self.queue(stage.name)
+
+    def inputs_exist(self, stage: str) -> bool:
+        """Whether everything that a stage reads is made."""
+        return all(self.stages[name].status == "done" for name in self._before.plan.stage(stage).after)
+
+    def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> Draft:
+        """Count what went wrong; beyond the budget it becomes the request's error."""
+        count = getattr(self.stages[stage], charge) + 1
+        self.stages[stage] = msgspec.structs.replace(self.stages[stage], **{charge: count})
+        if count > BUDGETS[charge]:
+            self.error = ErrorInfo(CODES[charge], f"{message} (given up after {count} times)", stage, evidence)
+        else:
+            self.publish("retrying", stage, message)
+        return self
+
+    def retry(self, claim: Claim, not_before: float = 0.0) -> Change:
+        """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
+        if self.error is not None:
+            return self.end("failed", claim, dead=True)
+        if self.inputs_exist(claim.stage):
+            self.queue(claim.stage, not_before)
+        else:
+            self.move(claim.stage, "waiting")
+        return self.change(claim)
+
+    def end(self, status: RequestStatus, claim: Claim | None = None, **fields: Any) -> Change:
+        """The request is over: nothing of it will run, and no object of it is needed."""
+        event: dict[RequestStatus, EventType] = {"completed": "completed", "cancelled": "cancelled"}
+        self.publish(event.get(status, "failed"), message=self.error.message if self.error else "")
+        for name, state in self.stages.items():
+            if state.status != "done":
+                self.move(name, "cancelled")
+            self.stages[name] = msgspec.structs.replace(self.stages[name], output=None, checkpoint=None)
+        return self.change(claim, status, completed_at=self._wall, error=self.error, **fields)
+
+    def change(self, claim: Claim | None, status: RequestStatus = "in_progress", **fields: Any) -> Change:
+        """All of it as one change, with other fields of the context."""
+        if status != self._before.status:
+            _check(REQUEST_MOVES, f"request {self._before.id}", self._before.status, status)
+        context = self.context(self._before.version + 1, status=status, **fields)
+        return Change(context, claim, tuple(self.close), tuple(self.push), tuple(self.events))
+
+    def context(self, version: int, **fields: Any) -> RequestContext:
+        """The context as it would be."""
+        return msgspec.structs.replace(self._before, version=version, stages=self.stages, **fields)
+
+
+def _check(moves: dict[str, frozenset[str]], what: str, old: str, new: str) -> None:
+    if new not in moves[old]:
+        raise IllegalMove(f"{what} cannot go from {old} to {new}")
+
+
+def _nearest(inputs: Sequence[ObjectRef]) -> str:
+    """The node that holds most bytes of these objects."""
+    held: Counter[str] = Counter()
+    for ref in inputs:
+        held[ref.node] += ref.nbytes
+    return max(held, key=held.__getitem__, default="")
+
+
+def _affinity(model: str, params: Params) -> str:
+    """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
+    size = [params[name] for name in ("width", "height", "num_frames") if name in params]
+    return f"{model} {size} {params.get('lora_id', '')}".rstrip() if size else ""

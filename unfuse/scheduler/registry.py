@@ -1,0 +1,98 @@
+"""Who works for a queue, as one scheduler knows it: workers, the cards they bring, and the pools they man."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+import structlog
+
+from unfuse.core.card import ModelCard
+from unfuse.core.messages import WorkerInfo
+from unfuse.core.pool import declared
+from unfuse.core.task import Lease
+from unfuse.queues.base import Member, TaskQueue
+
+log = structlog.get_logger(__name__)
+
+
+class Registry:
+    """Workers count as long as they were heard of within `lease_ttl` seconds. `cards` are those it was configured with.
+
+    What it answers without waiting is as of its last look at the queue.
+    """
+
+    def __init__(self, queue: TaskQueue, lease_ttl: float, cards: Sequence[ModelCard] = ()) -> None:
+        self._queue, self._lease_ttl = queue, lease_ttl
+        self._cards = {card.name: card for card in cards}
+        self._manned: dict[str, Counter[str]] = {}
+        self._differing: set[tuple[str, str]] = set()
+        self.known: dict[str, WorkerInfo] = {}
+        """Every registered worker by id, those that were silent lately too."""
+
+    async def workers(self) -> Sequence[Member]:
+        """Workers heard of within a lease time."""
+        members = await self._queue.workers()
+        horizon = await self._queue.now() - self._lease_ttl
+        self.known.clear()
+        self.known.update((member.info.id, member.info) for member in members)
+        live = [member for member in members if member.seen >= horizon]
+        manned: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for member in live:
+            for pool in member.info.pools:
+                manned[declared(pool)][pool] += 1
+        self._manned = dict(manned)
+        return live
+
+    async def cards(self) -> dict[str, ModelCard]:
+        """Served models by name: what a live worker says goes before the configuration, and before those that came
+        earlier.
+        """
+        cards = dict(self._cards)
+        for member in await self.workers():
+            for card in member.cards:
+                self._compare(cards.get(card.name), card, member.info.id)
+                cards[card.name] = card
+        return cards
+
+    def manned(self, pool: str) -> Mapping[str, int]:
+        """The pools with live workers that could serve what is declared for this one, and how many work in each."""
+        return self._manned.get(declared(pool), {})
+
+    def home(self, pool: str) -> str:
+        """Where a task of that pool waits for somebody: there, unless only other workers could serve it."""
+        manned = self.manned(pool)
+        return pool if pool in manned or not manned else max(sorted(manned), key=manned.__getitem__)
+
+    async def missing(self) -> dict[str, list[str]]:
+        """Declared pools without a live worker, by model; empty when everything served can run."""
+        cards = await self.cards()
+        lacking = {
+            name: sorted({pool for pool in card.pools().values() if not self.manned(pool)})
+            for name, card in cards.items()
+        }
+        return {name: pools for name, pools in lacking.items() if pools}
+
+    async def pools(self) -> dict[str, list[str]]:
+        """The models of every pool that is served: of all that are manned, and of declared ones that are not."""
+        models: defaultdict[str, list[str]] = defaultdict(list)
+        for name, card in sorted((await self.cards()).items()):
+            for pool in sorted(set(card.pools().values())):
+                for served in sorted(self.manned(pool)) or [pool]:
+                    models[served].append(name)
+        return models
+
+    async def owners(self, leases: Sequence[Lease]) -> Mapping[str, WorkerInfo]:
+        """Every worker that owns an input or a checkpoint of these leases, by id, as far as they are known."""
+        owners = {ref.owner for lease in leases for ref in lease.reads}
+        if not owners <= self.known.keys():
+            await self.workers()
+        return {owner: self.known[owner] for owner in owners if owner in self.known}
+
+    def _compare(self, known: ModelCard | None, card: ModelCard, worker: str) -> None:
+        """Say once that workers mean different things by one model: requests are for those that came last."""
+        if known is not None and known.weights != card.weights and (card.name, worker) not in self._differing:
+            self._differing.add((card.name, worker))
+            log.warning(
+                "a worker brings other weights of a model: new requests are for these", model=card.name, worker=worker
+            )
