@@ -21,7 +21,7 @@ from unfuse.core.event import Event
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
+from unfuse.queues.base import Declaration, Filter, Limits, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.testing import ManualClock
@@ -326,7 +326,7 @@ class Twins(RuleBasedStateMachine):
         self.both(ask)
 
     @rule(
-        verb=st.sampled_from(["list", "load", "follow", "hello", "brings", "bye", "drop", "forget", "over"]),
+        verb=st.sampled_from(["list", "load", "follow", "hello", "brings", "bye", "drop", "forget", "over", "declare"]),
         number=st.integers(0, 1000),
         which=filters,
         limit=st.integers(1, 4),
@@ -348,6 +348,9 @@ class Twins(RuleBasedStateMachine):
                     return await side.queue.bye(member)
                 case "drop":
                     return await side.queue.drop(name)
+                case "declare":
+                    await side.queue.declare(member, Declaration(tuple(CARDS[: number % 3]), {"p": number}))
+                    return await side.queue.declared()
                 case "over":
                     return await side.queue.over([name, "nobody", *self.names[number % 5 :: 3]])
                 case "forget":

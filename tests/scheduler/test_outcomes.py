@@ -10,12 +10,14 @@ import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done, info, pass_by, scheduling, take
-from unfuse.core.messages import Failed, Hello, Places, Saved
+from unfuse.core.messages import Ask, Failed, Granted, Hello, Places, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.pool import declared, manned, outcome_of
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Lease
+from unfuse.queues.base import Declaration
 from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.flow import AHEAD
 from unfuse.scheduler.scheduler import Scheduler
 
 CPU, GPU = f"{DENOISE}@cpu", f"{DENOISE}@gpu"
@@ -190,3 +192,34 @@ class TestTwoCardsOfOneName:
             assert (said.out + said.err).count("brings other weights") == 1
             record = await scheduler.submit(cards[CARD.name], params())
             assert pools_of(record.context)[1] == other.pools()["denoise"]
+
+
+class TestWhoIsExpected:
+    async def test_a_pool_is_manned_asleep_or_missing(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
+            await come(scheduler, WORKER, f"{ENCODE}@1")
+            assert await scheduler.registry.missing() == {CARD.name: [DECODE]}
+            states = {pool: scheduler.registry.state(pool) for pool in (f"{ENCODE}@1", DENOISE, DECODE)}
+            assert list(states.values()) == ["manned", "asleep", "missing"]
+            assert list(await scheduler.registry.pools()) == [DENOISE, f"{ENCODE}@1", DECODE]
+
+    async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
+        async with scheduling() as (scheduler, _):
+            await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
+            desk = Desk(scheduler, [], Places("memory"))
+            worker = msgspec.structs.replace(info(WORKER, ENCODE), slots=99)
+            await desk.answer(b"w", Hello(worker, (CARD,)))
+            for seed in range(20):
+                await scheduler.submit(CARD, params(seed))
+            given = 0
+            while isinstance(granted := await desk.answer(b"w", Ask(1, None, 0.0)), Granted) and granted.leases:
+                (lease,) = granted.leases
+                await desk.answer(b"w", done(lease))
+                given += 1
+            assert given == AHEAD * 3 + 1
+
+    async def test_another_scheduler_serves_what_was_declared_at_the_first(self) -> None:
+        async with scheduling() as (scheduler, clock):
+            await scheduler.registry.declare([CARD])
+            assert list(await Scheduler(scheduler.queue, clock=clock).registry.cards()) == [CARD.name]

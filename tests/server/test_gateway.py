@@ -151,7 +151,7 @@ def test_a_failure_nobody_expected_is_a_500_without_its_inside(
     async def fail() -> None:
         raise RuntimeError("secret inside")
 
-    monkeypatch.setattr(served.scheduler, "missing", fail)
+    monkeypatch.setattr(served.scheduler.registry, "missing", fail)
     with capture_logs() as logs:
         response = http.get("/ready", headers={"x-request-id": "mine"})
     assert isinstance(logs[0]["exc_info"], RuntimeError)
@@ -222,7 +222,7 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
             renamed.next_event(id, "stage_started")
             lines = set(http.get("/metrics").text.splitlines())
             encode = PICTURES.pools()["text_encode"]
-            assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{pool="{encode}"}} 1.0'} <= lines
+            assert {"unfuse_requests_active 1.0", f'unfuse_worker_active{{outcome="",pool="{encode}"}} 1.0'} <= lines
             http.post(f"/v1/requests/{id}/cancel")
         lines = set(http.get("/metrics").text.splitlines())
     assert {
@@ -235,12 +235,12 @@ def test_metrics_count_outcomes_and_time_successes_only(renamed: Served) -> None
         "unfuse_requests_cancelled_total 1.0",
         "unfuse_requests_rejected_total 0.0",
         "unfuse_requests_active 0.0",
-        f'unfuse_queue_size{{pool="{encode}"}} 0.0',
-        f'unfuse_worker_idle{{pool="{encode}"}} 1.0',
+        f'unfuse_queue_size{{outcome="",pool="{encode}"}} 0.0',
+        f'unfuse_worker_idle{{outcome="",pool="{encode}"}} 1.0',
         'unfuse_request_latency_seconds_count{model="test/pictures"} 2.0',
         'unfuse_stage_latency_seconds_count{model="test/pictures",stage="denoise"} 2.0',
-        f'unfuse_step_latency_seconds_sum{{pool="{encode}"}} 0.1',
-        f'unfuse_batch_size_sum{{pool="{encode}"}} 4.0',
+        f'unfuse_step_latency_seconds_sum{{outcome="",pool="{encode}"}} 0.1',
+        f'unfuse_batch_size_sum{{outcome="",pool="{encode}"}} 4.0',
     } <= lines
 
 
@@ -253,11 +253,12 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
         name: {
             value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
         }
-        for name in ("model", "stage", "pool", "backend", "role", "engine")
+        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine")
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
     assert labels["pool"] <= {*PICTURES.pools().values(), *IDLE.pools().values(), None}
+    assert labels["outcome"] == {"", None}
     assert labels["backend"] == {"shared_memory", None}
     assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
     assert labels["engine"] <= {"tcp", None}
@@ -274,14 +275,14 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
         assert len(served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools, slots=2), 60.0))) == 2
         record = served.run(served.queue.load(id))
         queued_at = record.context.stages["text_encode"].queued_at
-        assert sample(http, f'unfuse_queue_size{{pool="{encode}"}}') == 1
+        assert sample(http, f'unfuse_queue_size{{outcome="",pool="{encode}"}}') == 1
         until(lambda: any(pool["oldest_s"] > 0 for pool in http.get("/v1/pools").json()["data"]))
         (pool,) = [pool for pool in http.get("/v1/pools").json()["data"] if pool["id"] == encode]
-        told = sample(http, f'unfuse_queue_oldest_seconds{{pool="{encode}"}}')
+        told = sample(http, f'unfuse_queue_oldest_seconds{{outcome="",pool="{encode}"}}')
         assert 0 < told <= time.time() - queued_at
         assert (pool["waiting"], pool["leased"]) == (1, 2)
         http.post(f"/v1/requests/{id}/cancel")
-        assert sample(http, f'unfuse_queue_oldest_seconds{{pool="{encode}"}}') == 0
+        assert sample(http, f'unfuse_queue_oldest_seconds{{outcome="",pool="{encode}"}}') == 0
 
 
 def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
@@ -292,18 +293,22 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
         ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
         plan = served.run(served.queue.load(ids[0])).context.plan
         costs = {stage.pool: stage.cost for stage in plan.stages}
-        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{denoise}"}}') == pytest.approx(2 * costs[denoise])
-        assert sample(http, f'unfuse_tasks_dispatched_total{{pool="{encode}"}}') is None
+        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{denoise}"}}') == pytest.approx(
+            2 * costs[denoise]
+        )
+        assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') is None
 
         (lease,) = served.run(desk.answer(b"w", Ask(1, None, 1.0))).leases
         made = replace(object_for(lease.claim), owner=WORKER.id)
         done = Done(lease.claim, made, (), Timings(run_s=1.0))
         served.run(desk.answer(b"w", done))
 
-        assert sample(http, f'unfuse_tasks_dispatched_total{{pool="{encode}"}}') == 1
-        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{encode}"}}') == pytest.approx(costs[encode])
+        assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') == 1
+        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{encode}"}}') == pytest.approx(
+            costs[encode]
+        )
         http.post(f"/v1/requests/{ids[1]}/cancel")
-        assert sample(http, f'unfuse_pool_predicted_seconds{{pool="{encode}"}}') == 0
+        assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{encode}"}}') == 0
 
 
 def test_bytes_are_told_under_the_store_that_holds_them(tmp_path: Path) -> None:
@@ -319,7 +324,7 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
         pool = PICTURES.pools()["text_encode"]
         http.post(URL, json={**ASKED, "model": PICTURES.name}, headers=ASYNC)
         assert served.run(served.queue.lease(WORKER.id, wanted(*WORKER.pools), 0.1))
-        until(lambda: sample(http, f'unfuse_lease_expired_total{{pool="{pool}"}}') == 1)
+        until(lambda: sample(http, f'unfuse_lease_expired_total{{outcome="",pool="{pool}"}}') == 1)
         until(lambda: not http.get("/v1/workers").json()["data"][0]["healthy"])
         assert all(pool["workers"] == [] for pool in http.get("/v1/pools").json()["data"])
         assert sample(http, 'unfuse_store_bytes{backend="shared_memory"}') == 0

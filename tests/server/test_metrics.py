@@ -37,5 +37,5 @@ async def test_a_scrape_loads_no_request() -> None:
     for number in range(1500):
         await queue.submit(request(f"{number}", plan=planned(p=0.1)), [task(f"{number}")], [], many)
     page = (await Metrics("memory").page(queue, [], ["p"])).decode().splitlines()
-    assert {"unfuse_requests_active 1500.0", 'unfuse_queue_size{pool="p"} 1500.0'} <= {*page}
-    assert 'unfuse_pool_predicted_seconds{pool="p"} 150.0' in page
+    assert {"unfuse_requests_active 1500.0", 'unfuse_queue_size{outcome="",pool="p"} 1500.0'} <= {*page}
+    assert 'unfuse_pool_predicted_seconds{outcome="",pool="p"} 150.0' in page

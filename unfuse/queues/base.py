@@ -95,6 +95,16 @@ class Member(msgspec.Struct, frozen=True):
     leased: int = 0
 
 
+class Declaration(msgspec.Struct, frozen=True):
+    """Models that are to be served whether or not workers are there, and declared pools that may be `asleep`.
+
+    That is how many slots each of these has when its workers are awake.
+    """
+
+    cards: tuple[ModelCard, ...]
+    asleep: dict[str, int] = {}
+
+
 class Line(msgspec.Struct, frozen=True):
     """What waits in a pool: how many tasks, and how many seconds ago the first of the first FRONT in line was pushed.
 
@@ -345,6 +355,14 @@ class TaskQueue(ABC):
     @abstractmethod
     async def bye(self, worker: str) -> None:
         """Forget a worker; its leases run out as they would."""
+
+    @abstractmethod
+    async def declare(self, by: str, declaration: Declaration) -> None:
+        """Keep this in place of what was declared under that name; a queue of one process keeps it as long as that."""
+
+    @abstractmethod
+    async def declared(self) -> dict[str, Declaration]:
+        """What is declared, by the names of those who did."""
 
     @abstractmethod
     async def workers(self) -> Sequence[Member]:

@@ -16,7 +16,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Filter, Limits, Member, Renewal, Stats, TaskQueue
+from unfuse.queues.base import Declaration, Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Wanted
@@ -146,6 +146,14 @@ class MemoryQueue(TaskQueue):
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
         self._state.registry.bye(worker)
+
+    async def declare(self, by: str, declaration: Declaration) -> None:
+        """Keep what somebody declares."""
+        self._state.registry.declared[by] = declaration
+
+    async def declared(self) -> dict[str, Declaration]:
+        """All of it."""
+        return dict(self._state.registry.declared)
 
     async def workers(self) -> Sequence[Member]:
         """The registry, in order of arrival."""

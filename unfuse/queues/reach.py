@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from redis.exceptions import (
     AuthenticationError,
@@ -16,10 +17,28 @@ from redis.exceptions import (
     ResponseError,
 )
 
+from unfuse.core.errors import ConfigError
+
 TRIES, PAUSE_S, ANSWER_S = 3, 0.2, 3.0
 """A server that hangs up so often in a row is none of ours: one that is just ending is not met again."""
 
 HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
+
+
+ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
+
+
+def address(url: str) -> tuple[str, str]:
+    """Where a queue in Redis is, and what its keys begin with. Raises ConfigError for an address that is none."""
+    try:
+        parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
+        options = dict(parse_qsl(parts.query, keep_blank_values=True))
+        prefix = options.pop("prefix", "unfuse")
+        if options or parts.port == 0 or not re.fullmatch(r"/?\d* [\w.-]{1,64}", f"{parts.path} {prefix}"):
+            raise ValueError
+    except ValueError:
+        raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
+    return parts._replace(query="").geturl(), prefix
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import re
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, Clock
@@ -31,6 +29,7 @@ from unfuse.queues.base import (
     MAX_CACHED,
     MOST_RETURNS,
     Damage,
+    Declaration,
     Filter,
     Limits,
     Line,
@@ -53,11 +52,9 @@ try:
     from redis.exceptions import NoScriptError, RedisError
 
     from unfuse.queues.hearing import Hearing
-    from unfuse.queues.reach import obstacle
+    from unfuse.queues.reach import address, obstacle
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
-
-ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
 
 ANSWER_S = 15.0
 CHECK_S = 2.0
@@ -93,15 +90,7 @@ class RedisQueue(TaskQueue):
     @classmethod
     def at(cls, url: str, clock: Clock) -> RedisQueue:
         """The queue at `redis://host:port/database?prefix=unfuse`; a clock with alarms stands in for the server's."""
-        try:
-            parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
-            options = dict(parse_qsl(parts.query, keep_blank_values=True))
-            prefix = options.pop("prefix", "unfuse")
-            if options or parts.port == 0 or not re.fullmatch(r"/?\d* [\w.-]{1,64}", f"{parts.path} {prefix}"):
-                raise ValueError
-        except ValueError:
-            raise ConfigError(f"a queue in Redis is {ADDRESS}") from None
-        return cls(parts._replace(query="").geturl(), prefix, clock)
+        return cls(*address(url), clock)
 
     async def now(self) -> float:
         """The server's clock."""
@@ -301,6 +290,17 @@ class RedisQueue(TaskQueue):
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
         await self._call("bye", worker=worker)
+
+    async def declare(self, by: str, declaration: Declaration) -> None:
+        """Keep what somebody declares."""
+        await self._call("declare", by=by, declaration=script.raw(encode(declaration)))
+
+    async def declared(self) -> dict[str, Declaration]:
+        """All of it that can be read."""
+        stored = await self._call("declared")
+        named = [(script.shown_text(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
+        read = {by: self._met.sound("declaration", by, partial(script.declaration, data)) for by, data in named}
+        return {by: found for by, found in read.items() if found}
 
     async def workers(self) -> Sequence[Member]:
         """The registry, in order of arrival."""

@@ -8,14 +8,15 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import WorkerInfo
-from unfuse.queues.base import Member
+from unfuse.queues.base import Declaration, Member
 
 
 class Registry:
-    """Workers in order of arrival."""
+    """Workers in order of arrival, and what was declared by whom."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
+        self.declared: dict[str, Declaration] = {}
 
     def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard], now: float) -> None:
         """Register a worker; cards it brought before are kept when it brings none."""

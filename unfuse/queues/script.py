@@ -19,7 +19,7 @@ from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Member
+from unfuse.queues.base import Declaration, Member
 from unfuse.queues.left import left_of
 
 PARTS = ("common", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
@@ -35,7 +35,7 @@ REFUSALS: dict[str, type[UnfuseError]] = {
     "OVERLOADED": Overloaded,
     "DAMAGED": Damaged,
 }
-DROPPABLE = ("request", "worker", "card", "lease")
+DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 """What of it there is to be dropped: an event, say, is only passed over."""
 
 BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
@@ -101,6 +101,12 @@ def shown_text(name: bytes) -> str:
 def stored(shown: str) -> msgspec.Raw:
     """The name that `shown_text` shows so."""
     return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), shown.encode()))
+
+
+@lru_cache(maxsize=64)
+def declaration(stored: bytes) -> Declaration:
+    """What somebody declared, which hardly ever changes."""
+    return decode(stored, Declaration)
 
 
 @lru_cache(maxsize=64)

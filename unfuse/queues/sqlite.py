@@ -21,7 +21,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import Damage, Filter, Limits, Member, Renewal, Stats, TaskQueue
+from unfuse.queues.base import Damage, Declaration, Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.row import Row
@@ -217,6 +217,14 @@ class SqliteQueue(TaskQueue):
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
         self._state.registry.bye(worker)
+
+    async def declare(self, by: str, declaration: Declaration) -> None:
+        """Keep what somebody declares."""
+        self._state.registry.declared[by] = declaration
+
+    async def declared(self) -> dict[str, Declaration]:
+        """All of it."""
+        return dict(self._state.registry.declared)
 
     async def workers(self) -> Sequence[Member]:
         """The registry, which is new after a start: workers say that they live."""

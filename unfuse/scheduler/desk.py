@@ -232,7 +232,8 @@ class Desk:
             now = asyncio.get_running_loop().time()
             if self._flow is None or now > self._flow_until:
                 cards = (await self.scheduler.registry.cards()).values()
-                self._flow = flow = Flow.of(cards, await self.scheduler.registry.workers())
+                members = await self.scheduler.registry.workers()
+                self._flow = flow = Flow.of(cards, members, self.scheduler.registry.asleep())
                 self._flow_until = now + FLOW_S
                 return flow
             return self._flow

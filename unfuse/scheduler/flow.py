@@ -37,8 +37,11 @@ class Flow(msgspec.Struct, frozen=True):
     draws: dict[str, frozenset[str]] = {}
 
     @classmethod
-    def of(cls, cards: Iterable[ModelCard], members: Iterable[Member]) -> Flow:
-        """The flow through these models' pools. Among pools that feed each other, only later ones hold back others."""
+    def of(cls, cards: Iterable[ModelCard], members: Iterable[Member], asleep: Mapping[str, int] | None = None) -> Flow:
+        """The flow through these models' pools, of which some are `asleep` and will have so many slots.
+
+        Among pools that feed each other, only later ones hold back others.
+        """
         depth: dict[str, int] = {}
         fed: defaultdict[str, set[str]] = defaultdict(set)
         draws: dict[str, frozenset[str]] = {}
@@ -61,7 +64,7 @@ class Flow(msgspec.Struct, frozen=True):
                 manned: AHEAD * count
                 for name in names
                 if depth[name] > depth[pool]
-                for manned, count in (slots[name] or {name: 0}).items()
+                for manned, count in (slots[name] or {name: (asleep or {}).get(name, 0)}).items()
             }
             for pool, names in fed.items()
         }

@@ -11,7 +11,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.pool import declared
 from unfuse.core.task import Lease
-from unfuse.queues.base import Member, TaskQueue
+from unfuse.queues.base import Declaration, Member, TaskQueue
 
 log = structlog.get_logger(__name__)
 
@@ -19,13 +19,15 @@ log = structlog.get_logger(__name__)
 class Registry:
     """Workers count as long as they were heard of within `lease_ttl` seconds. `cards` are those it was configured with.
 
-    What it answers without waiting is as of its last look at the queue.
+    A pool is manned; or asleep, where somebody declared that it may have no workers; or else it is missing. What is
+    answered without waiting is as of the last look at the queue.
     """
 
     def __init__(self, queue: TaskQueue, lease_ttl: float, cards: Sequence[ModelCard] = ()) -> None:
         self._queue, self._lease_ttl = queue, lease_ttl
         self._cards = {card.name: card for card in cards}
         self._manned: dict[str, Counter[str]] = {}
+        self._asleep: dict[str, int] = {}
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}
         """Every registered worker by id, those that were silent lately too."""
@@ -45,10 +47,12 @@ class Registry:
         return live
 
     async def cards(self) -> dict[str, ModelCard]:
-        """Served models by name: what a live worker says goes before the configuration, and before those that came
-        earlier.
+        """Served models by name: what a live worker says goes before what is declared or configured, and before
+        those that came earlier.
         """
-        cards = dict(self._cards)
+        declared = (await self._queue.declared()).values()
+        self._asleep = {pool: slots for one in declared for pool, slots in one.asleep.items()}
+        cards = self._cards | {card.name: card for one in declared for card in one.cards}
         for member in await self.workers():
             for card in member.cards:
                 self._compare(cards.get(card.name), card, member.info.id)
@@ -64,11 +68,25 @@ class Registry:
         manned = self.manned(pool)
         return pool if pool in manned or not manned else max(sorted(manned), key=manned.__getitem__)
 
+    def state(self, pool: str) -> str:
+        """Whether it is manned, asleep or missing."""
+        if pool in self.manned(pool):
+            return "manned"
+        return "asleep" if declared(pool) in self._asleep else "missing"
+
+    def asleep(self) -> Mapping[str, int]:
+        """The slots of declared pools without workers that need none now."""
+        return {pool: slots for pool, slots in self._asleep.items() if not self.manned(pool)}
+
+    async def declare(self, cards: Sequence[ModelCard]) -> None:
+        """Have every scheduler of the queue know of these models, whoever serves them."""
+        await self._queue.declare("serve", Declaration(tuple(cards)))
+
     async def missing(self) -> dict[str, list[str]]:
-        """Declared pools without a live worker, by model; empty when everything served can run."""
+        """Declared pools without a live worker that should have one, by model; empty when everything served can run."""
         cards = await self.cards()
         lacking = {
-            name: sorted({pool for pool in card.pools().values() if not self.manned(pool)})
+            name: sorted({pool for pool in card.pools().values() if not self.manned(pool) and pool not in self._asleep})
             for name, card in cards.items()
         }
         return {name: pools for name, pools in lacking.items() if pools}

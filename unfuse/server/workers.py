@@ -62,7 +62,7 @@ async def pools(gateway: Served) -> dict[str, object]:
             {
                 "id": pool,
                 "object": "pool",
-                "state": "manned" if inside else "missing",
+                "state": gateway.scheduler.registry.state(pool),
                 "models": names,
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),

@@ -185,6 +185,7 @@ class Service:
                 routers.append(Router(address, desk.answer, desk.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await queue.reach()
+            await scheduler.registry.declare(cards)
             await scheduler.start()
             yield scheduler
         finally:

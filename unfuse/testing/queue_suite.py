@@ -13,7 +13,7 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, StageState
-from unfuse.queues.base import TaskQueue
+from unfuse.queues.base import Declaration, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_leases import LEASE_RULES
 from unfuse.testing.queue_lists import LIST_RULES
@@ -279,6 +279,19 @@ async def old_progress_is_dropped_first(queue: TaskQueue, clock: ManualClock) ->
     assert events[-1].seq == 3003
 
 
+async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClock) -> None:
+    """Each name's last word counts, for itself, and no worker has to be there."""
+    card = ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})
+    assert await queue.declared() == {}
+    await queue.declare("serve", Declaration((card,)))
+    await queue.declare("operator", Declaration((card,), {"p": 3}))
+    await queue.hello(worker("v"), [card])
+    await queue.bye("v")
+    assert await queue.declared() == {"serve": Declaration((card,)), "operator": Declaration((card,), {"p": 3})}
+    await queue.declare("serve", Declaration(()))
+    assert await queue.declared() == {"serve": Declaration(()), "operator": Declaration((card,), {"p": 3})}
+
+
 async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
     """The registry knows who was last heard of when, what it holds, and the cards it brought."""
     card = ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})
@@ -350,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     progress_needs_its_lease,
     old_progress_is_dropped_first,
     workers_come_and_go,
+    what_is_declared_outlives_who_works,
     a_pool_is_counted_and_seen,
     what_is_stored_comes_back_equal,
     a_queue_that_works_says_so,

@@ -45,6 +45,7 @@ function verbs.discard()
   end
   call('DEL', task_key(id))
   call('ZREM', LEASES, id)
+  call('HDEL', P .. ':declared', id)
   A.worker = id
   verbs.bye()
 end
@@ -62,6 +63,10 @@ function verbs.bye()
   call('ZREM', P .. ':joined', A.worker)
   for _, kind in ipairs({':workers', ':seen', ':cards'}) do call('HDEL', P .. kind, A.worker) end
 end
+
+function verbs.declare() call('HSET', P .. ':declared', A.by, A.declaration) end
+
+function verbs.declared() return call('HGETALL', P .. ':declared') end
 
 function verbs.workers()
   local found = {}
