@@ -20,7 +20,7 @@ import uvloop
 from bench.report import show, spread
 from bench.servers import redis_server
 from tests.meet import unix_address
-from unfuse.core.card import Limits as CardLimits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
 from unfuse.core.plan import Pipeline, StageSpec
@@ -40,7 +40,7 @@ STAGES = (
     StageSpec("c", "vae_decode", ("c",), ("y",), ()),
 )
 NAMES = dict.fromkeys("abc", "0" * 12)
-CARD = ModelCard("bench", "", "", Pipeline(STAGES), CardLimits(), {}, NAMES, dict.fromkeys("abc", "float32"))
+CARD = ModelCard("bench", "", "", Pipeline(STAGES), {}, {}, NAMES, dict.fromkeys("abc", "float32"))
 POOLS = CARD.pools()
 TURNS = 4
 TENSORS = lay_out(

@@ -27,6 +27,7 @@ from bench.servers import redis_server
 from tests.integration.harness import free_port
 from tests.server.served import IDLE
 from unfuse import queues
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import RequestContext, new_request_id
 from unfuse.queues.base import Limits, TaskQueue
@@ -57,7 +58,9 @@ def stored(place: int) -> RequestContext:
     params = {"prompt": "a red circle on white", "seed": 1, "height": 64, "width": 64, "num_frames": 1, "fps": 8}
     params["output_format"] = "png"
     plan = compile_plan(IDLE.pipeline, IDLE.pools(), params, [{"seed": 1, "index": 0}])
-    context = RequestContext(new_request_id(place % 4 == 0), IDLE.name, params, plan, {}, created_at=time.time())
+    context = RequestContext(
+        new_request_id(IMAGE if place % 4 else VIDEO), IDLE.name, params, plan, {}, created_at=time.time()
+    )
     context = lifecycle.admitted(context, time.time()).context
     own: dict[str, Any] = {"idempotency_key": f"key {place}", "fingerprint": f"{place:064}"}
     if place >= ACTIVE:

@@ -38,7 +38,7 @@ from bench.hop import control, finish, worker
 from bench.peers.loop import PARAMS, obey
 from bench.report import quantile, ratio, show
 from bench.servers import RedisServer, redis_server
-from unfuse.core.card import Limits as CardLimits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, Beat, Granted
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import RequestContext, new_request_id
@@ -63,7 +63,7 @@ def card(stages: int) -> ModelCard:
     specs = ONE if stages == 1 else THREE
     names = [spec.name for spec in specs]
     weights, dtypes = dict.fromkeys(names, "0" * 12), dict.fromkeys(names, "float32")
-    return ModelCard("bench", "", "", Pipeline(specs), CardLimits(), {}, weights, dtypes)
+    return ModelCard("bench", "", "", Pipeline(specs), {}, {}, weights, dtypes)
 
 
 class Ended(Observer):

@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError, TransientError
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.media import Room
+from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
@@ -67,7 +68,7 @@ class Chaos(Family):
             source=str(folder),
             family="chaos",
             pipeline=pipeline,
-            limits=Limits(size_multiple=8, min_size=8, max_size=4096, max_pixels=4096 * 4096),
+            limits={"size_multiple": 8, "min_size": 8, "max_size": 4096, "max_pixels": 4096 * 4096},
             defaults={"width": 16, "height": 16, "num_inference_steps": 4, "guidance_scale": 1.0},
             weights=weights_ids(model, pipeline, "chaos"),
             dtypes=choose_dtypes(dtype, COMPONENTS),

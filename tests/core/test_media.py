@@ -10,19 +10,10 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.media import (
-    IMAGE,
-    MAX_SEED,
-    VIDEO,
-    Delivery,
-    Medium,
-    check,
-    check_delivery,
-    nearest_size,
-    seconds_of,
-)
+from unfuse.core.media import IMAGE, MAX_SEED, VIDEO, Limits, Medium, nearest_size, seconds_of
 from unfuse.core.plan import Pipeline
 
 LIMITS = Limits(
@@ -43,7 +34,7 @@ DEFAULTS = {
     "max_sequence_length": 16,
     "fps": 8,
 }
-CARD = ModelCard("test/model", "/nowhere", "test", Pipeline(()), LIMITS, DEFAULTS, {}, {})
+CARD = ModelCard("test/model", "/nowhere", "test", Pipeline(()), msgspec.structs.asdict(LIMITS), DEFAULTS, {}, {})
 
 
 def refusal(**given: object) -> InvalidParameter:
@@ -223,7 +214,7 @@ def test_a_video_is_an_mp4_of_the_model_s_own_length_or_else_its_longest() -> No
     assert (video()["output_format"], video()["num_frames"], video()["fps"]) == ("mp4", 17, 8)
     longer = msgspec.structs.replace(CARD, defaults={**DEFAULTS, "num_frames": 9})
     assert video(longer)["num_frames"] == 9
-    odd = msgspec.structs.replace(CARD, limits=msgspec.structs.replace(LIMITS, max_frames=19))
+    odd = msgspec.structs.replace(CARD, limits={**CARD.limits, "max_frames": 19})
     assert video(odd)["num_frames"] == 17
 
 

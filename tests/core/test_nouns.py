@@ -12,9 +12,10 @@ import pytest
 
 import unfuse.core
 from unfuse.core import errors
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.clock import AlarmClock, SystemClock
 from unfuse.core.event import TERMINAL_EVENTS, EventType
+from unfuse.core.media import VIDEO
 from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, TERMINAL, RequestContext, RequestStatus, new_request_id
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task, TaskStatus
@@ -68,7 +69,7 @@ def test_request_ids_say_what_they_are() -> None:
     ids = {new_request_id() for _ in range(100)}
     assert len(ids) == 100
     assert all(name.startswith("req_") and len(name) == 4 + 32 for name in ids)
-    assert new_request_id(video=True).startswith("video_")
+    assert new_request_id(VIDEO).startswith("video_")
 
 
 def test_a_leases_claim_is_what_fences_it() -> None:
@@ -84,7 +85,7 @@ def test_a_card_names_the_pools_of_its_stages() -> None:
         StageSpec("decode", "vae_decode", ("v",), ("e",), role="decoder"),
     )
     weights, dtypes = {"t": "a" * 64, "v": "b" * 64}, {"t": "bfloat16", "v": "float32"}
-    card = ModelCard("m", "/m", "f", Pipeline(stages), Limits(), {}, weights, dtypes)
+    card = ModelCard("m", "/m", "f", Pipeline(stages), {}, {}, weights, dtypes)
     assert card.pools() == {"text": f"text_encode:{'a' * 12}:bfloat16", "decode": f"vae_decode:{'b' * 12}:float32"}
     assert list(card.pools(Choice(frozenset({"decoder"})))) == ["decode"]
     assert list(card.pools(Choice(components=("t",)))) == ["text"]

@@ -11,18 +11,8 @@ from msgspec import structs
 
 from tests.core.graphs import pipelines
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.plan import (
-    Params,
-    Pipeline,
-    Room,
-    StageSpec,
-    Work,
-    Workload,
-    compile_plan,
-    pool_name,
-    roles_of,
-    slots_of,
-)
+from unfuse.core.media import Room, Work, Workload
+from unfuse.core.plan import Params, Pipeline, StageSpec, compile_plan, pool_name, roles_of, slots_of
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -202,7 +192,7 @@ def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data:
 
 
 def test_room_grows_with_pixels_and_frame_groups() -> None:
-    room = Room(fixed=100, per_pixel=0.5, frame_group=4)
+    room = Room(fixed=100, each=0.5, group=4)
     assert room.bytes({"width": 8, "height": 4}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 1}) == 116
     assert room.bytes({"width": 8, "height": 4, "num_frames": 9}) == 148

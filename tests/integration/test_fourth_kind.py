@@ -13,12 +13,13 @@ from urllib.error import HTTPError
 
 import numpy as np
 import pytest
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 from safetensors.numpy import save_file
 
 from tests.integration.harness import Server, serving, until
-from unfuse.core.card import Limits, ModelCard
-from unfuse.core.plan import Pipeline, Room, StageSpec, Workload
+from unfuse.core.card import ModelCard
+from unfuse.core.media import Limits, Room, Workload
+from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput
@@ -72,7 +73,7 @@ class Mirrors(Family):
         ids = weights_ids(ModelFolder(folder), PIPELINE, "mirrors")
         defaults = {"width": 64, "height": 64, "num_inference_steps": 2, "max_sequence_length": 16, "fps": 8}
         return ModelCard(
-            name, str(folder), "mirrors", PIPELINE, Limits(), defaults, ids, choose_dtypes("float32", PARTS)
+            name, str(folder), "mirrors", PIPELINE, asdict(Limits()), defaults, ids, choose_dtypes("float32", PARTS)
         )
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import nearest_size
+from unfuse.core.media import Limits, nearest_size
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES, served_classes
 from unfuse.models.defaults import Defaults, Serving, call_defaults, fit

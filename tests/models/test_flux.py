@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.models import conftest as c
+from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import check
+from unfuse.core.media import VIDEO
 from unfuse.models import find
 from unfuse.models.base import weights_ids
 from unfuse.models.folder import ModelFolder
@@ -28,12 +29,12 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert (card.name, card.family, card.takes_image, card.makes_video) == ("mine", "flux", False, False)
+    assert (card.name, card.family, card.takes_image, VIDEO.made_by(card.limits)) == ("mine", "flux", False, False)
     assert card.defaults == {
         "height": 512, "width": 512, "num_frames": 1, "num_inference_steps": 28, "guidance_scale": 3.5,
         "true_cfg_scale": 1.0, "max_sequence_length": 512, "negative_prompt": None,
     }  # fmt: skip
-    assert (card.limits.size_multiple, card.limits.min_size, card.limits.max_size) == (8, 8, 2048)
+    assert (card.limits["size_multiple"], card.limits["min_size"], card.limits["max_size"]) == (8, 8, 2048)
 
 
 def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:

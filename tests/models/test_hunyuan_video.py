@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.models import conftest as c
+from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO, check
+from unfuse.core.media import VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 
@@ -25,12 +26,12 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     card.pipeline.validate()
-    assert (card.family, card.takes_image, card.makes_video) == ("hunyuan_video", False, True)
+    assert (card.family, card.takes_image, VIDEO.made_by(card.limits)) == ("hunyuan_video", False, True)
     assert card.defaults == {
         "height": 720, "width": 1280, "num_frames": 129, "num_inference_steps": 50, "guidance_scale": 6.0,
         "true_cfg_scale": 1.0, "max_sequence_length": 256, "negative_prompt": None, "fps": 24,
     }  # fmt: skip
-    assert (card.limits.size_multiple, card.limits.frame_multiple, card.limits.max_frames) == (16, 4, 257)
+    assert (card.limits["size_multiple"], card.limits["frame_multiple"], card.limits["max_frames"]) == (16, 4, 257)
 
 
 def test_llama_and_clip_run_side_by_side_and_denoising_takes_all_they_make(copy: Path) -> None:

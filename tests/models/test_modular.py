@@ -76,7 +76,7 @@ def test_a_card_has_the_defaults_of_the_pipelines_call(copied: Callable[[str], P
         "max_sequence_length": 512, "negative_prompt": None,
     }  # fmt: skip
     assert (klein.defaults["height"], klein.defaults["guidance_scale"]) == (512, 4.0)
-    assert klein.limits.size_multiple == 8
+    assert klein.limits["size_multiple"] == 8
 
 
 def test_a_distilled_model_makes_nothing_of_a_negative_prompt_and_shares_no_pool_with_one_that_does(

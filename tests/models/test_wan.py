@@ -12,8 +12,9 @@ from hypothesis import given, strategies as st
 
 from tests.models import conftest as c
 from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import VIDEO, check
+from unfuse.core.media import VIDEO
 from unfuse.core.object_ref import lay_out
 from unfuse.models import find, resolve_source
 from unfuse.stages.base import StageInput
@@ -33,7 +34,7 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
         "height": 256, "width": 256, "num_frames": 63, "num_inference_steps": 50, "guidance_scale": 5.0,
         "max_sequence_length": 512, "negative_prompt": "", "fps": 16,
     }  # fmt: skip
-    limits = card.limits
+    limits = VIDEO.limits_of(card.limits)
     assert (limits.size_multiple, limits.frame_multiple, limits.max_sequence_length) == (16, 2, 512)
     assert (limits.max_size, limits.max_frames) == (256, 63)
 
@@ -47,7 +48,7 @@ def test_a_card_of_a_model_of_full_size(copy: Path) -> None:
     card = find(copy).card("mine", copy)
 
     assert (card.defaults["height"], card.defaults["width"], card.defaults["num_frames"]) == (480, 832, 81)
-    limits = card.limits
+    limits = VIDEO.limits_of(card.limits)
     assert (limits.max_size, limits.max_pixels, limits.max_frames) == (2048, 2048 * 2048, 161)
     assert (limits.size_multiple, limits.frame_multiple) == (16, 4)
 
@@ -59,7 +60,7 @@ def test_a_card_with_serving_json(copy: Path) -> None:
 
     assert card.defaults["num_frames"] == 3
     assert card.defaults["num_inference_steps"] == 50
-    assert (card.limits.max_size, card.limits.max_pixels, card.limits.max_frames) == (64, 64 * 64, 5)
+    assert (card.limits["max_size"], card.limits["max_pixels"], card.limits["max_frames"]) == (64, 64 * 64, 5)
     params, _ = check(card, {"prompt": "p", "size": "48x16", "num_frames": 5}, VIDEO)
     assert (params["width"], params["height"], params["num_frames"]) == (48, 16, 5)
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.models import conftest as c
+from unfuse.core.checking import check
 from unfuse.core.errors import InvalidParameter, PermanentError
-from unfuse.core.media import check
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 
@@ -67,7 +67,7 @@ def test_the_small_one_has_its_own_rate_and_sizes(copied: Callable[[str], Path])
     card = find(folder).card("mine", folder)
 
     assert (card.defaults["fps"], card.takes_image) == (24, False)
-    assert (card.limits.size_multiple, card.limits.frame_multiple) == (32, 4)
+    assert (card.limits["size_multiple"], card.limits["frame_multiple"]) == (32, 4)
 
 
 @pytest.mark.parametrize(("kind", "outputs", "components"), [

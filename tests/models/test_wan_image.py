@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.models import conftest as c
+from unfuse.core.checking import check
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
-from unfuse.core.media import VIDEO, check
+from unfuse.core.media import VIDEO
 from unfuse.models import find
 from unfuse.stages.base import StageInput
 
@@ -40,7 +41,7 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
     """It takes four frames at a time, also where two make one of latents."""
     card = find(copy).card("mine", copy)
 
-    assert card.limits.frame_multiple == 4
+    assert card.limits["frame_multiple"] == 4
     with pytest.raises(InvalidParameter, match="num_frames must be one more than a multiple of 4, not 7"):
         check(card, {"prompt": "p", "num_frames": 7}, VIDEO)
 

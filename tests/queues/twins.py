@@ -15,7 +15,7 @@ import msgspec
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from unfuse.core.card import Limits as CardLimits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
@@ -35,7 +35,7 @@ PLANS = [
     ExecutionPlan(tuple(PlannedStage(name, "k", pool, (), {}, 0, False, cost=cost) for name, pool, cost in stages))
     for stages in ([("a", "p", 0.1), ("b", "q", 1 / 3), ("c", "r", 7.0)], [("a", "q", 1e-4), ("d", "q", 0.7)], [])
 ]
-CARDS = [ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})]
+CARDS = [ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})]
 
 T = TypeVar("T")
 

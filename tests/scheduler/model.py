@@ -7,8 +7,9 @@ import asyncio
 import msgspec
 from msgspec.structs import replace
 
-from unfuse.core.card import Limits, ModelCard
-from unfuse.core.plan import Params, Pipeline, Room, Value
+from unfuse.core.card import ModelCard
+from unfuse.core.media import Room
+from unfuse.core.plan import Params, Pipeline, Value
 from unfuse.core.request import Change, Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.stages.specs import DENOISE as DENOISE_KIND, TEXT_ENCODE, VAE_DECODE
@@ -23,7 +24,7 @@ PIPELINE = Pipeline(
 """Nothing of it is cached."""
 
 WEIGHTS = {"text_encoder": "e" * 32, "transformer": "d" * 32, "vae": "v" * 32}
-CARD = ModelCard("test/model", "/nowhere", "test", PIPELINE, Limits(), {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
+CARD = ModelCard("test/model", "/nowhere", "test", PIPELINE, {}, {}, WEIGHTS, dict.fromkeys(WEIGHTS, "float32"))
 SHARING = msgspec.structs.replace(
     CARD,
     pipeline=Pipeline(

@@ -11,9 +11,10 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
 from tests.scheduler.test_scheduler import info
 from unfuse.core.card import ModelCard
+from unfuse.core.media import Room
 from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import Pipeline, Room, StageSpec
+from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits, Member

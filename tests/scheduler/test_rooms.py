@@ -7,7 +7,8 @@ import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, scheduling, take
-from unfuse.core.plan import Pipeline, Room
+from unfuse.core.media import Room
+from unfuse.core.plan import Pipeline
 from unfuse.core.task import Task
 from unfuse.scheduler.rooms import REMEMBERED, Rooms
 from unfuse.scheduler.scheduler import Scheduler

@@ -21,9 +21,10 @@ from PIL import Image
 
 from tests.core.graphs import object_for
 from unfuse import queues
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
+from unfuse.core.media import Limits
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.plan import Params, Pipeline
 from unfuse.core.request import ResultFile, Timings
@@ -62,7 +63,9 @@ def card(name: str, *, takes_image: bool = False, limits: Limits = LIMITS) -> Mo
     """A model of that name, with weights of its own."""
     weights = {part: f"{name.replace('/', '')}{part}"[-32:] for part in ("text_encoder", "transformer", "vae")}
     dtypes = dict.fromkeys(weights, "float32")
-    return ModelCard(name, "/nowhere", "test", PIPELINE, limits, DEFAULTS, weights, dtypes, 7, takes_image)
+    return ModelCard(
+        name, "/nowhere", "test", PIPELINE, structs.asdict(limits), DEFAULTS, weights, dtypes, 7, takes_image
+    )
 
 
 PICTURES, IDLE = card("test/pictures"), card("test/idle")

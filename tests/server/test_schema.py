@@ -20,8 +20,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.server.served import PICTURES, serve
+from unfuse.core.checking import check
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, VIDEO, Medium, check
+from unfuse.core.media import IMAGE, VIDEO, Medium
 from unfuse.core.parameters import Parameter
 from unfuse.server.fields import schema_of
 

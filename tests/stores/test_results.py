@@ -17,6 +17,7 @@ from hypothesis import given, strategies as st
 from tests.disks import fill, small_disk
 from tests.stores.servers import S3Server
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
+from unfuse.core.media import VIDEO
 from unfuse.core.request import new_request_id
 from unfuse.stores.results import REQUEST_ID, ResultStore, open_results
 
@@ -64,7 +65,7 @@ def test_another_attempt_replaces_the_result(kept: ResultStore) -> None:
 
 
 def test_results_are_private(results: ResultStore, folder: Path) -> None:
-    request = new_request_id(video=True)
+    request = new_request_id(VIDEO)
     results.put(request, 0, "video/mp4", b"x")
     file = results.path(request, 0)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, file.parent, file)]

@@ -1,169 +1,128 @@
-"""Media: what a client may ask for, a table of parameters each, checked against a model's card before it is queued."""
+"""Media: what can be asked for, a table of parameters each, and how much of it there is. Only here is it pixels."""
 
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
-from unfuse.core.card import Limits, ModelCard
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.nearest import nearest
-from unfuse.core.parameters import Parameter, integer, shown
-from unfuse.core.plan import Params
+from unfuse.core.parameters import Parameter, Params, default_of, integer, shown
 
 MAX_SEED = 2**53 - 1
 """The largest seed a client may send, and the largest of a request's pictures: every JSON reader keeps it exactly."""
 
-DRAWN_SEEDS = 2**31
-"""A seed that was left out is drawn below this, short enough to type again."""
-
 MIN_S, MAX_S = 0.001, 86_400.0
-MAX_FRAMES, MAX_STEPS = 10_000, 1000
+MAX_STEPS = 1000
 
 FRAME_SLACK = 0.001
 """Part of a frame that seconds may lack by having been rounded, as ours are when they are told."""
 
-MADE = (
-    Parameter("prompt", "text", 1, "max_prompt_chars", says="what to show"),
-    Parameter("negative_prompt", "text", 0, "max_prompt_chars", default="", says="what not to show"),
-    Parameter("size", "size", use="request", says="WIDTHxHEIGHT in pixels, or auto"),
-    Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps"),
-    Parameter("guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt"),
-    Parameter("guidance_scale_2", "number", 0, "max_guidance", says="of models that have it", particular=True),
-    Parameter("true_cfg_scale", "number", 0, "max_guidance", says="of models that have it", particular=True),
-    Parameter(
-        "feature_cache", "number", 0, 1, particular=True,
-        says="where pools batch: skip transformer blocks while the first one's effect differs by less",
-    ),
-    Parameter("seed", "integer", 0, MAX_SEED, use="request", says="of the first picture; each other has the next"),
-    Parameter("lora", "text", 1, 128, says="name of an adapter that the server has, see GET /v1/models"),
-    Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is"),
-    Parameter("fps", "integer", 1, 120, says="frames a second"),
-    Parameter("output_compression", "integer", 0, 100, default=100, says="quality of jpeg and webp"),
-    Parameter("preview_every", "integer", 0, MAX_STEPS, use="request", says="steps between previews; 0: none"),
-    Parameter("model", "any", use="request", says="may be left out where one model is served"),
-    Parameter("priority", "integer", -100, 100, use="delivery", says="the higher, the sooner"),
-    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", says="seconds from acceptance to the end"),
-    Parameter("metadata", "texts", use="delivery", says="texts that are shown with the request"),
-    Parameter("cache", "flag", use="delivery", says="false: encode anew, for this request alone"),
-    *(
-        Parameter(name, "any", use="nothing", says="accepted, and of no use here")
-        for name in ("user", "style", "moderation", "safety_identifier", "input_fidelity")
-    ),
-)  # fmt: skip
-"""What pictures and videos have in common; the last few are fields that the `openai` client may send."""
+PIXELS = ("width", "height", "num_frames")
+"""What says how large a picture or a video is."""
+
+Work = tuple[float, float]
+"""Forwards of a stage's network, and the size of each."""
+
+
+class Room(msgspec.Struct, frozen=True, rename={"each": "per_pixel", "group": "frame_group"}):
+    """Predicted bytes of a stage's output: fixed + each × the product of the parameters in `size`.
+
+    The last of these counts in groups: n are 1 + (n − 1) // group of them. Cards have the names on the wire that they
+    had when there was no other size than PIXELS.
+    """
+
+    fixed: int = 0
+    each: float = 0.0
+    group: int = 1
+    size: tuple[str, ...] = PIXELS
+
+    def bytes(self, params: Params) -> int:
+        """Bytes for one request with these parameters."""
+        counts = [_count(params, name) for name in self.size]
+        groups = [1 + (count - 1) // self.group for count in counts[-1:]]
+        return self.fixed + round(self.each * math.prod(counts[:-1] + groups))
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """How much a stage has to do for a request, by its parameters.
+
+    `forwards` names the one that counts forwards of its network, each of which is a step ("": there is one). They are
+    twice as many under guidance: where the first of the scales in `guidance` that is there is above 1, and there is a
+    negative prompt. The size of a forward is the product of the parameters in `size`.
+    """
+
+    forwards: str = ""
+    guidance: tuple[str, ...] = ()
+    size: tuple[str, ...] = PIXELS
+
+    def of(self, params: Params) -> Work:
+        """What a request with these parameters is."""
+        scale = next((params[name] for name in self.guidance if name in params), None)
+        guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
+        forwards = _count(params, self.forwards) if self.forwards else 1
+        return forwards * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
+
+
+def _count(params: Params, name: str) -> int:
+    value = params.get(name)
+    return value if isinstance(value, int) and value > 0 else 1
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a model can be asked for. Sizes in pixels; `frame_multiple` k allows k·i + 1 frames."""
+
+    size_multiple: int = 16
+    min_size: int = 16
+    max_size: int = 2048
+    max_pixels: int = 2048 * 2048
+    max_frames: int = 1
+    frame_multiple: int = 4
+    max_steps: int = 1000
+    max_guidance: float = 100.0
+    max_prompt_chars: int = 10_000
+    max_sequence_length: int = 512
+    max_n: int = 10
 
 
 class Medium(msgspec.Struct, frozen=True):
-    """What is asked for, and the table of its parameters. Its usual format is first; one that `moves` has frames."""
+    """What is asked for: the table of its parameters, and what `settle` makes of those that a client gave.
 
-    name: Literal["image", "video"]
-    formats: tuple[str, ...]
+    `several` is what people call more than one; ids of its requests begin with `prefix`. It has `limits` of its own,
+    and a model makes it whose limit `sign` is at least `least`. `settle` gets the model's limits, what the stages get
+    so far, and what was read of the client's values; it returns what they get beside, or raises InvalidParameter. What
+    is to share a forward has the parameters in `size` in common.
+    """
+
+    name: str
+    several: str
+    prefix: str
+    sign: str
+    least: int
+    limits: type[Limits]
+    settle: Callable[[Any, Params, Mapping[str, Any]], Params]
     parameters: tuple[Parameter, ...]
-    moves: bool = False
+    size: tuple[str, ...] = PIXELS
 
-    def known(self, card: ModelCard) -> dict[str, Parameter]:
-        """What may be sent for a model, by name."""
-        return {one.name: one for one in self.parameters if not one.particular or one.name in card.defaults}
+    def made_by(self, limits: Mapping[str, float]) -> bool:
+        """Whether a model with these limits can be asked for it."""
+        return limits.get(self.sign, 0) >= self.least
 
+    def limits_of(self, limits: Mapping[str, float]) -> Any:
+        """Those of a model's limits that it has, and the usual ones where the model says nothing.
 
-def _format(*formats: str) -> Parameter:
-    return Parameter("output_format", "choice", choices=formats, use="request", says="of the files")
+        Raises ConfigError for some that are none.
+        """
+        try:
+            return msgspec.convert(limits, self.limits)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"the limits of the model cannot be read: {error}") from error
 
-
-IMAGE = Medium(
-    "image",
-    ("png", "jpeg", "webp"),
-    (
-        *MADE,
-        _format("png", "jpeg", "webp"),
-        Parameter("n", "integer", 1, "max_n", use="request", says="how many pictures"),
-        Parameter(
-            "quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
-            says="the answer says which one was used",
-        ),
-        Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
-        Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
-        Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery"),
-        Parameter("stream", "flag", use="delivery", says="answer with events"),
-        Parameter("partial_images", "integer", 0, 3, use="request", says="previews of each picture; needs stream"),
-    ),
-)  # fmt: skip
-VIDEO = Medium(
-    "video",
-    ("mp4", "png"),
-    (
-        *MADE,
-        _format("mp4", "png"),
-        Parameter("n", "choice", choices=(1, "1"), use="nothing"),
-        Parameter("num_frames", "integer", 1, MAX_SEED, use="request", says="how long it is"),
-        Parameter(
-            "seconds", "number", MIN_S, MAX_S, use="request",
-            says="instead of num_frames; rounded up to a length that the model can make",
-        ),
-    ),
-    moves=True,
-)  # fmt: skip
-"""As png every frame is a file of its own, without loss."""
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit).
-
-    Without `cache` nothing that another request has encoded is used for it, nor the other way round.
-    """
-
-    response_format: Literal["b64_json", "url"] = "b64_json"
-    stream: bool = False
-    priority: int = 0
-    timeout: float | None = None
-    metadata: dict[str, str] = {}
-    cache: bool = True
-
-
-def check(
-    card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False
-) -> tuple[Params, int]:
-    """Everything the stages need for a request, and how many pictures it asks for.
-
-    What the client left out, or gave as null, comes from the card's defaults; a missing seed is drawn. The pictures
-    have the seeds s … s + n − 1. Raises InvalidParameter, also for a field that nobody knows, and if `strict` for a
-    quality that means nothing to the model.
-    """
-    values = {name: value for name, value in given.items() if value is not None}
-    known = medium.known(card)
-    for name in values:
-        if name not in known:
-            raise _unknown(name, known)
-    if "prompt" not in values:
-        raise InvalidParameter("prompt is missing: say what to show", "prompt")
-    read = {name: known[name].read(value, card.limits) for name, value in values.items()}
-    params: Params = {one.name: one.default for one in medium.parameters if one.default is not None}
-    params |= {"num_frames": 1, **card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
-    params |= {name: value for name, value in read.items() if known[name].use == "stages"}
-    params |= _adapter(params)
-    params["output_format"] = read.get("output_format", medium.formats[0])
-    params["num_frames"] = _length(card.limits, params, read) if medium.moves else 1
-    if every := _preview_every(int(_default(params, "num_inference_steps")), read):
-        params["preview_every"] = every
-    if read.get("size"):
-        params["width"], params["height"] = _fitting(card.limits, *read["size"])
-    n = read.get("n", 1) if known["n"].use == "request" else 1
-    if "seed" in read:
-        params["seed"] = integer("seed", read["seed"], 0, MAX_SEED - n + 1)
-    else:
-        params["seed"] = secrets.randbelow(DRAWN_SEEDS - n + 1)
-    return params, n
-
-
-def check_delivery(given: Mapping[str, object], medium: Medium = IMAGE) -> Delivery:
-    """How the client wants the request handled. Raises InvalidParameter."""
-    asked = [one for one in medium.parameters if one.use == "delivery" and given.get(one.name) is not None]
-    return Delivery(**{one.name: one.read(given[one.name], None) for one in asked})
+    def known(self, defaults: Params) -> dict[str, Parameter]:
+        """What may be sent for a model with these defaults, by name."""
+        return {one.name: one for one in self.parameters if not one.particular or one.name in defaults}
 
 
 def seconds_of(frames: float, fps: float) -> str:
@@ -171,12 +130,22 @@ def seconds_of(frames: float, fps: float) -> str:
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _unknown(name: str, known: Mapping[str, Parameter]) -> InvalidParameter:
-    if name == "feature_cache":
-        return InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
-    near = "size" if name in ("width", "height") else nearest(name, sorted(known), 0.4)
-    hint = f"did you mean {near}?" if near else f"the parameters are {', '.join(sorted(known))}"
-    return InvalidParameter(f"unknown parameter {shown(name)}: {hint}", shown(name)[1:-1])
+def _still(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+    return _pictured(limits, params, read) | {"num_frames": 1}
+
+
+def _moving(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+    frames = _length(limits, params, read)
+    return _pictured(limits, params, read) | {"num_frames": frames}
+
+
+def _pictured(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+    settled: Params = {}
+    if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
+        settled["preview_every"] = every
+    if read.get("size"):
+        settled["width"], settled["height"] = _fitting(limits, *read["size"])
+    return settled
 
 
 def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
@@ -184,9 +153,9 @@ def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
 
     Where neither is said it is the model's own number, or the most it makes if that is a single one.
     """
-    multiple, fps = limits.frame_multiple, _default(params, "fps")
+    multiple, fps = limits.frame_multiple, default_of(params, "fps")
     most = limits.max_frames - (limits.max_frames - 1) % multiple
-    name, frames = "num_frames", int(_default(params, "num_frames"))
+    name, frames = "num_frames", int(default_of({"num_frames": 1, **params}, "num_frames"))
     frames = read.get(name) or (frames if frames > 1 else most)
     if seconds := read.get("seconds"):
         needed = max(1, math.ceil(seconds * fps - FRAME_SLACK))
@@ -205,16 +174,6 @@ def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
     return frames
 
 
-def _quality(card: ModelCard, name: str, strict: bool) -> Params:
-    """What a quality stands for, and its name if it does for anything."""
-    if name in card.quality:
-        return {**card.quality[name], "quality": name}
-    if strict and name != "auto":
-        known = ", ".join(["auto", *card.quality])
-        raise InvalidParameter(f"quality {name} means nothing to model {card.name}: send one of {known}", "quality")
-    return {}
-
-
 def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
     """After how many steps a preview is made (0: none): as asked for, or so that no more come than partial images."""
     partial = read.get("partial_images", 0)
@@ -224,20 +183,6 @@ def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
     if partial and every:
         raise InvalidParameter("partial_images and preview_every say the same: send one of them", "partial_images")
     return math.ceil(steps / (partial + 1)) if partial else every
-
-
-def _adapter(params: Params) -> Params:
-    """How strong an adapter is unless the client says so."""
-    if "lora_scale" in params and "lora" not in params:
-        raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
-    return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
-
-
-def _default(params: Params, name: str) -> float:
-    value = params.get(name)
-    if not isinstance(value, int | float):
-        raise ConfigError(f"the model has no default {name}: set one in its serving.json")
-    return value
 
 
 def _fitting(limits: Limits, width: int, height: int) -> tuple[int, int]:
@@ -264,3 +209,73 @@ def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
     while width * height > limits.max_pixels and max(width, height) > low:
         width, height = (width - multiple, height) if width > height else (width, height - multiple)
     return width, height
+
+
+MADE = (
+    Parameter("prompt", "text", 1, "max_prompt_chars", says="what to show", required=True),
+    Parameter("negative_prompt", "text", 0, "max_prompt_chars", default="", says="what not to show"),
+    Parameter("size", "size", use="request", says="WIDTHxHEIGHT in pixels, or auto", also=("width", "height")),
+    Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps"),
+    Parameter("guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt"),
+    Parameter("guidance_scale_2", "number", 0, "max_guidance", says="of models that have it", particular=True),
+    Parameter("true_cfg_scale", "number", 0, "max_guidance", says="of models that have it", particular=True),
+    Parameter(
+        "feature_cache", "number", 0, 1, particular=True,
+        says="where pools batch: skip transformer blocks while the first one's effect differs by less",
+    ),
+    Parameter("seed", "integer", 0, MAX_SEED, use="request", says="of the first picture; each other has the next"),
+    Parameter("lora", "text", 1, 128, says="name of an adapter that the server has, see GET /v1/models"),
+    Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is"),
+    Parameter("fps", "integer", 1, 120, says="frames a second"),
+    Parameter("output_compression", "integer", 0, 100, default=100, says="quality of jpeg and webp"),
+    Parameter("preview_every", "integer", 0, MAX_STEPS, use="request", says="steps between previews; 0: none"),
+    Parameter("model", "any", use="request", says="may be left out where one model is served"),
+    Parameter("priority", "integer", -100, 100, use="delivery", says="the higher, the sooner"),
+    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", says="seconds from acceptance to the end"),
+    Parameter("metadata", "texts", use="delivery", says="texts that are shown with the request"),
+    Parameter("cache", "flag", use="delivery", says="false: encode anew, for this request alone"),
+    *(
+        Parameter(name, "any", use="nothing", says="accepted, and of no use here")
+        for name in ("user", "style", "moderation", "safety_identifier", "input_fidelity")
+    ),
+)  # fmt: skip
+"""What pictures and videos have in common; the last few are fields that the `openai` client may send."""
+
+IMAGE = Medium(
+    "image", "pictures", "req_", "max_size", 1, Limits, _still,
+    (
+        *MADE,
+        Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png", says="of the files"),
+        Parameter("n", "integer", 1, "max_n", use="request", says="how many pictures"),
+        Parameter(
+            "quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
+            says="the answer says which one was used",
+        ),
+        Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
+        Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
+        Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery"),
+        Parameter("stream", "flag", use="delivery", says="answer with events"),
+        Parameter("partial_images", "integer", 0, 3, use="request", says="previews of each picture; needs stream"),
+    ),
+)  # fmt: skip
+VIDEO = Medium(
+    "video", "videos", "video_", "max_frames", 2, Limits, _moving,
+    (
+        *MADE,
+        Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4", says="of the files"),
+        Parameter("n", "choice", choices=(1, "1"), use="nothing"),
+        Parameter("num_frames", "integer", 1, MAX_SEED, use="request", says="how long it is"),
+        Parameter(
+            "seconds", "number", MIN_S, MAX_S, use="request",
+            says="instead of num_frames; rounded up to a length that the model can make",
+        ),
+    ),
+)  # fmt: skip
+"""As png every frame is a file of its own, without loss."""
+
+MEDIA = (IMAGE, VIDEO)
+
+
+def medium_of(id: str) -> Medium:
+    """What a request with this id asks for."""
+    return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)

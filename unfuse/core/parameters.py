@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from unfuse.core.errors import InvalidParameter
-from unfuse.core.plan import Value
+from unfuse.core.errors import ConfigError, InvalidParameter
+
+Value = str | int | float | bool | None
+Params = dict[str, Value]
+"""What stages get: the parameters of a request, by name."""
 
 Kind = Literal["text", "integer", "number", "choice", "flag", "size", "texts", "any"]
 """`size` is WIDTHxHEIGHT or auto, `texts` an object of few short texts; `any` is taken as it is."""
@@ -35,7 +38,7 @@ class Parameter(msgspec.Struct, frozen=True):
     """One field. `low` and `high` bound a number, or a text's length; `choices` are all that it can be.
 
     `default` goes to the stages where neither client nor model says. One that is `particular` is known only where the
-    model, or who serves it, has a default for it.
+    model, or who serves it, has a default for it. `also` is what some write for its name: it is not known by it.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Parameter(msgspec.Struct, frozen=True):
     default: Value = None
     says: str = ""
     particular: bool = False
+    required: bool = False
+    also: tuple[str, ...] = ()
 
     def read(self, value: object, limits: object) -> Any:
         """A client's value, as it is meant. Raises InvalidParameter; `limits` has the model's."""
@@ -140,3 +145,11 @@ def shown(value: object) -> str:
     if isinstance(value, int) and abs(value) >= 10**30:
         return f"a number of {int(math.log10(abs(value))) + 1} digits"
     return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+def default_of(params: Params, name: str) -> float:
+    """A number that the model has a default for. Raises ConfigError if it has none."""
+    value = params.get(name)
+    if not isinstance(value, int | float):
+        raise ConfigError(f"the model has no default {name}: set one in its serving.json")
+    return value

@@ -5,62 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
-from math import prod
 
 import msgspec
 
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
-
-Value = str | int | float | bool | None
-Params = dict[str, Value]
-
-PIXELS = ("width", "height", "num_frames")
-
-Work = tuple[float, float]
-"""Forwards of a stage's network, and the size of each."""
+from unfuse.core.media import Room, Work, Workload
+from unfuse.core.parameters import Params as Params, Value as Value
 
 ALL = "all"
 """What a worker of every role is started with."""
-
-
-class Room(msgspec.Struct, frozen=True):
-    """Predicted bytes of a stage's output: fixed + per_pixel × width × height × groups of frames."""
-
-    fixed: int = 0
-    per_pixel: float = 0.0
-    frame_group: int = 1
-
-    def bytes(self, params: Mapping[str, Value]) -> int:
-        """Bytes for one request with these parameters (width, height in pixels; num_frames)."""
-        sizes = [params.get(name) for name in ("width", "height", "num_frames")]
-        width, height, frames = (value if isinstance(value, int) else 1 for value in sizes)
-        return self.fixed + round(self.per_pixel * width * height * (1 + (frames - 1) // self.frame_group))
-
-
-class Workload(msgspec.Struct, frozen=True):
-    """How much a stage has to do for a request, by its parameters.
-
-    `forwards` names the one that counts forwards of its network, each of which is a step ("": there is one). They are
-    twice as many under guidance: where the first of the scales in `guidance` that is there is above 1, and there is a
-    negative prompt. The size of a forward is the product of the parameters in `size`.
-    """
-
-    forwards: str = ""
-    guidance: tuple[str, ...] = ()
-    size: tuple[str, ...] = PIXELS
-
-    def of(self, params: Mapping[str, Value]) -> Work:
-        """What a request with these parameters is."""
-        scale = next((params[name] for name in self.guidance if name in params), None)
-        guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
-        forwards = _positive(params, self.forwards) if self.forwards else 1.0
-        return forwards * (1.0 + guided), prod(_positive(params, name) for name in self.size)
-
-
-def _positive(params: Mapping[str, Value], name: str) -> float:
-    value = params.get(name)
-    return float(value) if isinstance(value, int) and value > 0 else 1.0
 
 
 class StageSpec(msgspec.Struct, frozen=True):

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from unfuse.core.event import Event
+from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
@@ -24,9 +25,6 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
     "expired": frozenset(),
 }
 """Legal moves of a request."""
-
-VIDEO_ID = "video_"
-"""What ids of videos begin with."""
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -131,9 +129,14 @@ class RequestContext(msgspec.Struct, frozen=True):
         return self.status in TERMINAL
 
     @property
+    def medium(self) -> Medium:
+        """What it asks for, as its id tells."""
+        return medium_of(self.id)
+
+    @property
     def video(self) -> bool:
-        """Whether it is one of /v1/videos, as its id tells."""
-        return self.id.startswith(VIDEO_ID)
+        """Whether it is one of /v1/videos: queues list these by themselves."""
+        return self.id.startswith(VIDEO.prefix)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -174,6 +177,6 @@ class Record(msgspec.Struct, frozen=True):
         return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
-def new_request_id(video: bool = False) -> str:
+def new_request_id(medium: Medium = IMAGE) -> str:
     """128 random bits with the prefix clients see."""
-    return (VIDEO_ID if video else "req_") + secrets.token_hex(16)
+    return medium.prefix + secrets.token_hex(16)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import xxhash
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import DTYPES as WIDTHS
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
@@ -106,7 +107,7 @@ class DiffusersFamily(Family):
             source=source_of(folder),
             family=self.name,
             pipeline=pipeline,
-            limits=limits,
+            limits=asdict(limits),
             defaults=serving.within(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
             weights=weights_ids(model, pipeline, self.name, self.settings(model.index())),

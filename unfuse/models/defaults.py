@@ -11,9 +11,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import nearest_size
+from unfuse.core.media import Limits, nearest_size
 from unfuse.core.plan import Params
 from unfuse.stages.base import need
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from unfuse.core.card import Limits
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import need_channels
 from unfuse.models.folder import ModelFolder

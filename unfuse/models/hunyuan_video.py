@@ -16,9 +16,9 @@ from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
 
-from unfuse.core.card import Limits
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room, StageSpec
+from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader, Report, Runtime, with_encoders
 from unfuse.models.defaults import call_defaults
 from unfuse.models.folder import ModelFolder

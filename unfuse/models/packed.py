@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unfuse.core.card import Limits
+from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow import FlowDenoiser

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import decoded, need_channels
 from unfuse.models.folder import ModelFolder

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
+from unfuse.core.media import Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, Room, StageSpec
+from unfuse.core.plan import Params, StageSpec
 from unfuse.models.base import Loader
 from unfuse.stages.base import need
 from unfuse.stages.guidance import NEGATIVE

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
-from unfuse.core.plan import Params, Pipeline, Room
+from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow import FlowDenoiser, GridVae, decoded, need_channels
 from unfuse.models.folder import ModelFolder

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 from msgspec import structs
 from msgspec.structs import replace
 
-from unfuse.core.card import Limits
 from unfuse.core.errors import ConfigError
+from unfuse.core.media import PIXELS, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import PIXELS, Params, Pipeline, Room
+from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader, with_encoders
 from unfuse.models.flow import norm
 from unfuse.models.folder import ModelFolder

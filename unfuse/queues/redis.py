@@ -19,9 +19,10 @@ from unfuse.core.clock import AlarmClock, Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError
 from unfuse.core.event import Event
+from unfuse.core.media import VIDEO
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import VIDEO_ID, Change, Record, RequestContext
+from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues import script
 from unfuse.queues.base import (
@@ -357,7 +358,7 @@ class RedisQueue(TaskQueue):
         if self._closed and "undo" not in args:
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
-        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO_ID}
+        args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix}
         if isinstance(self._clock, AlarmClock):
             args |= {"now": self._clock.now(), "wall": self._clock.wall()}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

@@ -17,8 +17,9 @@ import structlog
 from msgspec import Meta
 from msgspec.structs import replace
 
+from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
-from unfuse.core.plan import ExecutionPlan, Work
+from unfuse.core.plan import ExecutionPlan
 from unfuse.core.pool import declared
 from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.law import Law

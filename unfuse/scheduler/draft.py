@@ -73,7 +73,7 @@ class Draft:
                 not_before=not_before,
                 deadline=request.deadline,
                 near=_nearest(inputs),
-                affinity=_affinity(request.model, params),
+                affinity=_affinity(request, params),
                 alone=self.stages[stage].alone,
                 cache=planned.cache,
             )
@@ -144,7 +144,7 @@ def _nearest(inputs: Sequence[ObjectRef]) -> str:
     return max(held, key=held.__getitem__, default="")
 
 
-def _affinity(model: str, params: Params) -> str:
+def _affinity(request: RequestContext, params: Params) -> str:
     """What tasks have in common that may share a forward: the model, the size of what is made, the adapter."""
-    size = [params[name] for name in ("width", "height", "num_frames") if name in params]
-    return f"{model} {size} {params.get('lora_id', '')}".rstrip() if size else ""
+    size = [params[name] for name in request.medium.size if name in params]
+    return f"{request.model} {size} {params.get('lora_id', '')}".rstrip() if size else ""

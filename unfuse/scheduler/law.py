@@ -9,7 +9,7 @@ from statistics import median_low
 import numpy as np
 from numpy.typing import NDArray
 
-from unfuse.core.plan import Work
+from unfuse.core.media import Work
 
 Times = list[tuple[int, float]]
 """Which measurement of its law each was, and the seconds."""

@@ -15,8 +15,9 @@ import structlog
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
+from unfuse.core.media import Work
 from unfuse.core.messages import Done, Failed, Saved
-from unfuse.core.plan import Params, Work, compile_plan
+from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Change, Record, RequestContext, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
@@ -145,7 +146,7 @@ class Scheduler:
         old = (await self.queue.load(request)).context
         if not old.dead:
             raise NotFound(f"request {request} is not among the dead ones")
-        id, metadata = id or new_request_id(request.startswith("video_")), old.metadata | {"retry_of": request}
+        id, metadata = id or new_request_id(old.medium), old.metadata | {"retry_of": request}
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,

@@ -12,8 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
+from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, TransientError
-from unfuse.core.media import Delivery, Medium, check, check_delivery
+from unfuse.core.media import MEDIA, Medium
 from unfuse.core.request import Record, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
@@ -79,7 +80,7 @@ class Call:
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
-        id, unused = new_request_id(self.medium.moves), picture is not None
+        id, unused = new_request_id(self.medium), picture is not None
         try:
             if picture is not None:
                 data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
@@ -112,16 +113,18 @@ class Call:
     async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
         """The model that was asked for, which must be able to do it. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name)
-        video = self.medium.moves
-        if video and not card.makes_video:
-            raise InvalidParameter(f"model {asked} makes no video: ask it for pictures", "model")
+        medium = self.medium
+        if not medium.made_by(card.limits):
+            others = " or ".join(other.several for other in MEDIA if other.made_by(card.limits))
+            hint = f": ask it for {others}" if others else ""
+            raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
         if card.takes_image and not picture:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
             message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
         if picture and not card.takes_image:
             served = await self.gateway.models()
-            able = sorted(name for name, card in served.items() if card.takes_image and (card.makes_video or not video))
+            able = sorted(name for name, card in served.items() if card.takes_image and medium.made_by(card.limits))
             hint = f"{', '.join(able)} can" if able else "no model that is served can"
             raise InvalidParameter(f"model {asked} cannot start from a picture; {hint}", self.upload)
         return asked, card

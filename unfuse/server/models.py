@@ -6,10 +6,10 @@ from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends
-from msgspec.structs import asdict
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import UnknownModel
+from unfuse.core.media import VIDEO
 from unfuse.server.answers import MODEL, one, several
 from unfuse.server.gateway import Gateway, gateway_of
 
@@ -44,10 +44,10 @@ def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:
         "object": "model",
         "created": card.created,
         "owned_by": "unfuse",
-        "makes_video": card.makes_video,
+        "makes_video": VIDEO.made_by(card.limits),
         "takes_image": card.takes_image,
         "loras": loras if card.takes_lora else [],
-        "limits": asdict(card.limits),
+        "limits": card.limits,
         "defaults": card.defaults,
         "quality": card.quality,
         "stages": card.pools(),

@@ -26,7 +26,7 @@ def request_object(
         "id": context.id,
         "object": "request",
         "model": context.asked or context.model,
-        "medium": "video" if context.video else "image",
+        "medium": context.medium.name,
         "prompt": context.params.get("prompt"),
         "params": {name: value for name, value in context.params.items() if name != "prompt"},
         "tenant": context.tenant,

@@ -16,8 +16,9 @@ import msgspec
 
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import IMAGE, VIDEO, check
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.media import PIXELS
 from unfuse.core.plan import Params
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Stage(ABC):
 
     def batch_key(self, params: Params) -> Hashable:
         """Tasks of equal key may run in one batch."""
-        return tuple(params.get(name) for name in ("width", "height", "num_frames"))
+        return tuple(params.get(name) for name in PIXELS)
 
     @abstractmethod
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unfuse.core.plan import PIXELS, StageSpec, Workload
+from unfuse.core.media import PIXELS, Workload
+from unfuse.core.plan import StageSpec
 
 GUIDANCE = ("true_cfg_scale", "guidance_scale")
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from unfuse.core.card import Limits as CardLimits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.plan import Pipeline
@@ -281,7 +281,7 @@ async def old_progress_is_dropped_first(queue: TaskQueue, clock: ManualClock) ->
 
 async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClock) -> None:
     """Each name's last word counts, for itself, and no worker has to be there."""
-    card = ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})
+    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
     await queue.declare("serve", Declaration((card,)))
     await queue.declare("operator", Declaration((card,), {"p": 3}))
@@ -294,7 +294,7 @@ async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClo
 
 async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
     """The registry knows who was last heard of when, what it holds, and the cards it brought."""
-    card = ModelCard("m", "/m", "f", Pipeline(()), CardLimits(), {}, {}, {})
+    card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     await queue.hello(worker("v"), [card])
     await queue.hello(worker("w"))
     await submitted(queue, "a")

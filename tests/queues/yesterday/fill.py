@@ -5,8 +5,10 @@ import json
 import sys
 from collections.abc import Mapping
 
+import msgspec
+
 from unfuse import queues
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.messages import Done, Failed, WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Pipeline, StageSpec
@@ -22,7 +24,14 @@ STAGES = (
     StageSpec("decode", "vae_decode", ("c",), ("latents",), ()),
 )
 NAMES = dict.fromkeys("abc", "0" * 12)
-CARD = ModelCard("m", "/m", "f", Pipeline(STAGES), Limits(), {}, NAMES, dict.fromkeys("abc", "float32"))
+CARD = msgspec.convert(
+    {
+        "name": "m", "source": "/m", "family": "f", "pipeline": msgspec.to_builtins(Pipeline(STAGES)), "limits": {},
+        "defaults": {}, "weights": NAMES, "dtypes": dict.fromkeys("abc", "float32"),
+    },
+    ModelCard,
+)  # fmt: skip
+"""With limits as each version has them: this file is run by that commit, and read by today's tests."""
 POOLS = CARD.pools()
 WORKER = WorkerInfo("w", "node", "all", tuple(POOLS.values()), 4, "unix:@w", 1 << 30)
 STATES: Mapping[str, tuple[str, ...]] = {

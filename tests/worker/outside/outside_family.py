@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from msgspec.structs import replace
+from msgspec.structs import asdict, replace
 
-from unfuse.core.card import Limits, ModelCard
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import TransientError
-from unfuse.core.plan import Pipeline, Room, StageSpec
+from unfuse.core.media import Limits, Room
+from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.models.base import Family, Report, Runtime, weights_ids
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Media, Stage, StageInput, StageOutput, SteppedStage, need
@@ -120,7 +121,7 @@ class Outside(Family):
             "output_format": "png",
         }  # fmt: skip
         dtypes = dict.fromkeys(weights, "float32")
-        return ModelCard(name, str(folder), "outside", PIPELINE, Limits(), defaults, weights, dtypes)
+        return ModelCard(name, str(folder), "outside", PIPELINE, asdict(Limits()), defaults, weights, dtypes)
 
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         no_torch()
