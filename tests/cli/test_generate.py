@@ -45,6 +45,13 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
     [
         (["-o", "out.png", "--frames", "17"], "NAME.mp4 or NAME-%04d.png"),
         (["-o", "out.webp", "--fps", "8"], "NAME.mp4 or NAME-%04d.png"),
+        (["-o", "out.webp", "--seconds", "1"], "NAME.mp4 or NAME-%04d.png"),
+        (["-o", "out.mp4", "--fps", "121"], "fps must be 1 to 120, not 121"),
+        (
+            ["-o", "out.png", "--quality", "best"],
+            "quality must be one of auto, low, medium, standard, high, hd, not 'best'",
+        ),
+        (["-o", "out.png", "--lora-scale", "11"], "lora_scale must be -10 to 10, not 11"),
         (["-o", "out-%04d.jpg"], "out-%04d.jpg"),
         (["-o", "."], "-o . is a folder: name a file in it, such as out.png"),
         (["-o", "/proc/out.png"], "-o /proc/out.png: it cannot be written there ("),
@@ -82,6 +89,34 @@ def test_a_video_that_cannot_be_made_is_exit_2(
     code, out, err = asking("generate", "a red circle on white", *arguments)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "words"),
+    [
+        ("--size WxH", "Width and height in pixels."),
+        ("--steps", "Denoising steps. [1 to the model's max_steps]"),
+        ("--seed", "Seed of the first picture; drawn, and told, if left out."),
+        ("--guidance", "How strongly to follow the prompt. [0 to the model's max_guidance]"),
+        ("--negative", "What the picture should not show."),
+        ("--frames", "Length of a video, in frames."),
+        ("--fps", "Frames a second of a video. [1 to 120]"),
+        ("--lora", "Adapter to use, by its name in --loras."),
+        ("--lora-scale", "How strong the adapter is; 1 if left out. [-10 to 10]"),
+        ("-n", "How many pictures; each further one has the next seed. [1 to the model's max_n] [default: 1]"),
+        ("--quality", "[auto, low, medium, standard, high, hd] [default: auto]"),
+    ],
+)
+def test_what_may_be_asked_for_has_a_flag_with_its_words_and_bounds(unfuse: Run, flag: str, words: str) -> None:
+    text = unfuse("generate", "--help")[1]
+    assert f"  {flag} " in text
+    assert words in " ".join(text.split())
+
+
+def test_what_has_another_way_on_a_command_line_has_no_flag(unfuse: Run) -> None:
+    text = unfuse("generate", "--help")[1]
+    for flag in ("--output-format", "--stream", "--metadata", "--prompt", "--preview-every", "--user"):
+        assert f"  {flag}" not in text
 
 
 def test_the_name_says_which_frames_there_will_be(idle: Client, asking: Run, tmp_path: Path) -> None:

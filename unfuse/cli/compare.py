@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
+from unfuse.cli.asked import asks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
@@ -19,16 +20,15 @@ if TYPE_CHECKING:
 
 
 @takes(*PLACING, *COMPUTE)
+@asks("size", "num_inference_steps", "num_frames")
 def compare(
     flags: dict[str, Any],
+    asked: dict[str, Any],
     terminal: Terminal,
     model: Annotated[str, typer.Argument(help="Model to compare: a name, folder or hub id.", metavar="MODEL")],
     levels: Annotated[str, typer.Option(help="How many requests at once, for throughput.")] = "1,4,16",
     rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
     prompt: Annotated[str, typer.Option(help="What to show.")] = "a red circle on white",
-    size: Annotated[str | None, typer.Option(help="Width and height in pixels.", metavar="WxH")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames of a video; left out, pictures are made.")] = None,
     image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
     config: Config = None,
     json: Json = False,
@@ -36,10 +36,9 @@ def compare(
     """Run diffusers undivided, then unfuse, on this machine: which is faster, which is smaller, and do they agree.
 
     The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
-    unfuse starts.
+    unfuse starts. Pictures are made unless --frames are asked for.
     """
-    given = {"prompt": prompt, "size": size, "num_inference_steps": steps, "num_frames": frames}
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked["prompt"] = prompt
     terminal.open_log()
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
     from unfuse.service.comparison import Pipeline, Pools, measure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
+from unfuse.cli.asked import asks, check_numbers
 from unfuse.cli.files import kind_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
+from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO, medium_for
 from unfuse.service.loading import Loading
 from unfuse.service.settings import DEFAULT, Loaded, load
 
@@ -23,8 +25,10 @@ if TYPE_CHECKING:
 
 
 @takes(*PLACING, *COMPUTE, "serve.loras")
+@asks()
 def generate(
     flags: dict[str, Any],
+    asked: dict[str, Any],
     terminal: Terminal,
     prompt: Annotated[str, typer.Argument(help="What the picture should show.", metavar="PROMPT")],
     model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
@@ -37,17 +41,7 @@ def generate(
             "or NAME-%04d.png for each of its frames.",
         ),
     ] = Path("out.png"),
-    size: Annotated[str | None, typer.Option(help="Width and height in pixels.", metavar="WxH")] = None,
-    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first picture; drawn, and told, if left out.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="How strongly to follow the prompt.")] = None,
-    negative: Annotated[str | None, typer.Option(help="What the picture should not show.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Length of a video, in frames.")] = None,
-    fps: Annotated[int | None, typer.Option(help="Frames a second of a video.")] = None,
     image: Annotated[Path | None, typer.Option(help="Picture to start from.", metavar="FILE")] = None,
-    lora: Annotated[str | None, typer.Option(help="Adapter to use, by its name in --loras.", metavar="NAME")] = None,
-    lora_scale: Annotated[float | None, typer.Option(help="How strong the adapter is; 1 if left out.")] = None,
-    number: Annotated[int, typer.Option("-n", help="How many pictures; each further one has the next seed.")] = 1,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this request alone.")
     ] = None,
@@ -61,17 +55,14 @@ def generate(
     ends the workers it started.
     """
     form, video = kind_of(output)
-    if not video and (frames not in (None, 1) or fps):
+    if not video and (medium_for(asked) is VIDEO or "fps" in asked):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
     if image is not None and not image.is_file():
         raise InvalidParameter(f"--image {image}: there is no such file", "image")
-    _finite("--guidance", guidance)
-    _finite("--lora-scale", lora_scale)
-    asked = {
-        "prompt": prompt, "model": model, "size": size, "num_inference_steps": steps, "seed": seed,
-        "guidance_scale": guidance, "negative_prompt": negative, "n": number, "output_format": form,
-        "num_frames": frames, "fps": fps, "image": image, "video": video, "lora": lora, "lora_scale": lora_scale,
-    }  # fmt: skip
+    check_numbers(asked)
+    check_bounds(asked, VIDEO if video else IMAGE)
+    number = asked.get("n", 1)
+    asked |= {"prompt": prompt, "model": model, "output_format": form, "image": image, "video": video}
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})
     several = number > 1 and not video
@@ -80,11 +71,6 @@ def generate(
     if not whole:
         terminal.say(f"interrupted: kept {len(files)}{f' of {number}' * several}, cancelled the rest")
         raise KeyboardInterrupt
-
-
-def _finite(flag: str, value: float | None) -> None:
-    if value is not None and not math.isfinite(value):
-        raise InvalidParameter(f"{flag} {value} is no number to multiply by: give one such as 5 or 7.5", flag)
 
 
 def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:

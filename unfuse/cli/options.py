@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import Parameter
 from pathlib import Path
@@ -16,12 +16,13 @@ from unfuse.service.settings import FIELDS, Field
 from unfuse.service.size import Size
 
 KEYWORD_ONLY = Parameter.KEYWORD_ONLY
-LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
-    "Standard error", "Clients", "What is kept, and where", "Workers", "Between machines", "Computing",
+MADE, LOGGING, CLIENTS, KEPT, WORKERS, MACHINES, COMPUTING, QUEUEING = (
+    "What to make", "Standard error", "Clients", "What is kept, and where", "Workers", "Between machines", "Computing",
     "Who waits, and for what",
 )  # fmt: skip
 
-PANELS = {
+PANELS: dict[str, tuple[str, ...]] = {
+    MADE: (),
     CLIENTS: (
         "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.served_model_name", "serve.revision",
         "serve.loras", "serve.strict_params", "serve.allowed_", "serve.trusted_",
@@ -93,18 +94,22 @@ def _panel(name: str) -> str | None:
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb an option for each of these settings; all of them arrive as its argument `flags`, for `load`."""
+    return gathering("flags", {name: parameter_of(name) for name in names})
 
-    keywords = {name.replace(".", "_"): name for name in names}
+
+def gathering(into: str, options: Mapping[str, Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb these options; those that are given arrive, by these names, as its argument `into`."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(verb, eval_str=True)
         parameters = [found.replace(kind=KEYWORD_ONLY) for found in signature.parameters.values()]
-        parameters = [found for found in parameters if found.name != "flags"] + [*map(parameter_of, names)]
+        parameters = [found for found in parameters if found.name != into] + [*options.values()]
 
         @wraps(verb)
         def called(**given: Any) -> None:
-            found = {name: given.pop(keyword) for keyword, name in keywords.items()}
-            verb(flags={name: value for name, value in found.items() if value not in (None, [])}, **given)
+            found = {name: given.pop(option.name) for name, option in options.items()}
+            given[into] = {name: value for name, value in found.items() if value not in (None, [])}
+            verb(**given)
 
         called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

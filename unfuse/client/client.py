@@ -17,6 +17,7 @@ from unfuse.client.errors import error_of
 from unfuse.client.result import Result
 from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
+from unfuse.core.media import VIDEO, medium_for
 
 TIMEOUT_S = 60.0
 """Longest silence of a reply; event streams say something every 15 seconds."""
@@ -134,13 +135,12 @@ class Client:
     ) -> Request:
         """Ask for pictures or a video; `params` are those of POST /v1/images/generations or /v1/videos.
 
-        It is a video if `video` says so, or else if `params` ask for seconds, for more than one frame or for mp4.
+        It is a video if `video` says so, or else if `params` ask for what only a video has: seconds, frames, mp4.
         `image` is the picture to start from, as a file's path or its bytes, for a model that takes one.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
         if video is None:
-            several = params.get("num_frames") not in (None, 1)
-            video = several or "seconds" in params or params.get("output_format") == "mp4"
+            video = medium_for(params) is VIDEO
         still = "/v1/images/generations" if image is None else "/v1/images/edits"
         path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
         headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}

@@ -51,12 +51,13 @@ def check(
             raise InvalidParameter(f"{one.name} is missing: say {one.says}", one.name)
     limits = medium.limits_of(card.limits)
     read = {name: known[name].read(value, limits) for name, value in values.items()}
-    params: Params = {one.name: one.default for one in medium.parameters if one.default is not None}
+    usual = [one for one in medium.parameters if one.use == "stages" and one.default is not None]
+    params: Params = {one.name: one.default for one in usual}
     params |= {**card.defaults, **_quality(card, read.get("quality", "auto"), strict)}
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
     params |= medium.settle(limits, params, read)
-    n = read.get("n", 1) if known["n"].use == "request" else 1
+    n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
     if "seed" in read:
         params["seed"] = integer("seed", read["seed"], 0, MAX_SEED - n + 1)
     else:
@@ -68,6 +69,13 @@ def check_delivery(given: Mapping[str, object], medium: Medium = IMAGE) -> Deliv
     """How the client wants the request handled. Raises InvalidParameter."""
     asked = [one for one in medium.parameters if one.use == "delivery" and given.get(one.name) is not None]
     return Delivery(**{one.name: one.read(given[one.name], None) for one in asked})
+
+
+def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
+    """Raise InvalidParameter for a value that no model takes; what depends on the model is not looked at."""
+    for one in medium.parameters:
+        if one.fixed and given.get(one.name) is not None:
+            one.read(given[one.name], None)
 
 
 def _unknown(name: str, known: Mapping[str, Parameter]) -> InvalidParameter:

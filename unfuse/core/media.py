@@ -14,8 +14,9 @@ from unfuse.core.parameters import Parameter, Params, default_of, integer, shown
 MAX_SEED = 2**53 - 1
 """The largest seed a client may send, and the largest of a request's pictures: every JSON reader keeps it exactly."""
 
-MIN_S, MAX_S = 0.001, 86_400.0
-MAX_STEPS = 1000
+MIN_S, MAX_S = 0.001, 86_400
+MAX_STEPS, MAX_FRAMES = 1000, 1_000_000
+"""Beyond what any model makes."""
 
 FRAME_SLACK = 0.001
 """Part of a frame that seconds may lack by having been rounded, as ours are when they are told."""
@@ -101,7 +102,7 @@ class Medium(msgspec.Struct, frozen=True):
     prefix: str
     sign: str
     least: int
-    limits: type[Limits]
+    limits: type[msgspec.Struct]
     settle: Callable[[Any, Params, Mapping[str, Any]], Params]
     parameters: tuple[Parameter, ...]
     size: tuple[str, ...] = PIXELS
@@ -119,6 +120,11 @@ class Medium(msgspec.Struct, frozen=True):
             return msgspec.convert(limits, self.limits)
         except msgspec.ValidationError as error:
             raise ConfigError(f"the limits of the model cannot be read: {error}") from error
+
+    def takes(self, name: str, value: object) -> bool:
+        """Whether its table has a use for this, as far as that can be told without a model."""
+        found = (one for one in self.parameters if one.name == name)
+        return any(not one.choices or value in one.choices for one in found)
 
     def known(self, defaults: Params) -> dict[str, Parameter]:
         """What may be sent for a model with these defaults, by name."""
@@ -212,23 +218,38 @@ def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
 
 
 MADE = (
-    Parameter("prompt", "text", 1, "max_prompt_chars", says="what to show", required=True),
-    Parameter("negative_prompt", "text", 0, "max_prompt_chars", default="", says="what not to show"),
-    Parameter("size", "size", use="request", says="WIDTHxHEIGHT in pixels, or auto", also=("width", "height")),
-    Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps"),
-    Parameter("guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt"),
-    Parameter("guidance_scale_2", "number", 0, "max_guidance", says="of models that have it", particular=True),
-    Parameter("true_cfg_scale", "number", 0, "max_guidance", says="of models that have it", particular=True),
+    Parameter("prompt", "text", 1, "max_prompt_chars", says="what the picture should show", required=True, flag=None),
     Parameter(
-        "feature_cache", "number", 0, 1, particular=True,
+        "negative_prompt", "text", 0, "max_prompt_chars", default="", says="what the picture should not show",
+        flag="--negative",
+    ),
+    Parameter("size", "size", use="request", says="width and height in pixels", also=("width", "height")),
+    Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps", flag="--steps"),
+    Parameter(
+        "guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt", flag="--guidance"
+    ),
+    Parameter(
+        "guidance_scale_2", "number", 0, "max_guidance", particular=True,
+        says="guidance of the less noisy steps, for models that have one of their own",
+    ),
+    Parameter(
+        "true_cfg_scale", "number", 0, "max_guidance", particular=True,
+        says="guidance by the negative prompt, for models that have another one too",
+    ),
+    Parameter(
+        "feature_cache", "number", 0, 1, particular=True, flag=None,
         says="where pools batch: skip transformer blocks while the first one's effect differs by less",
     ),
-    Parameter("seed", "integer", 0, MAX_SEED, use="request", says="of the first picture; each other has the next"),
-    Parameter("lora", "text", 1, 128, says="name of an adapter that the server has, see GET /v1/models"),
-    Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is"),
-    Parameter("fps", "integer", 1, 120, says="frames a second"),
+    Parameter(
+        "seed", "integer", 0, MAX_SEED, use="request", says="seed of the first picture; drawn, and told, if left out"
+    ),
+    Parameter("lora", "text", 1, 128, says="adapter to use, by its name in --loras"),
+    Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is; 1 if left out"),
+    Parameter("fps", "integer", 1, 120, says="frames a second of a video"),
     Parameter("output_compression", "integer", 0, 100, default=100, says="quality of jpeg and webp"),
-    Parameter("preview_every", "integer", 0, MAX_STEPS, use="request", says="steps between previews; 0: none"),
+    Parameter(
+        "preview_every", "integer", 0, MAX_STEPS, use="request", says="steps between previews; 0: none", flag=None
+    ),
     Parameter("model", "any", use="request", says="may be left out where one model is served"),
     Parameter("priority", "integer", -100, 100, use="delivery", says="the higher, the sooner"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", says="seconds from acceptance to the end"),
@@ -245,29 +266,38 @@ IMAGE = Medium(
     "image", "pictures", "req_", "max_size", 1, Limits, _still,
     (
         *MADE,
-        Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png", says="of the files"),
-        Parameter("n", "integer", 1, "max_n", use="request", says="how many pictures"),
+        Parameter(
+            "output_format", "choice", choices=("png", "jpeg", "webp"), default="png", says="of the files", flag=None
+        ),
+        Parameter(
+            "n", "integer", 1, "max_n", use="request", default=1, flag="-n",
+            says="how many pictures; each further one has the next seed",
+        ),
         Parameter(
             "quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
-            says="the answer says which one was used",
+            default="auto", says="how much to put into it; the answer says which one was used",
         ),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
         Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery"),
         Parameter("stream", "flag", use="delivery", says="answer with events"),
-        Parameter("partial_images", "integer", 0, 3, use="request", says="previews of each picture; needs stream"),
+        Parameter(
+            "partial_images", "integer", 0, 3, use="request", says="previews of each picture; needs stream", flag=None
+        ),
     ),
 )  # fmt: skip
 VIDEO = Medium(
     "video", "videos", "video_", "max_frames", 2, Limits, _moving,
     (
         *MADE,
-        Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4", says="of the files"),
+        Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4", says="of the files", flag=None),
         Parameter("n", "choice", choices=(1, "1"), use="nothing"),
-        Parameter("num_frames", "integer", 1, MAX_SEED, use="request", says="how long it is"),
+        Parameter(
+            "num_frames", "integer", 1, MAX_FRAMES, use="request", says="length of a video, in frames", flag="--frames"
+        ),
         Parameter(
             "seconds", "number", MIN_S, MAX_S, use="request",
-            says="instead of num_frames; rounded up to a length that the model can make",
+            says="length of a video, in seconds; rounded up to one that the model can make",
         ),
     ),
 )  # fmt: skip
@@ -279,3 +309,9 @@ MEDIA = (IMAGE, VIDEO)
 def medium_of(id: str) -> Medium:
     """What a request with this id asks for."""
     return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
+
+
+def medium_for(asked: Mapping[str, object]) -> Medium:
+    """What somebody means who asks for this and does not say what: pictures, unless only another has a use for it."""
+    given = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
+    return next((medium for medium in MEDIA if any(medium.takes(*one) for one in given)), IMAGE)

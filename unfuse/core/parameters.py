@@ -37,8 +37,9 @@ _SIZE = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
 class Parameter(msgspec.Struct, frozen=True):
     """One field. `low` and `high` bound a number, or a text's length; `choices` are all that it can be.
 
-    `default` goes to the stages where neither client nor model says. One that is `particular` is known only where the
-    model, or who serves it, has a default for it. `also` is what some write for its name: it is not known by it.
+    `default` is meant where neither client nor model says. One that is `particular` is known only where the model, or
+    who serves it, has a default for it. `also` is what some write for its name: it is not known by it. A command line
+    has the `flag` for it (nothing: its name), unless that is None.
     """
 
     name: str
@@ -52,6 +53,29 @@ class Parameter(msgspec.Struct, frozen=True):
     particular: bool = False
     required: bool = False
     also: tuple[str, ...] = ()
+    flag: str | None = ""
+
+    @property
+    def offered(self) -> bool:
+        """Whether a command line has a flag for it: it is for what is made, and can be written as one value."""
+        return self.use in ("stages", "request") and self.kind not in ("texts", "any") and self.flag is not None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether its bounds are the same for every model."""
+        return not isinstance(self.low, str) and not isinstance(self.high, str)
+
+    @property
+    def bounds(self) -> str:
+        """What bounds it, for people; nothing where nothing does."""
+        if self.choices:
+            return ", ".join(dict.fromkeys(map(str, self.choices)))
+        if self.kind not in ("text", "integer", "number"):
+            return ""
+        low, high = (
+            f"the model's {bound}" if isinstance(bound, str) else str(bound) for bound in (self.low, self.high)
+        )
+        return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:
         """A client's value, as it is meant. Raises InvalidParameter; `limits` has the model's."""

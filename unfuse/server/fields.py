@@ -31,11 +31,16 @@ def schema_of(parameter: Parameter) -> Schema:
     named = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
     bounds = {name: bound for name, bound in named if not isinstance(bound, str)}
     chosen = {"enum": list(parameter.choices)} if parameter.choices else {}
-    return TYPES[parameter.kind] | bounds | chosen | {"description": parameter.says}
+    default = {} if parameter.default is None else {"default": parameter.default}
+    return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.says}
 
 
 def _fields(medium: Medium) -> Schema:
-    return {one.name: schema_of(one) for one in medium.parameters if one.name != "prompt"}
+    return {one.name: schema_of(one) for one in medium.parameters if not one.required}
+
+
+def _required(medium: Medium) -> Schema:
+    return {one.name: schema_of(one) for one in medium.parameters if one.required}
 
 
 _FILE = {"type": "string", "format": "binary"}
@@ -46,10 +51,10 @@ _HELD = {"anyOf": [_URL, {"type": "object", "required": ["image_url"], "properti
 def _body(required: Schema, optional: Schema) -> Schema:
     return {
         "type": "object",
-        "required": ["prompt", *required],
+        "required": list(required),
         "additionalProperties": False,
         "description": "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text.",
-        "properties": {"prompt": {"type": "string", "minLength": 1}, **required, **optional},
+        "properties": {**required, **optional},
     }
 
 
@@ -62,9 +67,9 @@ def _bodies(json: Schema, form: Schema | None = None) -> Schema:
     return {"requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in kinds.items()}}}
 
 
-PICTURE, CLIP = _fields(IMAGE), _fields(VIDEO)
-GENERATE = _bodies(_body({}, _nullable(PICTURE)))
-EDIT = _bodies(_body({"image": _HELD}, _nullable(PICTURE)), _body({"image": _FILE}, PICTURE))
+SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO), _fields(VIDEO)
+GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
+EDIT = _bodies(_body({**SAID, "image": _HELD}, _nullable(PICTURE)), _body({**SAID, "image": _FILE}, PICTURE))
 CREATE = _bodies(
-    _body({}, _nullable({**CLIP, "input_reference": _HELD})), _body({}, {**CLIP, "input_reference": _FILE})
+    _body(FILMED, _nullable({**CLIP, "input_reference": _HELD})), _body(FILMED, {**CLIP, "input_reference": _FILE})
 )

@@ -18,7 +18,7 @@ from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import IMAGE, VIDEO
+from unfuse.core.media import medium_for
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
@@ -143,7 +143,7 @@ class Pools:
 
 def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
-    medium, free = VIDEO if "num_frames" in asked else IMAGE, _free()
+    medium, free = medium_for(asked), _free()
 
     def cases(first: int, count: int) -> list[Case]:
         given = [asked | {"seed": seed} for seed in range(first, first + count)]

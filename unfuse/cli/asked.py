@@ -1,0 +1,55 @@
+"""What may be asked for, as flags: each line of a medium's table that is for what is made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from inspect import Parameter as Argument
+from typing import Annotated
+
+import typer
+
+from unfuse.cli.options import KEYWORD_ONLY, MADE, gathering
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.media import MEDIA
+from unfuse.core.parameters import Parameter
+
+TYPES = {"integer": int, "number": float, "flag": bool}
+"""What is parsed before the medium reads it; anything else is text."""
+
+LINES = {one.name: one for medium in MEDIA for one in medium.parameters if one.offered}
+
+
+def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a verb a flag for each of these parameters, without names for all; they arrive as its argument `asked`."""
+    lines = [LINES[name] for name in names] or LINES.values()
+    return gathering("asked", {one.name: _argument(one) for one in lines})
+
+
+def check_numbers(asked: Mapping[str, object]) -> None:
+    """Raise InvalidParameter for a number that JSON has none for."""
+    for name, value in asked.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            flag = _flag(LINES[name])
+            raise InvalidParameter(f"{flag} {value} is no number to multiply by: give one such as 5 or 7.5", flag)
+
+
+def words_of(line: Parameter) -> str:
+    """What `--help` says of a parameter: its words, its bounds, its default."""
+    parts = [f"{line.says[:1].upper()}{line.says[1:]}."]
+    parts += [f"[{line.bounds}]"] if line.bounds else []
+    parts += [f"[default: {line.default}]"] if line.default not in (None, "") else []
+    return " ".join(parts)
+
+
+def _flag(line: Parameter) -> str:
+    return line.flag or "--" + line.name.replace("_", "-")
+
+
+def _argument(line: Parameter) -> Argument:
+    flag, kind = _flag(line), TYPES.get(line.kind, str)
+    names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
+    option = typer.Option(
+        names, help=words_of(line), metavar="WxH" if line.kind == "size" else None, rich_help_panel=MADE
+    )
+    return Argument(line.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
