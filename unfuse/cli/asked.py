@@ -49,7 +49,5 @@ def _flag(line: Parameter) -> str:
 def _argument(line: Parameter) -> Argument:
     flag, kind = _flag(line), TYPES.get(line.kind, str)
     names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    option = typer.Option(
-        names, help=words_of(line), metavar="WxH" if line.kind == "size" else None, rich_help_panel=MADE
-    )
+    option = typer.Option(names, help=words_of(line), metavar=line.stands or None, rich_help_panel=MADE)
     return Argument(line.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

@@ -149,8 +149,8 @@ def _pictured(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params
     settled: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
         settled["preview_every"] = every
-    if read.get("size"):
-        settled["width"], settled["height"] = _fitting(limits, *read["size"])
+    if (size := read.get("size", "auto")) != "auto":
+        settled["width"], settled["height"] = _fitting(limits, *map(int, size.split("x")))
     return settled
 
 
@@ -223,7 +223,10 @@ MADE = (
         "negative_prompt", "text", 0, "max_prompt_chars", default="", says="what the picture should not show",
         flag="--negative",
     ),
-    Parameter("size", "size", use="request", says="width and height in pixels", also=("width", "height")),
+    Parameter(
+        "size", "form", use="request", default="auto", says="width and height in pixels", stands="WxH",
+        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), also=("width", "height"),
+    ),
     Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps", flag="--steps"),
     Parameter(
         "guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt", flag="--guidance"
@@ -243,7 +246,7 @@ MADE = (
     Parameter(
         "seed", "integer", 0, MAX_SEED, use="request", says="seed of the first picture; drawn, and told, if left out"
     ),
-    Parameter("lora", "text", 1, 128, says="adapter to use, by its name in --loras"),
+    Parameter("lora", "text", 1, 128, says="adapter to use, by its name in --loras", stands="NAME"),
     Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is; 1 if left out"),
     Parameter("fps", "integer", 1, 120, says="frames a second of a video"),
     Parameter("output_compression", "integer", 0, 100, default=100, says="quality of jpeg and webp"),

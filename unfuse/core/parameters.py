@@ -18,8 +18,8 @@ Value = str | int | float | bool | None
 Params = dict[str, Value]
 """What stages get: the parameters of a request, by name."""
 
-Kind = Literal["text", "integer", "number", "choice", "flag", "size", "texts", "any"]
-"""`size` is WIDTHxHEIGHT or auto, `texts` an object of few short texts; `any` is taken as it is."""
+Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "any"]
+"""`form` is a text as a pattern has it, `texts` an object of few short texts; `any` is taken as it is."""
 
 Use = Literal["stages", "request", "delivery", "nothing"]
 """What reads it: stages, the making of the request, its delivery, nobody."""
@@ -31,7 +31,6 @@ MAX_TEXTS = 16
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
-_SIZE = re.compile(r"([0-9]{1,6})x([0-9]{1,6})")
 
 
 class Parameter(msgspec.Struct, frozen=True):
@@ -39,7 +38,8 @@ class Parameter(msgspec.Struct, frozen=True):
 
     `default` is meant where neither client nor model says. One that is `particular` is known only where the model, or
     who serves it, has a default for it. `also` is what some write for its name: it is not known by it. A command line
-    has the `flag` for it (nothing: its name), unless that is None.
+    has the `flag` for it (nothing: its name), unless that is None; there, `stands` is shown for its value. `form` is
+    a pattern, and what it allows, in words.
     """
 
     name: str
@@ -54,6 +54,8 @@ class Parameter(msgspec.Struct, frozen=True):
     required: bool = False
     also: tuple[str, ...] = ()
     flag: str | None = ""
+    stands: str = ""
+    form: tuple[str, str] = ("", "")
 
     @property
     def offered(self) -> bool:
@@ -91,8 +93,8 @@ class Parameter(msgspec.Struct, frozen=True):
                 return choice(self.name, value, self.choices)
             case "flag":
                 return choice(self.name, str(value).lower(), ("true", "false")) == "true"
-            case "size":
-                return size(self.name, value)
+            case "form":
+                return formed(self.name, value, *self.form)
             case "texts":
                 return texts(self.name, value)
             case "any":
@@ -141,14 +143,11 @@ def choice(name: str, value: object, known: tuple[object, ...]) -> object:
     return value
 
 
-def size(name: str, value: object) -> tuple[int, int] | None:
-    """Width and height; None is for auto."""
-    if value == "auto":
-        return None
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None:
-        raise InvalidParameter(f"{name} must be auto or WIDTHxHEIGHT in pixels (64x64), not {shown(value)}", name)
-    return int(match[1]), int(match[2])
+def formed(name: str, value: object, pattern: str, says: str) -> str:
+    """A text of that pattern."""
+    if not isinstance(value, str) or not re.fullmatch(pattern, value):
+        raise InvalidParameter(f"{name} must be {says}, not {shown(value)}", name)
+    return value
 
 
 def texts(name: str, value: object) -> dict[str, str]:

@@ -15,7 +15,7 @@ TYPES: dict[str, Schema] = {
     "number": {"type": "number"},
     "choice": {},
     "flag": {"type": "boolean"},
-    "size": {"type": "string", "pattern": "^(auto|[0-9]+x[0-9]+)$", "default": "auto"},
+    "form": {"type": "string"},
     "texts": {
         "type": "object",
         "maxProperties": MAX_TEXTS,
@@ -30,7 +30,8 @@ def schema_of(parameter: Parameter) -> Schema:
     """A line of a table as JSON Schema; a bound that is the model's is not in it."""
     named = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
     bounds = {name: bound for name, bound in named if not isinstance(bound, str)}
-    chosen = {"enum": list(parameter.choices)} if parameter.choices else {}
+    chosen: Schema = {"enum": list(parameter.choices)} if parameter.choices else {}
+    chosen |= {"pattern": f"^({parameter.form[0]})$"} if parameter.kind == "form" else {}
     default = {} if parameter.default is None else {"default": parameter.default}
     return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.says}
 

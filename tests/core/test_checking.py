@@ -1,0 +1,124 @@
+"""A medium that is no picture: nothing but its own table, limits and rules is asked of what it makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.core.test_media import CARD
+from unfuse.core import media
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check, check_bounds
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO, Medium, Room, Workload, medium_for
+from unfuse.core.parameters import Parameter, Params
+from unfuse.core.plan import Pipeline, StageSpec, compile_plan
+from unfuse.core.request import Record, RequestContext, new_request_id
+from unfuse.scheduler.lifecycle import admitted
+from unfuse.server.view import request_object
+
+
+class Lengths(msgspec.Struct, frozen=True):
+    max_tokens: int = 16
+    max_chars: int = 100
+
+
+def settle(limits: Lengths, params: Params, read: Mapping[str, Any]) -> Params:
+    return {"max_tokens": read.get("max_tokens", limits.max_tokens)}
+
+
+TOLD = Medium(
+    "tale", "tales", "tale_", "max_tokens", 1, Lengths, settle,
+    (
+        Parameter("opening", "text", 1, "max_chars", says="how it begins", required=True),
+        Parameter("max_tokens", "integer", 1, "max_tokens", use="request", says="how long it is"),
+        Parameter("temperature", "number", 0, 2, default=1.0, says="how wild it is"),
+    ),
+    size=(),
+)  # fmt: skip
+WRITE = StageSpec(
+    "write", "write", ("pen",), per_sample=True, room=Room(10, 4.0, 8, ("max_tokens",)),
+    work=Workload("max_tokens", size=()),
+)  # fmt: skip
+TELLER = ModelCard(
+    "teller", "/nowhere", "test", Pipeline((WRITE,)), {"max_tokens": 32}, {}, {"pen": "p" * 32}, {"pen": "float32"}
+)
+
+
+def test_it_is_checked_by_its_own_table_and_limits() -> None:
+    params, n = check(TELLER, {"opening": "Once", "temperature": "0.5"}, TOLD)
+
+    assert n == 1
+    assert isinstance(params.pop("seed"), int)
+    assert params == {"opening": "Once", "temperature": 0.5, "max_tokens": 32}
+    for asked, said in (
+        ({"max_tokens": 33}, "max_tokens must be 1 to 32, not 33"),
+        ({"opening": "x" * 101}, "opening must be 1 to 100 characters long, not 101"),
+        ({"size": "64x64"}, "unknown parameter 'size': the parameters are max_tokens, opening, temperature"),
+    ):
+        with pytest.raises(InvalidParameter, match=said):
+            check(TELLER, {"opening": "Once", **asked}, TOLD)
+    with pytest.raises(InvalidParameter, match="opening is missing: say how it begins"):
+        check(TELLER, {}, TOLD)
+
+
+def test_a_request_for_it_has_no_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "MEDIA", (IMAGE, VIDEO, TOLD))
+    params, _ = check(TELLER, {"opening": "Once", "max_tokens": 12, "temperature": 1}, TOLD)
+    plan = compile_plan(TELLER.pipeline, TELLER.pools(), params, [{"index": 0}])
+    context = RequestContext(new_request_id(TOLD), TELLER.name, params, plan, {})
+
+    change = admitted(context, time.time())
+
+    assert plan.stages[0].room == 10 + 4 * 2
+    assert plan.stages[0].work == (12.0, 1.0)
+    assert [task.affinity for task in change.push] == [""]
+    view = request_object(Record(change.context), "http://here")
+    assert (view["medium"], view["id"]) == ("tale", context.id)
+    assert view["params"] == {name: value for name, value in params.items() if name != "prompt"}
+
+
+def test_a_model_makes_what_its_limits_show() -> None:
+    made = {
+        card.name: [one.name for one in (IMAGE, VIDEO, TOLD) if one.made_by(card.limits)] for card in (CARD, TELLER)
+    }
+
+    assert made == {"test/model": ["image", "video"], "teller": ["tale"]}
+    assert not VIDEO.made_by({**CARD.limits, "max_frames": 1})
+
+
+def test_limits_that_are_none_are_a_fault_of_the_model_and_told_as_such() -> None:
+    broken = msgspec.structs.replace(CARD, limits={**CARD.limits, "max_size": 64.5})
+
+    with pytest.raises(ConfigError, match="the limits of the model cannot be read"):
+        check(broken, {"prompt": "a"})
+    assert check(msgspec.structs.replace(CARD, limits={"max_size": 64}), {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "medium"),
+    [
+        ({}, IMAGE),
+        ({"n": 2}, IMAGE),
+        ({"num_frames": 1}, IMAGE),
+        ({"num_frames": None, "seconds": None}, IMAGE),
+        ({"num_frames": 9}, VIDEO),
+        ({"seconds": 2}, VIDEO),
+        ({"output_format": "mp4"}, VIDEO),
+        ({"output_format": "webp", "num_frames": 9}, VIDEO),
+        ({"nobody": "knows"}, IMAGE),
+    ],
+)
+def test_what_is_asked_for_tells_the_medium(asked: dict[str, object], medium: Medium) -> None:
+    assert medium_for(asked) is medium
+
+
+def test_bounds_that_depend_on_no_model_are_known_without_one() -> None:
+    check_bounds({"num_inference_steps": 10**9, "prompt": "x" * 10**6, "fps": 120, "unheard": 1}, VIDEO)
+    for asked in ({"fps": 121}, {"n": 2}, {"size": "big"}, {"output_format": "webp"}):
+        with pytest.raises(InvalidParameter, match=next(iter(asked))):
+            check_bounds(asked, VIDEO)
