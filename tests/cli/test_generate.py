@@ -28,6 +28,11 @@ def test_a_name_that_is_no_picture_s_is_refused_before_anything_starts(unfuse: R
     assert ".webp" in err
 
 
+def test_a_prompt_that_is_no_text_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
+    code, _, err = unfuse("generate", "half a pair: \udcff", "-o", str(tmp_path / "out.png"))
+    assert (code, err) == (2, "unfuse: prompt holds half of a surrogate pair, which is not text\n")
+
+
 def test_a_folder_of_adapters_that_is_not_there_is_refused_before_anything_starts(unfuse: Run, tmp_path: Path) -> None:
     code, _, err = unfuse("generate", "x", "-o", str(tmp_path / "out.png"), "--loras", str(tmp_path / "none"))
     assert code == 1
@@ -51,6 +56,8 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
             ["-o", "out.png", "--quality", "best"],
             "quality must be one of auto, low, medium, standard, high, hd, not 'best'",
         ),
+        (["--negative", "half a pair: \ud800"], "negative_prompt holds half of a surrogate pair"),
+        (["--size", "big"], "size must be auto or WIDTHxHEIGHT in pixels (64x64), not 'big'"),
         (["-o", "out.png", "--lora-scale", "11"], "lora_scale must be -10 to 10, not 11"),
         (["-o", "out-%04d.jpg"], "out-%04d.jpg"),
         (["-o", "."], "-o . is a folder: name a file in it, such as out.png"),

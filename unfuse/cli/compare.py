@@ -12,6 +12,8 @@ from unfuse.cli.asked import asks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
+from unfuse.core.checking import check_bounds
+from unfuse.core.media import medium_for
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
@@ -39,6 +41,7 @@ def compare(
     unfuse starts. Pictures are made unless --frames are asked for.
     """
     asked["prompt"] = prompt
+    check_bounds(asked, medium_for(asked))
     terminal.open_log()
     loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
     from unfuse.service.comparison import Pipeline, Pools, measure

@@ -60,9 +60,10 @@ def generate(
     if image is not None and not image.is_file():
         raise InvalidParameter(f"--image {image}: there is no such file", "image")
     check_numbers(asked)
+    asked |= {"prompt": prompt, "model": model, "output_format": form}
     check_bounds(asked, VIDEO if video else IMAGE)
+    asked |= {"image": image, "video": video}
     number = asked.get("n", 1)
-    asked |= {"prompt": prompt, "model": model, "output_format": form, "image": image, "video": video}
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})
     several = number > 1 and not video

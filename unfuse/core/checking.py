@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
@@ -12,7 +13,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, MAX_SEED, Medium
 from unfuse.core.nearest import nearest
-from unfuse.core.parameters import Parameter, Params, integer, shown
+from unfuse.core.parameters import Parameter, Params, integer, shown, text
 
 DRAWN_SEEDS = 2**31
 """A seed that was left out is drawn below this, short enough to type again."""
@@ -74,8 +75,11 @@ def check_delivery(given: Mapping[str, object], medium: Medium = IMAGE) -> Deliv
 def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
     """Raise InvalidParameter for a value that no model takes; what depends on the model is not looked at."""
     for one in medium.parameters:
-        if one.fixed and given.get(one.name) is not None:
-            one.read(given[one.name], None)
+        value = given.get(one.name)
+        if value is not None and one.fixed:
+            one.read(value, None)
+        elif value is not None and one.kind == "text":
+            text(one.name, value, 0, sys.maxsize)
 
 
 def _unknown(name: str, known: Mapping[str, Parameter]) -> InvalidParameter:
