@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import Choice, Pipeline, Room, roles_of
+from unfuse.core.media import Room
+from unfuse.core.plan import Choice, Pipeline, roles_of
 from unfuse.worker.registration import pools_of
 
 
