@@ -55,7 +55,9 @@ def test_the_server_of_a_sqlite_queue_is_killed(tmp_path: Path, seed: int, recor
     """Given a server with a SQLite queue, and workers on nodes of their own whose transfers fail now and then, when it
     is killed and started again, with workers dying beside it, then it goes on where it was, and no copy is left."""
     copies = tmp_path / "copies"
-    bad = {f"UNFUSE_FAULT__{name}": "0.05" for name in ("DROP", "CUT", "CORRUPT", "DELAY")}
+    bad = {
+        "UNFUSE_TRANSFER__ENGINE": ",".join(f"unfuse.testing.transfer_faults:Faulty{name}" for name in ("Tcp", "Zmq"))
+    }
     faults = {"kill compute": 30, "kill worker": 14, "kill scheduler": 12, "freeze worker": 3}
     durable = ["--durable", f"disk:{copies}"]
     with running_cluster(tmp_path, queue="sqlite", schedulers=1, apart=True, serve=durable, **bad) as cluster:

@@ -84,6 +84,16 @@ def test_an_unknown_setting_is_one_line_and_exit_2(unfuse: Run, tmp_path: Path) 
     assert err == f"unfuse: {file}: serve.prot is not a setting; did you mean serve.port?\n"
 
 
+@pytest.mark.parametrize("verb", ["serve", "worker"])
+def test_faults_by_their_old_settings_are_one_line_and_exit_2(
+    unfuse: Run, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("UNFUSE_FAULT__SEED", "1")
+    code, out, err = unfuse(verb)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:FaultyTcp" in err
+
+
 def test_a_wrong_option_is_exit_2(unfuse: Run) -> None:
     code, out, err = unfuse("serve", "--prot", "1")
     assert (code, out) == (2, "")

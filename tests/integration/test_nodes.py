@@ -150,10 +150,12 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
 def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], expected_pair: list[str]) -> None:
     """Given workers on three nodes whose transfers are dropped, cut and corrupted, when pictures are made, then all of
     them have the undivided pipeline's pixels."""
-    faults = {f"UNFUSE_FAULT__{name}": "0.2" for name in ("DROP", "CUT", "CORRUPT", "DELAY")}
+    faulty = ",".join(f"unfuse.testing.transfer_faults:Faulty{name}" for name in ("Tcp", "Zmq"))
+    often = "drop=0.2,cut=0.2,corrupt=0.2,delay=0.2"
     with serving(tmp_path, "--no-workers", *keys) as server:
         for node, role in enumerate(("encoder", "denoiser", "decoder")):
-            server.worker(role, *keys, UNFUSE_FAULT__SEED=str(node), **faults, **own_run_folder(role))
+            bad = {"UNFUSE_TRANSFER__ENGINE": faulty, "TRANSFER_FAULTS": f"{often},seed={node}"}
+            server.worker(role, *keys, **bad, **own_run_folder(role))
         server.ready()
         for _ in range(5):
             assert server.pair() == expected_pair

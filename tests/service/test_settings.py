@@ -80,6 +80,16 @@ def test_an_unknown_key_names_the_nearest(tmp_path: Path) -> None:
     assert "`unfuse config show` lists them" in refusal(UNFUSE_QQQQQQQQQQQQQQQQQQ="1")
 
 
+def test_faults_that_were_set_are_answered_with_the_engine_that_makes_them(tmp_path: Path) -> None:
+    path = tmp_path / "faulty.toml"
+    path.write_text("[fault]\ndrop = 0.1\n")
+    new = "UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:FaultyTcp"
+
+    for said in (refusal(UNFUSE_FAULT__DROP="0"), refusal(UNFUSE_FAULT__TYPO="1"), refusal(config=path)):
+        assert new in said and "TRANSFER_FAULTS=" in said
+        assert said.count(". ") == 0
+
+
 def test_other_programs_variables_are_left_alone() -> None:
     assert load({}, None, {"UNFUSED": "1", "PATH": "/bin"}).origins["server"] == "default"
 

@@ -228,7 +228,8 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: Annotated[
         tuple[str, ...],
         says(
-            "Ways to move tensors between machines (tcp, zmq, mooncake, nixl): the best both ends have.", min_length=1
+            "Ways to move tensors between machines: tcp, zmq, mooncake, nixl or module:attr; the best both ends have.",
+            min_length=1,
         ),
     ] = ("tcp", "zmq")
     trusted_network: Annotated[
@@ -243,16 +244,6 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     heartbeat_s: Annotated[float, says("Seconds between two pings of another worker.", gt=0)] = 5.0
     max_missed: Annotated[int, says("Pings without an answer after which a worker is given up.", ge=1)] = 2
-
-
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Transfers that fail on purpose, for tests: how probable each fault is at every pull."""
-
-    seed: Annotated[int, says("Seed of the faults.")] = 0
-    drop: Annotated[float, says("Nothing comes.", ge=0, le=1)] = 0.0
-    cut: Annotated[float, says("It ends in mid-range.", ge=0, le=1)] = 0.0
-    corrupt: Annotated[float, says("One bit is wrong.", ge=0, le=1)] = 0.0
-    delay: Annotated[float, says("It comes late.", ge=0, le=1)] = 0.0
 
 
 class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -303,5 +294,4 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     store: Store = Store()
     spill: Spill = Spill()
     transfer: Transfer = Transfer()
-    fault: Fault = Fault()
     log: Log = Log()

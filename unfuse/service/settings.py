@@ -26,6 +26,13 @@ FLAGS = {"arena.bytes": "--arena", "log.level": "--log-level", "log.format": "--
 """Flags that are not called as the last part of their setting's name."""
 
 
+GONE = {
+    "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
+    "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1"
+}
+"""Beginnings of names that settings had, and what is set instead."""
+
+
 class Field(msgspec.Struct, frozen=True):
     """One setting: its dotted name, its annotated type, its default and what it is for."""
 
@@ -110,7 +117,8 @@ def _from_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], d
     found = {variable: text for variable, text in environment.items() if variable.startswith(PREFIX)}
     for variable in found:
         if variable not in known:
-            raise UsageError(f"environment variable {variable} is not a setting{_nearest(variable, known)}")
+            name = variable.removeprefix(PREFIX).lower().replace("__", ".")
+            raise UsageError(f"environment variable {variable} is not a setting{_instead(name, variable, known)}")
     return {known[v]: text for v, text in found.items()}, {known[v]: v for v in found}
 
 
@@ -128,12 +136,15 @@ def _from_file(path: Path | None) -> tuple[dict[str, Any], dict[str, str]]:
         flat |= {f"{key}.{inner}": item for inner, item in value.items()} if isinstance(value, dict) else {key: value}
     for name in flat:
         if name not in FIELDS:
-            raise UsageError(f"{path}: {name} is not a setting{_nearest(name, FIELDS)}")
+            raise UsageError(f"{path}: {name} is not a setting{_instead(name, name, FIELDS)}")
     return flat, dict.fromkeys(flat, str(path))
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = nearest(name, known, 0.5)
+def _instead(name: str, written: str, known: Iterable[str]) -> str:
+    for beginning, new in GONE.items():
+        if name.startswith(beginning):
+            return f" any more; {new}"
+    close = nearest(written, known, 0.5)
     return f"; did you mean {close}?" if close else "; `unfuse config show` lists them"
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import structlog
-from msgspec.structs import asdict
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
-from unfuse.service.groups import Fault, Settings, Transfer
+from unfuse.service.groups import Settings, Transfer
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import TransferEngine, TransferOptions
 
@@ -15,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """The engines that are set, at fault if that is; none where nothing would prove who they serve.
+    """The engines that are set; none where nothing would prove who they serve.
 
     Raises ConfigError for one that cannot run, or must not.
     """
@@ -27,11 +26,7 @@ def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferE
         log.warning(
             "whoever reaches this worker can read and overwrite its tensors; rdma is not verified", by=open_to_all
         )
-    if settings.fault == Fault():
-        return opened
-    from unfuse.testing.transfer_faults import Faults, FaultyEngine
-
-    return {name: FaultyEngine(engine, Faults(**asdict(settings.fault))) for name, engine in opened.items()}
+    return opened
 
 
 def transfers(wanted: Transfer) -> dict[str, str]:

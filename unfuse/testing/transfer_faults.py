@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Generator
 from contextlib import closing
 from random import Random
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
 from unfuse.arena.arena import Arena
-from unfuse.core.errors import ArenaFull, ObjectLost
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
-from unfuse.transfer.base import Link, LinkBroken, TransferEngine
+from unfuse.transfer import open_engine
+from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 
-class Faults(msgspec.Struct, frozen=True):
+VARIABLE, USUAL = "TRANSFER_FAULTS", "drop=0.05,cut=0.05,corrupt=0.05,delay=0.05"
+"""How often a named engine fails is told by this variable of the environment; without it so often."""
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Faults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How probable each fault is at every pull, from 0 to 1; delays are up to `seconds`.
 
     drop: nothing comes. cut: it ends in mid-range. corrupt: one bit is wrong. delay: it comes late. slow: it comes
@@ -29,15 +37,25 @@ class Faults(msgspec.Struct, frozen=True):
     """
 
     seed: int = 0
-    drop: float = 0.0
-    cut: float = 0.0
-    corrupt: float = 0.0
-    delay: float = 0.0
-    slow: float = 0.0
-    refuse: float = 0.0
-    dead: float = 0.0
-    full: float = 0.0
-    seconds: float = 0.01
+    drop: Share = 0.0
+    cut: Share = 0.0
+    corrupt: Share = 0.0
+    delay: Share = 0.0
+    slow: Share = 0.0
+    refuse: Share = 0.0
+    dead: Share = 0.0
+    full: Share = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.01
+
+    @classmethod
+    def told(cls) -> Faults:
+        """Those that TRANSFER_FAULTS tells, or the usual ones. Raises ConfigError for what cannot be read."""
+        text = os.environ.get(VARIABLE, USUAL)
+        named = dict(part.strip().partition("=")[::2] for part in text.split(",") if part.strip())
+        try:
+            return msgspec.convert(named, cls, strict=False)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{VARIABLE}={text}: {error}; write it like {USUAL},seed=1") from error
 
 
 class FaultyEngine(TransferEngine):
@@ -76,6 +94,20 @@ class FaultyEngine(TransferEngine):
             self.injected += sorted(drawn)
             self.pulls += 1
             return drawn, Random(self._random.random())
+
+
+class FaultyTcp(FaultyEngine):
+    """`tcp`, at fault as the environment tells: for `--engine unfuse.testing.transfer_faults:FaultyTcp`."""
+
+    def __init__(self, options: TransferOptions) -> None:
+        super().__init__(open_engine("tcp", options), Faults.told())
+
+
+class FaultyZmq(FaultyEngine):
+    """The same of `zmq`."""
+
+    def __init__(self, options: TransferOptions) -> None:
+        super().__init__(open_engine("zmq", options), Faults.told())
 
 
 class FaultyLink(Link):

@@ -1,0 +1,54 @@
+"""The ways tensors move that a worker opens for its settings, among them one of somebody else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+
+from unfuse.core.errors import ConfigError
+from unfuse.service.settings import load
+from unfuse.service.transfers import engines, transfers
+from unfuse.testing import Faults, FaultyEngine
+from unfuse.transfer.base import TransferOptions
+
+FAULTY_TCP, FAULTY_ZMQ = (f"unfuse.testing.transfer_faults:{name}" for name in ("FaultyTcp", "FaultyZmq"))
+
+
+@pytest.fixture
+def opened() -> Iterator[dict[str, FaultyEngine]]:
+    """What a worker opens when it is told to be at fault, with what else is set at its default."""
+    settings = load({}, None, {"UNFUSE_TRANSFER__ENGINE": f"{FAULTY_TCP},{FAULTY_ZMQ}"}).settings
+    found = engines(settings, TransferOptions(insecure=True, queues=settings.transfer.queues))
+    assert all(isinstance(engine, FaultyEngine) for engine in found.values())
+    yield {name: engine for name, engine in found.items() if isinstance(engine, FaultyEngine)}
+    for engine in found.values():
+        engine.close()
+
+
+def test_an_engine_at_fault_is_one_that_is_named(opened: dict[str, FaultyEngine]) -> None:
+    """Given no word of how often, then each fault of a bad network comes now and then."""
+    assert [*opened] == [FAULTY_TCP, FAULTY_ZMQ]
+    for engine in opened.values():
+        drawn = Counter(fault for _ in range(2000) for fault in engine.draw()[0])
+        assert drawn.keys() == {"drop", "cut", "corrupt", "delay"}
+
+
+def test_how_often_is_told_beside_the_settings(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setenv("TRANSFER_FAULTS", "drop=0.25, seed=7")
+    found: dict[str, FaultyEngine] = request.getfixturevalue("opened")
+    assert [engine.faults for engine in found.values()] == [Faults(seed=7, drop=0.25)] * 2
+
+
+@pytest.mark.parametrize("text", ["drop", "drop=often", "drop=2", "drop=-0.1", "drop=nan", "dorp=0.1", "seconds=-1"])
+def test_faults_that_are_none_are_refused_with_how_to_write_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFER_FAULTS", text)
+    with pytest.raises(ConfigError, match="drop=0.05"):
+        Faults.told()
+
+
+def test_the_engine_that_is_named_is_listed() -> None:
+    listed = transfers(load({}, None, {"UNFUSE_TRANSFER__ENGINE": FAULTY_TCP}).settings.transfer)
+    assert listed[FAULTY_TCP].startswith("listens")
+    assert listed["tcp"].startswith("not used")
