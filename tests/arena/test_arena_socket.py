@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -354,6 +355,29 @@ def test_an_owner_is_known_by_its_name_before_anything_is_asked_of_it() -> None:
     hold(reader, owner.put())
     reader.close()
     owner.close()
+
+
+@pytest.mark.parametrize("said", [frame(Done())[:2], frame(Done())[:-1], struct.pack("!I", 1 << 31)])
+def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes, tmp_path: Path) -> None:
+    path = tmp_path / f"arena-{'0' * 24}"
+    with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryFile() as memory:
+        listener.bind(os.fspath(path))
+        listener.listen()
+
+        def die() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.recv(1000)
+                socket.send_fds(peer, [said], [memory.fileno()])
+
+        client, owner = ArenaClient(f"unix:{path}"), Thread(target=die)
+        before = len(os.listdir("/proc/self/fd"))
+        owner.start()
+        with pytest.raises((TransientError, ProtocolError), match="closed the connection|at most"):
+            client.usage()
+        owner.join()
+        assert len(os.listdir("/proc/self/fd")) == before
+        client.close()
 
 
 def test_one_of_the_version_before_is_still_read_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.channel import HEADER, Connection, Owner, prove, read, send, write
+from unfuse.transfer.channel import Connection, Owner, prove, read, send, write
 from unfuse.transfer.messages import Coming, FromOwner, Got, Lost, Ping, Pong, Pull, ToOwner, Watch
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
@@ -217,10 +217,14 @@ def say(*data: bytes | FromOwner, close: bool = True) -> Callable[[socket.socket
     return answer
 
 
+def header(length: int) -> bytes:
+    return length.to_bytes(4, "big")
+
+
 LIES = {
-    "oversize": say(HEADER.pack(1 << 31) + bytes(100)),
-    "garbage": say(HEADER.pack(9) + b"\x01 garbage"),
-    "another version": say(HEADER.pack(2) + b"\x63\x80"),
+    "oversize": say(header(1 << 31) + bytes(100)),
+    "garbage": say(header(9) + b"\x01 garbage"),
+    "another version": say(header(2) + b"\x63\x80"),
     "another answer": say(Pong()),
     "too little": say(Coming(0), bytes(99)),
     "nothing": say(),
@@ -256,9 +260,9 @@ STRANGERS = [
     b"GET / HTTP/1.1\r\n\r\n",
     b"",
     bytes(1000),
-    HEADER.pack(1 << 30),
-    HEADER.pack(17 * 1024) + bytes(17 * 1024),
-    HEADER.pack(5) + b"\x01\xc1\xc1\xc1\xc1",
+    header(1 << 30),
+    header(17 * 1024) + bytes(17 * 1024),
+    header(5) + b"\x01\xc1\xc1\xc1\xc1",
 ]
 
 

@@ -14,7 +14,7 @@ from unfuse.arena.arena import map_bytes
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.arena.protocol import (
-    HEADER,
+    MAX_MESSAGE,
     Abort,
     Create,
     Delete,
@@ -34,12 +34,12 @@ from unfuse.arena.protocol import (
     Who,
     Write,
     frame,
-    length_of,
 )
-from unfuse.arena.sockets import ABSTRACT, peer_of, where
+from unfuse.arena.sockets import ABSTRACT, exactly, peer_of, where
 from unfuse.arena.turn import Turn
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
+from unfuse.core.framing import HEADER_BYTES, length_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -183,12 +183,17 @@ class ArenaClient:
             self._hang_up()
 
     def _receive(self) -> tuple[FromOwner, int | None]:
-        header, fds, _, _ = socket.recv_fds(self._socket, HEADER.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
-        if len(header) < HEADER.size:
-            raise ConnectionResetError("it closed the connection")
-        length = length_of(header)
-        body = self._socket.recv(length, socket.MSG_WAITALL)
-        return decode(body, FromOwner), fds[0] if fds else None
+        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+        header, fds, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, 1, flags)
+        fd = fds[0] if fds else None
+        try:
+            if len(header) < HEADER_BYTES:
+                raise ConnectionResetError("it closed the connection")
+            return decode(exactly(self._socket, length_of(header, MAX_MESSAGE)), FromOwner), fd
+        except BaseException:
+            if fd is not None:
+                os.close(fd)
+            raise
 
     def _map(self, fd: int, writable: bool) -> None:
         try:

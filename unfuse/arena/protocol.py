@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Annotated
 
 import msgspec
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
+from unfuse.core import framing
 from unfuse.core.codec import encode
-from unfuse.core.errors import ProtocolError
 
-HEADER = struct.Struct("!I")
 MAX_MESSAGE = 128 * 1024
 """Bytes of a message, beyond which its sender is not one of ours."""
 
@@ -127,13 +125,4 @@ FromOwner = Owner | Placed | Done | Lost | Full | Seen
 
 def frame(message: ToOwner | FromOwner) -> bytes:
     """The message as it travels."""
-    body = encode(message)
-    return HEADER.pack(len(body)) + body
-
-
-def length_of(header: bytes | bytearray) -> int:
-    """Bytes of the message that follows a header. Raises ProtocolError if no message of ours is that long."""
-    length: int = HEADER.unpack_from(header)[0]
-    if length > MAX_MESSAGE:
-        raise ProtocolError(f"message of {length} bytes: an arena's messages are at most {MAX_MESSAGE}")
-    return length
+    return framing.frame(encode(message))

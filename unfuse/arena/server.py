@@ -13,7 +13,7 @@ from threading import Thread
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.protocol import (
-    HEADER,
+    MAX_MESSAGE,
     Abort,
     Create,
     Delete,
@@ -34,11 +34,11 @@ from unfuse.arena.protocol import (
     Who,
     Write,
     frame,
-    length_of,
 )
 from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
+from unfuse.core.framing import cut
 
 RECEIVE_BYTES = 64 * 1024
 
@@ -143,7 +143,7 @@ class ArenaServer:
                     raise ProtocolError("the connection is closed")
                 connection.received += data
             for _ in range(AT_A_TIME):
-                if (body := _next_message(connection.received)) is None:
+                if (body := cut(connection.received, MAX_MESSAGE)) is None:
                     return
                 self._answer(connection, decode(body, ToOwner))
             self._behind[connection] = None
@@ -211,17 +211,6 @@ class ArenaServer:
             case Look():
                 return Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
         return Done()
-
-
-def _next_message(received: bytearray) -> bytes | None:
-    if len(received) < HEADER.size:
-        return None
-    end = HEADER.size + length_of(received)
-    if len(received) < end:
-        return None
-    body = bytes(received[HEADER.size : end])
-    del received[:end]
-    return body
 
 
 def _send(client: socket.socket, data: bytes, fd: int | None) -> None:

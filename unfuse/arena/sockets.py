@@ -80,6 +80,17 @@ def peer_of(connection: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes of a socket that blocks, whose own limit of silence holds for all of them together.
+
+    Raises OSError when they do not come.
+    """
+    data = connection.recv(count, socket.MSG_WAITALL) if count else b""
+    if len(data) < count:
+        raise ConnectionResetError("it closed the connection")
+    return data
+
+
 def _is_refused(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
         try:

@@ -9,14 +9,17 @@ import struct
 from abc import abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import suppress
+from functools import partial
 from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
+from unfuse.arena.sockets import exactly
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
+from unfuse.core.framing import frame, take
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.messages import (
@@ -39,7 +42,6 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-HEADER = struct.Struct("!I")
 NONCE = 32
 MAX_PEERS = 1024
 """Connections an owner keeps at once."""
@@ -235,15 +237,12 @@ def hang_up(connection: socket.socket) -> None:
 
 def write(connection: socket.socket, data: bytes) -> None:
     """Send some bytes, their length before them."""
-    connection.sendall(HEADER.pack(len(data)) + data)
+    connection.sendall(frame(data))
 
 
 def read(connection: socket.socket) -> bytes:
     """The next bytes that were sent so."""
-    (length,) = HEADER.unpack(_exactly(connection, HEADER.size))
-    if length > MAX_MESSAGE:
-        raise ProtocolError(f"message of {length} bytes: those of transfers are at most {MAX_MESSAGE}")
-    return _exactly(connection, length)
+    return take(partial(exactly, connection), MAX_MESSAGE)
 
 
 def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:
@@ -260,10 +259,3 @@ def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes)
     """Raises ProtocolError if the other side does not know the secret."""
     if len(owners + readers) != 2 * NONCE or not hmac.compare_digest(proof, prove(secret, side, owners, readers)):
         raise ProtocolError("it does not know our secret: start all workers with the same --keys")
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = connection.recv(count, socket.MSG_WAITALL) if count else b""
-    if len(data) < count:
-        raise ConnectionResetError("the connection ended")
-    return data

@@ -10,13 +10,11 @@ import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ProtocolError
+from unfuse.core.framing import HEADER_BYTES, frame, length_of, take
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
-
-LENGTH = 4
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
@@ -132,16 +130,13 @@ class ComputeChannel:
 
     def send(self, message: FromCompute) -> None:
         """Send to the parent. Raises BrokenPipeError when it is gone."""
-        body = encode(message)
+        data = frame(encode(message))
         with self._lock:
-            self._connection.sendall(len(body).to_bytes(LENGTH, "big") + body)
+            self._connection.sendall(data)
 
     def receive(self) -> ToCompute:
         """The next message. Raises EOFError when the parent is gone."""
-        size = int.from_bytes(self._read(LENGTH), "big")
-        if size > MAX_BYTES:
-            raise ProtocolError(f"message of {size} bytes from the parent")
-        return decode(self._read(size), ToCompute)
+        return decode(take(self._read, MAX_BYTES), ToCompute)
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -167,16 +162,13 @@ class ParentChannel:
 
     async def send(self, message: ToCompute) -> None:
         """Send to the compute process; a process that is gone is noticed by `receive`."""
-        body = encode(message)
-        self._writer.write(len(body).to_bytes(LENGTH, "big") + body)
+        self._writer.write(frame(encode(message)))
 
     async def receive(self) -> FromCompute:
         """The next message. Raises EOFError when the compute process is gone."""
         try:
-            size = int.from_bytes(await self._reader.readexactly(LENGTH), "big")
-            if size > MAX_BYTES:
-                raise ProtocolError(f"message of {size} bytes from compute")
-            return decode(await self._reader.readexactly(size), FromCompute)
+            header = await self._reader.readexactly(HEADER_BYTES)
+            return decode(await self._reader.readexactly(length_of(header, MAX_BYTES)), FromCompute)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise EOFError from error
 
