@@ -104,7 +104,6 @@ def test_the_type_decides_the_retry() -> None:
         errors.TransientError,
         errors.ObjectLost,
         errors.ArenaFull,
-        errors.ComputeCrashed,
         errors.ResultsUnavailable,
     }
     assert not issubclass(errors.PermanentError, errors.TransientError)

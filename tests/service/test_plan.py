@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -12,11 +13,16 @@ from pathlib import Path
 import pytest
 
 from tests.models.hub import serve
+from tests.worker import outside
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Pipeline
 from unfuse.launch.placement import CPU, Device, Wanted, parse_place
 from unfuse.models import resolve_source
+from unfuse.service.options import options
 from unfuse.service.plan import Model, explicit_dtypes, look_into, needs, plan_for
+from unfuse.service.service import plan
+from unfuse.service.settings import load
 
 GIB = 1 << 30
 SHAPES = "unfuse/shapes"
@@ -140,6 +146,19 @@ def test_a_missing_file_is_named(sibling: str) -> None:
     (Path(sibling) / "vae" / "config.json").unlink()
     with pytest.raises(ConfigError, match=r"vae/config\.json"):
         look_into([sibling], "", wanted(), HOST)
+
+
+def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a package's family that forgot its encoder, then `serve` says what nobody makes."""
+    outside.install(monkeypatch)
+    family = importlib.import_module("outside_family")
+    monkeypatch.setattr(family, "PIPELINE", Pipeline(family.PIPELINE.stages[1:]))
+    flags = {"serve.models": (str(outside.model(tmp_path / "model")),), "data_dir": str(tmp_path)}
+
+    with pytest.raises(ConfigError, match="of family outside: no stage of the pipeline makes text"):
+        plan(options(load(flags, None, {})))
 
 
 def test_no_model_is_loaded_to_plan_for_it() -> None:

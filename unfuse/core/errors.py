@@ -89,10 +89,6 @@ class ArenaFull(TransientError):
         self.needed, self.free, self.capacity = needed, free, capacity
 
 
-class ComputeCrashed(TransientError):
-    """The compute process died under the task; the text carries its exit signal and last words."""
-
-
 class PermanentError(UnfuseError):
     """The task fails the same way wherever it runs: its request fails at once."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
@@ -12,7 +13,7 @@ from unfuse.models.folder import ModelFolder
 from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
 
-__all__ = ["Family", "find", "resolve_source", "served_classes"]
+__all__ = ["Family", "card_of", "find", "resolve_source", "served_classes"]
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
@@ -51,3 +52,13 @@ def find(source: str | Path) -> Family:
         )
     family: Family = resolve(families, found, "model family")
     return family
+
+
+def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+    """The card of the model in a folder. Raises ConfigError for one that is not served, or whose stages do not join."""
+    card = find(folder).card(name, folder, dtype)
+    try:
+        card.pipeline.validate()
+    except ConfigError as error:
+        raise ConfigError(f"model {name} of family {card.family}: {error}") from error
+    return card

@@ -25,7 +25,7 @@ from unfuse.launch.placement import (
     place,
     taken,
 )
-from unfuse.models import find, resolve_source
+from unfuse.models import card_of, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
 from unfuse.models.folder import ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
@@ -121,7 +121,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
     """
     spec = wanted.compute.dtype
     folders = {name: resolve_source(name, revision or None, ()) for name in names}
-    cards = {name: find(folder).card(name, folder) for name, folder in folders.items()}
+    cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
     workers = [roles_of(worker) for worker in wanted.numbers(roles) if {*devices_of(worker, wanted, devices)} != {CPU}]
@@ -131,7 +131,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
         dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), ModelFolder(folder)
         text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
-        found.append(Model(find(folder).card(name, folder, text), folder, text, components))
+        found.append(Model(card_of(name, folder, text), folder, text, components))
     return tuple(found)
 
 

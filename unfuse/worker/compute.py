@@ -19,7 +19,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import StageSpec, pool_name
-from unfuse.models import find, resolve_source
+from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
@@ -73,7 +73,7 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     for name, folder, dtype in models:
-        card = find(folder).card(name, folder, dtype)
+        card = card_of(name, folder, dtype)
         for spec in card.pipeline.stages:
             if load.choice.takes(spec):
                 wanted.setdefault(pool_name(spec, card.weights, card.dtypes), (spec, card, folder))
