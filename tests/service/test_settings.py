@@ -143,6 +143,20 @@ def test_every_setting_arrives_as_a_plain_value(sizes: list[str], as_text: bool)
     assert [name for name, field in FIELDS.items() if not plain(field.default)] == []
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run_dir", "/srv/Run of Ada"), ("insecure_listen", True), ("transfer.engine", ("tcp", "my_Package:Engine")),
+        ("store.orphan_s", 12.5), ("arena.bytes", 3 << 20),
+    ],
+)  # fmt: skip
+def test_what_is_written_for_a_variable_is_read_back(name: str, value: object) -> None:
+    """As workers read what `serve` tells them."""
+    field = FIELDS[name]
+    settings = load({}, None, {field.variable: field.written(value)}).settings
+    assert reduce(getattr, name.split("."), settings) == value
+
+
 def test_every_field_says_what_it_is_for() -> None:
     assert all(field.description.endswith(".") for field in FIELDS.values())
 

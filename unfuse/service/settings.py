@@ -59,7 +59,9 @@ class Field(msgspec.Struct, frozen=True):
 
     def written(self, value: Any) -> str:
         """A value as its environment variable has it."""
-        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value).lower()
+        if isinstance(value, bool):
+            return str(value).lower()
+        return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
