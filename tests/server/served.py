@@ -261,7 +261,7 @@ def serve(
             access=access,
         )  # fmt: skip
         await scheduler.start()
-        server = HttpServer(app, bounds or Bounds(), access or Access())
+        server = HttpServer(app, bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

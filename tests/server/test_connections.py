@@ -27,7 +27,7 @@ END = "Connection: close\r\n\r\n"
 GET = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{END}"
 ASYNC = {"prefer": "respond-async"}
 
-HASTY = Bounds(head_s=0.3, stall_s=0.3, rate=1024 * 1024)
+HASTY = Bounds(64, 64, head_s=0.3, stall_s=0.3, rate=1024 * 1024)
 """Bounds that a test need not wait long for. Connections are looked at once a second."""
 
 
@@ -304,7 +304,7 @@ def test_a_stream_stays_open_while_nothing_happens(tmp_path: Path) -> None:
 
 
 def test_one_address_may_have_so_many_connections(tmp_path: Path) -> None:
-    with serve(tmp_path, bounds=Bounds(per_address=3)) as served, ExitStack() as stack:
+    with serve(tmp_path, bounds=Bounds(64, per_address=3)) as served, ExitStack() as stack:
         port = port_of(served.url)
         held = [stack.enter_context(connect(port)) for _ in range(3)]
         refused(Answer(_all(port)), 429, "too_many_connections")
@@ -352,7 +352,7 @@ def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:
 
     async def turns() -> int:
         listener = socket.create_server(("127.0.0.1", 0), backlog=256)
-        server = HttpServer(FastAPI(), Bounds(), Access())
+        server = HttpServer(FastAPI(), Bounds(8192, 2048), Access())
         serving = asyncio.create_task(server.serve([listener]))
         while not server.started:
             await asyncio.sleep(0)

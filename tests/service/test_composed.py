@@ -13,14 +13,14 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
+from tests.meet import a_worker
 from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
-from unfuse.service.groups import OWN_ARENA
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
 from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.worker.worker import Worker
 
 PROMPT = "turn this"
 
@@ -65,11 +65,8 @@ async def serving(model: Path, folder: Path, queue: str) -> AsyncIterator[tuple[
 
 @asynccontextmanager
 async def working(*schedulers: str) -> AsyncIterator[None]:
-    """A worker of all stages, with the arena and the limits that it has unless it is told otherwise."""
-    settings = load({}, None, {}).settings
-    worker = Worker(
-        WorkerOptions("all", schedulers, "node", arena=OWN_ARENA, memory_limit=settings.worker.memory_limit)
-    )
+    """A worker of all stages as `unfuse worker` makes it when it is told nothing else."""
+    worker = Worker(a_worker(*schedulers))
     running = asyncio.create_task(worker.run())
     try:
         yield

@@ -97,7 +97,9 @@ def test_settings_become_what_is_composed() -> None:
     kinds = ("denoise", "text_encode")
     assert composed.places == Places("disk:/d", durable="disk:/d/copies", saved=kinds)
     assert decode(encode(composed.places), Places) == composed.places, "workers are told"
-    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(("zmq", "tcp"), True)
+    assert load({}, None, composed.worker_environment).settings.transfer == Transfer(
+        engine=("zmq", "tcp"), trusted_network=True
+    )
     assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
     assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
     assert composed.keys == {"k": "default"}

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from functools import reduce
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import asdict
 
+from tools.settings_page import PAGE, page
 from unfuse.core.errors import ConfigError
 from unfuse.service.groups import Settings
+from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, load
 from unfuse.service.size import Size
+from unfuse.transfer.base import TransferOptions, TransferSettings
+from unfuse.worker.worker import WorkerOptions
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -155,6 +164,29 @@ def test_what_is_written_for_a_variable_is_read_back(name: str, value: object) -
     field = FIELDS[name]
     settings = load({}, None, {field.variable: field.written(value)}).settings
     assert reduce(getattr, name.split("."), settings) == value
+
+
+@pytest.mark.parametrize("kind", [ServeOptions, WorkerOptions])
+def test_what_is_composed_has_no_defaults_beside_those_of_the_settings(kind: type[msgspec.Struct]) -> None:
+    assert [field.name for field in msgspec.structs.fields(kind) if not field.required] == []
+
+
+def test_what_engines_are_told_is_what_is_set() -> None:
+    assert asdict(TransferOptions()).items() >= asdict(TransferSettings()).items()
+    assert {f"transfer.{name}" for name in asdict(TransferSettings())} < FIELDS.keys()
+
+
+def test_the_page_of_settings_is_that_of_the_groups() -> None:
+    assert PAGE.read_text() == page(), "run: python -m tools.settings_page"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda path: path.name
+)
+def test_a_variable_that_the_docs_name_can_be_set(path: Path) -> None:
+    if path.name != "log.md":  # it tells of what was
+        named = set(re.findall(r"UNFUSE_[A-Z_]*[A-Z]", path.read_text()))
+        assert named - {field.variable for field in FIELDS.values()} == set()
 
 
 def test_every_field_says_what_it_is_for() -> None:

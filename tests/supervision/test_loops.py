@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 from zmq.utils import z85
 
-from tests.meet import unix_address
+from tests.meet import a_worker, unix_address
 from unfuse.arena.buddy import Usage
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
 from unfuse.core.task import Claim
@@ -33,7 +33,7 @@ from unfuse.worker import executor as executing
 from unfuse.worker.channel import Stepped
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.worker.worker import Worker
 
 CLAIM = Claim("a", "s", 1, b"t")
 
@@ -166,7 +166,7 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
             (beaten if isinstance(message, Beat) else asked).set()
             return Pulse((), ()) if isinstance(message, Beat) else Accepted()
 
-    worker: Any = Worker(WorkerOptions("all", (unix_address(),), "node"))
+    worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
     worker._link = Line()
     worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))

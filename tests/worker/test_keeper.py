@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.core.graphs import object_for
-from tests.meet import unix_address
+from tests.meet import a_worker, unix_address
 from unfuse.core.messages import Accepted, Failed, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.worker.channel import Kept
 from unfuse.worker.keeper import Keeper
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.worker.worker import Worker
 
 CLAIM = Claim("req_1", "denoise.0", 1, b"token")
 
@@ -106,7 +106,7 @@ async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded()
     """Else whoever tries again would begin at the checkpoint before."""
     made, place, scheduler = keeper()
     place.written.clear()
-    worker: Any = Worker(WorkerOptions("all", (unix_address(),), "node"))
+    worker: Any = Worker(a_worker(unix_address()))
     await worker._link.close()
     worker._keeper, worker._link = made, scheduler
     await worker._hear(kept(10))

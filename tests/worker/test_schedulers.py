@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.meet import unix_address
+from tests.meet import a_worker, unix_address
 from tests.worker import outside
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
@@ -37,7 +37,7 @@ from unfuse.scheduler.desk import Desk
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.router import Router
 from unfuse.worker.link import Link
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.worker.worker import Worker
 
 STEPS = 75  # one and a half seconds
 
@@ -91,7 +91,7 @@ class Town:
 
     def work(self, *schedulers: str, drain_timeout: float = 60.0) -> Worker:
         addresses = schedulers or tuple(router.address for router in self.routers)
-        worker = Worker(WorkerOptions("all", addresses, "node", arena=1 << 20, drain_timeout=drain_timeout))
+        worker = Worker(a_worker(*addresses, arena=1 << 20, drain_timeout=drain_timeout))
         self.workers[asyncio.create_task(worker.run())] = worker
         return worker
 
@@ -284,7 +284,7 @@ async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_
 
 async def test_no_start_over_tcp_without_keys(model: Path) -> None:
     with pytest.raises(ConfigError, match="unfuse keys new"):
-        Worker(WorkerOptions("all", (unix_address(), "tcp://127.0.0.1:1"), "node", arena=1 << 20))
+        Worker(a_worker(unix_address(), "tcp://127.0.0.1:1", arena=1 << 20))
 
 
 # -- the link alone

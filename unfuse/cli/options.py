@@ -1,4 +1,4 @@
-"""Options that several verbs share. What a setting is for and its default are said once, in `settings`."""
+"""Options that several verbs share. What a setting is for, its flag and its default are said once, in `groups`."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class Bounds(msgspec.Struct, frozen=True):
     second have to pass, looked at every `stall_s` seconds.
     """
 
-    connections: int = 8192
-    per_address: int = 2048
+    connections: int
+    per_address: int
     head_s: float = 20.0
     stall_s: float = 30.0
     rate: int = 8 * 1024

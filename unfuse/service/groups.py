@@ -8,18 +8,23 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.compute import ComputeOptions
+from unfuse.queues.base import Limits
 from unfuse.scheduler.flow import Dispatch
 from unfuse.scheduler.order import Order
+from unfuse.transfer.base import TransferSettings
 
 
-def says(text: str, **limits: Any) -> Meta:
-    """What a field is for, in the words of `--help`."""
-    return Meta(description=text, **limits)
+def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
+    """What a field is for, in the words of `--help`.
+
+    Its `flag` is called as its name, unless another is given. The value of a `secret` must not be shown.
+    """
+    return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
 
 
-def says_bytes(text: str) -> Meta:
+def says_bytes(text: str, *, flag: str = "") -> Meta:
     """The same for a number of bytes, which may be written with a unit."""
-    return says(text, ge=0, le=2**63 - 1, extra={"unit": "byte"})
+    return Meta(description=text, extra={"flag": flag, "unit": "byte"}, ge=0, le=2**63 - 1)
 
 
 class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -32,10 +37,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
-    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.")] = ()
+    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.", secret=True)] = ()
     admin_key: Annotated[
         tuple[str, ...],
-        says("A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does."),
+        says(
+            "A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does.",
+            secret=True,
+        ),
     ] = ()
     allowed_hosts: Annotated[
         tuple[str, ...],
@@ -126,8 +134,12 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 300.0
     video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
-    max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = 256
-    max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = 1024
+    max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = (
+        Limits().max_active
+    )
+    max_queue: Annotated[int, says("Tasks that may wait in one pool before requests are refused.", ge=1)] = (
+        Limits().max_queue
+    )
     max_cost: Annotated[float, says("Predicted seconds of compute accepted and not over; 0 is any number.", ge=0)] = 0.0
     order: Annotated[
         Order,
@@ -202,7 +214,8 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         says_bytes(
             "Memory for stage outputs, taken from the machine at start; 0 is 512 MiB for each worker that `serve` "
-            "starts, and 2 GiB for one that is started by itself."
+            "starts, and 2 GiB for one that is started by itself.",
+            flag="--arena",
         ),
     ] = 0
 
@@ -222,7 +235,7 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30
 
 
-class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
     """How tensors move between nodes."""
 
     engine: Annotated[
@@ -232,18 +245,6 @@ class Transfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             min_length=1,
         ),
     ] = ("tcp", "zmq")
-    trusted_network: Annotated[
-        bool, says("Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its tensors.")
-    ] = False
-    threads: Annotated[
-        int, says("Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
-    ] = 4
-    queues: Annotated[int, says("Connections to each other worker.", ge=1, le=256)] = 4
-    bootstrap_s: Annotated[float, says("Seconds to reach an owner, or find room, before a transfer fails.", gt=0)] = (
-        30.0
-    )
-    heartbeat_s: Annotated[float, says("Seconds between two pings of another worker.", gt=0)] = 5.0
-    max_missed: Annotated[int, says("Pings without an answer after which a worker is given up.", ge=1)] = 2
 
 
 class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -260,10 +261,14 @@ class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     level: Annotated[
         Literal["auto", "error", "warning", "info", "debug"],
-        says("Log lines of this level and above; auto is info for serve and worker, warning for other verbs."),
+        says(
+            "Log lines of this level and above; auto is info for serve and worker, warning for other verbs.",
+            flag="--log-level",
+        ),
     ] = "auto"
     format: Annotated[
-        Literal["auto", "text", "json"], says("How log lines are written; auto is text on a terminal, else JSON.")
+        Literal["auto", "text", "json"],
+        says("How log lines are written; auto is text on a terminal, else JSON.", flag="--log-format"),
     ] = "auto"
 
 
@@ -275,7 +280,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str, says("Folder of this user alone, in which the processes of one machine meet; by default one is made.")
     ] = ""
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
-    api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.")] = ""
+    api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.", secret=True)] = ""
     keys: Annotated[
         str,
         says(

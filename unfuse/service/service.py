@@ -13,7 +13,6 @@ from pathlib import Path
 
 import msgspec
 import structlog
-from msgspec import field
 
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
@@ -44,7 +43,6 @@ from unfuse.wire.run_folder import open_run_folder
 from unfuse.wire.unix_socket import server_socket
 from unfuse.worker.registration import pools_of
 
-BUILT_IN = "unfuse/shapes"
 DRAIN_CHECK_S = 0.1
 
 FORGET_S = 60.0
@@ -59,7 +57,7 @@ ARENAS = ("auto", "shared_memory", "spill")
 log = structlog.get_logger(__name__)
 
 
-class ServeOptions(msgspec.Struct, frozen=True):
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What `serve` composes. `keys` maps API keys to tenants, `admins` are those of them that see all.
 
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
@@ -70,37 +68,37 @@ class ServeOptions(msgspec.Struct, frozen=True):
     seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
     """
 
-    models: tuple[str, ...] = (BUILT_IN,)
-    revision: str = ""
-    names: tuple[str, ...] = ()
-    host: str = "127.0.0.1"
-    port: int = 8000
-    keys: Mapping[str, str] = {}
-    admins: frozenset[str] = frozenset()
-    access: Access = field(default_factory=Access)
-    bounds: Bounds = Bounds()
-    queue: str = "memory"
-    places: Places = Places("")
-    run_dir: str = ""
-    listen: tuple[str, ...] = ()
-    trust: Trust = None
-    worker_flags: Mapping[str, object] = {}
-    worker_environment: Mapping[str, str] = {}
-    workers: Wanted = Wanted()
-    slots: Mapping[str, int] = {}
-    each: int = 0
-    resources: Mapping[str, int] = {}
-    limits: Limits = Limits()
-    time_limits: Mapping[str, float] = {}
-    order: Order = "fifo"
-    dispatch: Dispatch = "locality"
-    encoder_cache: int = 0
-    costs: Path | None = None
-    lease_ttl: float = 15.0
-    retention: float = 86400.0
-    drain_timeout: float = 20.0
-    standard: Params = {}
-    strict: bool = False
+    models: tuple[str, ...]
+    revision: str
+    names: tuple[str, ...]
+    host: str
+    port: int
+    keys: Mapping[str, str]
+    admins: frozenset[str]
+    access: Access
+    bounds: Bounds
+    queue: str
+    places: Places
+    run_dir: str
+    listen: tuple[str, ...]
+    trust: Trust
+    worker_flags: Mapping[str, object]
+    worker_environment: Mapping[str, str]
+    workers: Wanted
+    slots: Mapping[str, int]
+    each: int
+    resources: Mapping[str, int]
+    limits: Limits
+    time_limits: Mapping[str, float]
+    order: Order
+    dispatch: Dispatch
+    encoder_cache: int
+    costs: Path | None
+    lease_ttl: float
+    retention: float
+    drain_timeout: float
+    standard: Params
+    strict: bool
 
 
 def plan(options: ServeOptions) -> Plan:

@@ -22,9 +22,6 @@ from unfuse.service.size import Size
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
 
-FLAGS = {"arena.bytes": "--arena", "log.level": "--log-level", "log.format": "--log-format"}
-"""Flags that are not called as the last part of their setting's name."""
-
 
 GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
@@ -34,28 +31,22 @@ GONE = {
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One setting: its dotted name, its annotated type, its default and what it is for."""
+    """One setting: its dotted name, its annotated type, its default, what it is for and how it is told and shown."""
 
     name: str
     type: Any
     default: Any
     description: str
-    in_bytes: bool = False
-
-    @property
-    def secret(self) -> bool:
-        """Whether its value must not be shown."""
-        return self.name.endswith(("api_key", "admin_key"))
+    flag: str
+    """In the verbs that have one for it."""
+    in_bytes: bool
+    secret: bool
+    """Whether its value must not be shown."""
 
     @property
     def variable(self) -> str:
         """Its environment variable."""
         return PREFIX + self.name.upper().replace(".", "__")
-
-    @property
-    def flag(self) -> str:
-        """Its flag, in the verbs that have one for it."""
-        return FLAGS.get(self.name, f"--{self.name.rpartition('.')[2].replace('_', '-')}")
 
     def written(self, value: Any) -> str:
         """A value as its environment variable has it."""
@@ -71,7 +62,12 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
             yield from _fields(type(field.default), f"{field.name}.")
         else:
             meta = next(item for item in get_args(hints[field.name])[::-1] if getattr(item, "description", None))
-            yield Field(prefix + field.name, hints[field.name], field.default, meta.description, bool(meta.extra))
+            said = meta.extra or {}
+            flag = said.get("flag") or f"--{field.name.replace('_', '-')}"
+            yield Field(
+                prefix + field.name, hints[field.name], field.default, meta.description, flag,
+                in_bytes="unit" in said, secret=bool(said.get("secret")),
+            )  # fmt: skip
 
 
 FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
+from msgspec import Meta
 
-from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.object_ref import ObjectRef
 
@@ -19,30 +19,47 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from unfuse.arena.arena import Arena  # with numpy, which settings need not
+
 
 class LinkBroken(TransientError):
     """Bytes did not come, or not whole. Another try, or another engine, may bring the rest."""
 
 
-class TransferOptions(msgspec.Struct, frozen=True):
-    """How engines listen, and when they give up.
+class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is set of how engines move tensors, and when they give up."""
+
+    trusted_network: Annotated[
+        bool,
+        Meta(
+            description="Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its "
+            "tensors."
+        ),
+    ] = False
+    threads: Annotated[
+        int, Meta(description="Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
+    ] = 4
+    queues: Annotated[int, Meta(description="Connections to each other worker.", ge=1, le=256)] = 4
+    bootstrap_s: Annotated[
+        float, Meta(description="Seconds to reach an owner, or find room, before a transfer fails.", gt=0)
+    ] = 30.0
+    heartbeat_s: Annotated[float, Meta(description="Seconds between two pings of another worker.", gt=0)] = 5.0
+    max_missed: Annotated[
+        int, Meta(description="Pings without an answer, or a byte, after which a worker is given up.", ge=1)
+    ] = 2
+
+
+class TransferOptions(TransferSettings, frozen=True):
+    """How the engines of one worker listen, beside what is set.
 
     `host` is the address other nodes reach this process by; `secret` is what all peers share (workers' secret CURVE
     key). Without one engines serve and ask nobody, unless they are `insecure` at both ends: whoever reaches them may
-    pull then who shows an object's key. `queues` connections lead to each peer, `threads` threads move its sessions. A
-    peer is pinged every `heartbeat_s` seconds and gone after `max_missed` of them without an answer or a byte. A
-    session has `bootstrap_s` seconds to reach its owner or find room, and `attempts` tries in a row that bring nothing.
+    pull then who shows an object's key. A session has `attempts` tries in a row that bring nothing.
     """
 
     host: str = "127.0.0.1"
     secret: str = ""
-    trusted_network: bool = False
     insecure: bool = False
-    queues: int = 4
-    threads: int = 4
-    bootstrap_s: float = 30.0
-    heartbeat_s: float = 5.0
-    max_missed: int = 2
     attempts: int = 6
 
     @property

@@ -72,7 +72,7 @@ WITHDRAW = Ask(0, 0, 0.0)
 log = structlog.get_logger(__name__)
 
 
-class WorkerOptions(msgspec.Struct, frozen=True):
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How a worker is started. `role` is one, several as `a+b`, or all; with `components` it runs those of its stages
     alone whose pools are of one of them. It holds `slots` tasks at a time (0: as many as is usual for its role).
     `arena` is bytes, `resources` are what it has of others; without `models` the scheduler says what to serve.
@@ -86,19 +86,19 @@ class WorkerOptions(msgspec.Struct, frozen=True):
     role: str
     schedulers: tuple[str, ...]
     node: str
-    trust: Trust = None
-    models: tuple[str, ...] = ()
-    components: tuple[str, ...] = ()
-    compute: ComputeOptions = ComputeOptions(threads=1)
-    slots: int = 0
-    arena: int = 2 << 30
-    resources: Mapping[str, int] = {}
-    stall_s: float = 600.0
-    memory_limit: int = 0
-    drain_timeout: float = 20.0
-    transfer: TransferOptions = TransferOptions()
-    run_dir: str = ""
-    orphan_s: float = 900.0
+    trust: Trust
+    models: tuple[str, ...]
+    components: tuple[str, ...]
+    compute: ComputeOptions
+    slots: int
+    arena: int
+    resources: Mapping[str, int]
+    stall_s: float
+    memory_limit: int
+    drain_timeout: float
+    transfer: TransferOptions
+    run_dir: str
+    orphan_s: float
 
 
 class Worker:

@@ -1,0 +1,43 @@
+"""Writes docs/settings.md from the settings themselves: `python -m tools.settings_page`."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+import unfuse.cli.app  # noqa: F401  whose verbs say which settings have flags
+from unfuse.cli.options import OFFERED
+from unfuse.service.groups import Settings
+from unfuse.service.settings import FIELDS, Field
+from unfuse.service.size import Size
+
+PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+
+HEAD = """# Settings
+
+A value comes from the first that has one: flag, environment, file (`--config unfuse.toml`, where `group.field` is
+`field` in the table `[group]`), default. `unfuse config show` says which it was. This page is written by
+`python -m tools.settings_page`.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for group, fields in groupby(FIELDS.values(), lambda field: field.name.rpartition(".")[0]):
+        about = type(getattr(Settings(), group)) if group else Settings
+        title, says = (f"`{group}`", about.__doc__) if group else ("Without a group", "What holds for several groups.")
+        parts += [f"\n## {title}\n\n{says}\n\n| variable | flag | default | |\n|---|---|---|---|\n", *map(row, fields)]
+    return "".join(parts)
+
+
+def row(field: Field) -> str:
+    """A setting's line of its table."""
+    value = Size(field.default) if field.in_bytes else field.written(field.default)
+    flag = f"`{field.flag}`" if field.name in OFFERED else ""
+    cells = [f"`{field.variable}`", flag, f"`{value}`" if str(value) else "", field.description.replace("|", "\\|")]
+    return "| " + " | ".join(cells) + " |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
