@@ -23,6 +23,7 @@ from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tally import Tally
 from unfuse.worker.channel import Stopped
+from unfuse.worker.durable import DurableCopies
 
 MOST_LOOKED_AT = 64
 """Owners of which it is tried at a time whether they are near."""
@@ -61,11 +62,12 @@ class Objects:
         options: TransferOptions,
         run_dir: str = "",
     ) -> None:
-        self._owner, self._node, self._places, self._options = owner, node, places, options
+        self._owner, self._node, self._options = owner, node, options
         self.store = TensorStore.create(
             places.store, owner=owner, node=node, capacity=capacity, threshold=places.threshold,
             spill_capacity=places.spill_capacity, durable=places.durable, run_dir=run_dir,
         )  # fmt: skip
+        self.durable = DurableCopies(self.store, places)
         self._arena = self.store.arena
         self._engines = engines if self._arena else {}
         self.engines = {name: engine.serve(self._arena) for name, engine in self._engines.items() if self._arena}
@@ -74,7 +76,6 @@ class Objects:
         self._copies: dict[tuple[str, str], _Copy] = {}
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
         self._elsewhere: set[str] = set()
-        self._saving: set[asyncio.Task[None]] = set()
         self._reaching: dict[str, asyncio.Future[bool]] = {}
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
 
@@ -156,13 +157,8 @@ class Objects:
         """A stage of that kind has put its output; a durable copy of it is written beside it, if it is to have one."""
         if done.output is None:
             return
-        saved = self._places.durable != "none" and kind in self._places.saved
-        if saved or not self.store.bounded:
+        if self.durable.begin(done.output, kind) or not self.store.bounded:
             self._elsewhere.add(done.output.request)
-        if saved:
-            saving = asyncio.create_task(self._save(done.output))
-            self._saving.add(saving)
-            saving.add_done_callback(self._saving.discard)
 
     def share(self, lease: Lease, done: Done) -> None:
         """An outcome is recorded: from now on other requests may read the output, if it is for the encoder cache."""
@@ -173,9 +169,9 @@ class Objects:
 
     async def keep(self, ref: ObjectRef) -> None:
         """Write a durable copy of a checkpoint, if there is a place for such."""
-        if self._places.durable != "none":
+        if self.durable.wanted:
             self._elsewhere.add(ref.request)
-            await self._save(ref)
+            await self.durable.write(ref)
 
     async def delete(self, ref: ObjectRef) -> None:
         """Give up an object that nobody needs any more, and its durable copy."""
@@ -204,11 +200,6 @@ class Objects:
             except TransientError as error:
                 log.warning("something is left of a request", request=request, reason=str(error))
         self._elsewhere.clear()
-
-    async def saved(self) -> None:
-        """Wait until every durable copy is written."""
-        while self._saving:
-            await asyncio.wait(self._saving)
 
     async def close(self) -> None:
         """Give everything up, and serve it no more."""
@@ -271,12 +262,6 @@ class Objects:
     def _drop(self, copy: _Copy, over: asyncio.Future[None]) -> None:
         if not over.cancelled() and not over.exception() and copy.sink.extent and self._arena:
             self._arena.delete(copy.sink.extent.id)
-
-    async def _save(self, ref: ObjectRef) -> None:
-        try:
-            await asyncio.to_thread(self.store.save, ref)
-        except (ObjectLost, TransientError) as error:
-            log.warning("no durable copy", request=ref.request, stage=ref.stage, reason=str(error))
 
 
 def _looked_at(over: asyncio.Future[None]) -> None:

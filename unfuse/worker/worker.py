@@ -383,7 +383,7 @@ class Worker:
                 async with asyncio.timeout(share * self._options.drain_timeout):
                     await self._idle.wait()
                     if self._objects:
-                        await self._objects.saved()
+                        await self._objects.durable.written()
             for claim in list(self._active):  # it shrinks meanwhile
                 await self._cancel(claim, save=True)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
