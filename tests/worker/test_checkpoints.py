@@ -19,7 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Cancel, Kept, Run, Stepped, Stopped
+from unfuse.worker.channel import Cancel, Run, StateSaved, Stepped, Stopped
 from unfuse.worker.checkpoints import FAILS_S, Policy, packed, unpacked
 from unfuse.worker.step_loop import StepLoop
 
@@ -107,7 +107,7 @@ def loop(folder: Path, policy: str, stage: Count | None = None) -> tuple[Bench, 
 
 
 def kept(bench: Bench) -> list[int]:
-    return [message.step for message in bench.sent if isinstance(message, Kept)]
+    return [message.step for message in bench.sent if isinstance(message, StateSaved)]
 
 
 def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
@@ -120,7 +120,7 @@ def again(bench: Bench, lease: Lease, checkpoint: ObjectRef | None) -> Lease:
 
 
 def last_kept(bench: Bench) -> ObjectRef:
-    return [message.checkpoint for message in bench.sent if isinstance(message, Kept)][-1]
+    return [message.checkpoint for message in bench.sent if isinstance(message, StateSaved)][-1]
 
 
 def counted(bench: Bench, done: object) -> float:
@@ -181,7 +181,7 @@ def test_what_steps_aside_is_saved_first_and_once(tmp_path: Path) -> None:
     bench.turn()
     urgent = bench.run(steps=3, priority=1)
     bench.outcome(urgent)
-    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, Kept)] == [
+    assert [(message.claim, message.step) for message in bench.sent if isinstance(message, StateSaved)] == [
         (patient.claim, 1)
     ]
     assert isinstance(bench.outcome(patient), Done)
@@ -194,7 +194,7 @@ def test_what_is_stopped_to_be_saved_says_so_in_this_order(tmp_path: Path) -> No
     bench.turn()
     bench.inbox.put(Cancel(lease.claim, save=True))
     assert bench.outcome(lease) == Stopped(lease.claim)
-    assert [type(message) for message in bench.sent[-2:]] == [Kept, Stopped]
+    assert [type(message) for message in bench.sent[-2:]] == [StateSaved, Stopped]
     assert kept(bench) == [2]
 
 

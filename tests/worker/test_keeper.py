@@ -12,7 +12,7 @@ from tests.meet import a_worker, unix_address
 from unfuse.core.messages import Accepted, Failed, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.worker.channel import Kept
+from unfuse.worker.channel import StateSaved
 from unfuse.worker.keeper import Keeper
 from unfuse.worker.worker import Worker
 
@@ -59,8 +59,8 @@ def keeper(before: str = "") -> tuple[Keeper, Place, Scheduler]:
     return made, place, scheduler
 
 
-def kept(step: int) -> Kept:
-    return Kept(CLAIM, object_for(CLAIM, f"at {step}"), step)
+def kept(step: int) -> StateSaved:
+    return StateSaved(CLAIM, object_for(CLAIM, f"at {step}"), step)
 
 
 async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.guidance import NEGATIVE, applies
-from unfuse.stages.noise_state import changed, restore
 from unfuse.stages.preview import Preview
 
 Inputs = Mapping[str, Tensor]
@@ -187,7 +187,7 @@ class Denoise(SteppedStage[DenoiseState]):
     def save(self, state: DenoiseState) -> Checkpoint:
         """Latents, how many steps were made, and what the noise scheduler remembers of them."""
         fresh = self._denoiser.noise_scheduler(state.params, state.latents)
-        tensors, remembered = changed(state.scheduler, fresh)
+        tensors, remembered = noise_state.save(state.scheduler, fresh)
         return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": remembered})
 
     @torch.no_grad()
@@ -197,7 +197,7 @@ class Denoise(SteppedStage[DenoiseState]):
         steps = range(len(begun.scheduler.timesteps))
         if saved is None or saved.shape != begun.latents.shape or not isinstance(step, int) or step not in steps:
             raise PermanentError(f"a checkpoint at step {step} does not fit its task")
-        restore(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
+        noise_state.resume(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
         return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=step)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """What a noise scheduler remembers from step to step, taken out as tensors and plain values, and put back.
 
-A scheduler made anew for the same request has all the rest, so only what has changed since is kept: of a first-order
+A scheduler made anew for the same request has all the rest, so only what has changed since is saved: of a first-order
 one the index of the step, of a multistep one its last predictions too.
 """
 
@@ -17,7 +17,7 @@ from unfuse.core.errors import PermanentError
 PLAIN = (int, float, str, bool, type(None))
 
 
-def changed(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def save(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors by name, copied, and plain values, that tell a scheduler from a fresh one of the same request.
 
     Raises PermanentError when it remembers something else.
@@ -32,8 +32,8 @@ def changed(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[s
     return tensors, values
 
 
-def restore(scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any) -> None:
-    """Give a fresh scheduler what `changed` found of another; tensors that were not on the CPU go to the device."""
+def resume(scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any) -> None:
+    """Give a fresh scheduler what `save` found of another; tensors that were not on the CPU go to the device."""
     for name, value in values.items():
         setattr(scheduler, name, _put_back(value, tensors, device))
 

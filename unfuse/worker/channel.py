@@ -45,7 +45,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Stop a task at its next step and drop it; answered by Stopped unless it has ended already.
 
-    With `save`, its state is kept before, as Kept says.
+    With `save`, its state is saved before, as StateSaved says.
     """
 
     claim: Claim
@@ -97,8 +97,8 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     previews: tuple[int, ...] = ()
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
-    """A task's state after so many steps is in the arena."""
+class StateSaved(msgspec.Struct, frozen=True, tag=True):
+    """A task's state after so many steps is saved: it is in the arena."""
 
     claim: Claim
     checkpoint: ObjectRef
@@ -118,7 +118,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCompute = Load | Run | Cancel
-FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | Kept | Waits | Stopped | Done | Failed
+FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | StateSaved | Waits | Stopped | Done | Failed
 
 
 class ComputeChannel:

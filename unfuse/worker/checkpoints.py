@@ -1,4 +1,4 @@
-"""When the state of a running task is kept, and in what form."""
+"""When the state of a running task is saved, and in what form."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def unpacked(tensors: Mapping[str, Any]) -> Checkpoint:
     values = tensors.get(VALUES)
     if values is None:
         raise PermanentError("an object that is no checkpoint was given as one")
-    kept: Tensors = {name: tensor for name, tensor in tensors.items() if name != VALUES}
-    return Checkpoint(kept, decode(np.asarray(values).tobytes(), dict[str, Any]))
+    saved: Tensors = {name: tensor for name, tensor in tensors.items() if name != VALUES}
+    return Checkpoint(saved, decode(np.asarray(values).tobytes(), dict[str, Any]))

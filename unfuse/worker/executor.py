@@ -12,7 +12,7 @@ from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.channel import Cancel, FromCompute, Kept, Load, Ready, Run, Stepped, Stopped, ToCompute, Waits
+from unfuse.worker.channel import Cancel, FromCompute, Load, Ready, Run, StateSaved, Stepped, Stopped, ToCompute, Waits
 from unfuse.worker.compute_process import ComputeProcess
 
 RESTART_S = 1.0
@@ -23,7 +23,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | Kept | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -99,7 +99,7 @@ class Executor:
         await self._feed()
 
     async def cancel(self, claim: Claim, save: bool = False) -> None:
-        """Have a task dropped at its next step; Stopped is reported unless it ends first, and Kept if it is saved."""
+        """Have a task dropped at its next step; Stopped is reported unless it ends first, StateSaved if it is saved."""
         if self._waiting.pop(claim, None):
             await self._report(Stopped(claim))
             await self._feed()
@@ -162,7 +162,7 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case Kept():
+            case StateSaved():
                 await self._report(message)
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)

@@ -7,7 +7,7 @@ import asyncio
 from unfuse.core.messages import Accepted, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
-from unfuse.worker.channel import Kept
+from unfuse.worker.channel import StateSaved
 from unfuse.worker.link import Link
 from unfuse.worker.objects import Objects
 
@@ -24,21 +24,21 @@ class Keeper:
         """A task is about to run, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def keep(self, kept: Kept) -> None:
+    async def keep(self, saved: StateSaved) -> None:
         """Only what is durable, where there is a durable store, is recorded; what is not recorded is given up."""
         async with self._turn:
-            await self._objects.keep(kept.checkpoint)
-            answer = await self._link.call(Saved(kept.claim, kept.checkpoint, kept.step))
-            useless: ObjectRef | None = kept.checkpoint
+            await self._objects.keep(saved.checkpoint)
+            answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+            useless: ObjectRef | None = saved.checkpoint
             if isinstance(answer, Accepted):
-                useless = self._known.get(kept.claim)
-                if kept.claim in self._known:
-                    self._known[kept.claim] = kept.checkpoint
+                useless = self._known.get(saved.claim)
+                if saved.claim in self._known:
+                    self._known[saved.claim] = saved.checkpoint
             if useless:
                 await self._objects.delete(useless)
 
     async def settled(self) -> None:
-        """Wait until everything that was kept so far is recorded."""
+        """Wait until everything that was saved so far is recorded."""
         async with self._turn:
             return
 

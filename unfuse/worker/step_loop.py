@@ -23,7 +23,7 @@ from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.channel import Cancel, FromCompute, Kept, Run, Stepped, Stopped, Waits
+from unfuse.worker.channel import Cancel, FromCompute, Run, StateSaved, Stepped, Stopped, Waits
 from unfuse.worker.checkpoints import Policy, packed, unpacked
 from unfuse.worker.failure import failure
 from unfuse.worker.told import about
@@ -319,7 +319,7 @@ class StepLoop:
         try:
             if checkpoint := job.stage.save(job.state):
                 ref = self._store.put(packed(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
-                self._send(Kept(job.claim, ref, step))
+                self._send(StateSaved(job.claim, ref, step))
         except Exception as error:  # the process must survive what one task brings
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.saved, job.saved_at = step, time.monotonic()

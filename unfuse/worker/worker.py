@@ -40,7 +40,7 @@ from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import Trust
-from unfuse.worker.channel import Kept, Load, Ready, Stepped, Stopped
+from unfuse.worker.channel import Load, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
@@ -283,7 +283,7 @@ class Worker:
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
-    async def _hear(self, message: Ready | Stepped | Kept | Stopped | Done | Failed) -> None:
+    async def _hear(self, message: Ready | Stepped | StateSaved | Stopped | Done | Failed) -> None:
         """Pass on what compute says; never wait for the scheduler here."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -292,7 +292,7 @@ class Worker:
                 self._background.once("telling of a step", partial(self._progress, message))
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, Kept):
+        elif isinstance(message, StateSaved):
             if self._keeper:
                 self._background.once("keeping a checkpoint", partial(self._keeper.keep, message))
         else:
