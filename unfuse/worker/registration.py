@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Choice
-from unfuse.models import find, resolve_source
+from unfuse.models import card_of, resolve_source
 
 Models = Sequence[tuple[str, str, str]]
 """Models as (name, source, dtype); once they are brought, the source is a folder of this machine."""
@@ -18,7 +18,7 @@ def bring(models: Models, choice: Choice) -> tuple[list[ModelCard], tuple[tuple[
     cards, folders = [], []
     for name, source, dtype in models:
         folder = resolve_source(source, components=())
-        card = find(folder).card(name, folder, dtype)
+        card = card_of(name, folder, dtype)
         stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
         resolve_source(card.source, components={component for stage in stages for component in stage.components})
         cards.append(card)
