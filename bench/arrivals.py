@@ -24,7 +24,7 @@ from typing import Any
 
 from bench.report import NO_CACHE, quantile, show
 from bench.split import SHAPES, Case, Undivided, case
-from tests.integration.harness import Server, serving
+from tools.server import Server, serving
 
 SEED = 7
 REQUESTS = 64

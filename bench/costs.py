@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from bench.report import NO_CACHE, quantile, show, table
-from tests.integration.harness import Server, serving
+from tools.server import Server, serving
 from unfuse.core.plan import compile_plan
 from unfuse.core.request import RequestContext, StageState, Timings
 from unfuse.models import find, resolve_source

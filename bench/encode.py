@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 
 from bench.report import show, table
-from tests.integration.harness import Server, serving, until
+from tools.server import Server, serving, until
 from unfuse.wire.keys import make
 
 ENCODINGS = ("none", "text_encode=bf16", "text_encode=fp16", "denoise=bf16", "denoise=fp16")

@@ -40,8 +40,8 @@ from bench.load import closed_loop
 from bench.model import PROMPTS, Case, Halves, Made, Model
 from bench.report import NO_CACHE, show
 from bench.steps import independence
-from tests.integration.harness import Server, environment, serving
-from tests.models import tiny
+from tools import tiny
+from tools.server import Server, environment, serving
 from unfuse.arena.arena import Arena
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import PermanentError, UnfuseError

@@ -19,7 +19,7 @@ import uvloop
 
 from bench.report import show, spread
 from bench.servers import redis_server
-from tests.meet import unix_address
+from tools.addresses import unix_address
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import quantile, show, spread
-from tests.integration.harness import serving, until
+from tools.server import serving, until
 
 SECONDS = 20.0
 STREAMS = 1000

@@ -18,7 +18,7 @@ import psutil
 from bench.report import show
 from bench.servers import redis_server
 from bench.start import memory
-from tests.integration.harness import Server, family_of, serving
+from tools.server import Server, family_of, serving
 
 SECONDS = 60.0
 SETTLE_S = 5.0

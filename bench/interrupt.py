@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from bench.report import NO_CACHE, show, spread
-from tests.integration.harness import Server, serving
+from tools.server import Server, serving
 
 REPETITIONS = 15
 STEPS = 50

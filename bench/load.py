@@ -25,7 +25,7 @@ import psutil
 from bench.report import NO_CACHE, quantile, ratio, show, spread
 from bench.split import Undivided, case, ours
 from bench.start import memory
-from tests.integration.harness import Server, family_of, serving
+from tools.server import Server, family_of, serving
 
 STEPS = 20
 REQUESTS = {1: 4, 4: 8, 16: 24, 64: 64}

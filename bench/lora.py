@@ -19,7 +19,7 @@ import torch
 
 from bench.model import PROMPTS, Case, Model, advance
 from bench.report import ratio, show
-from tests.models.tiny import adapter
+from tools.tiny import adapter
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.plan import Params
 from unfuse.models import resolve_source

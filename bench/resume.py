@@ -21,7 +21,7 @@ import torch
 from bench.model import PROMPTS, Case, Model, advance
 from bench.report import ratio, show, spread
 from bench.steps import SIZES
-from tests.integration.harness import serving, until
+from tools.server import serving, until
 from unfuse.models import resolve_source
 from unfuse.stages.denoise import Denoise, DenoiseState
 from unfuse.stores.tensor_store import TensorStore

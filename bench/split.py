@@ -16,7 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from bench.report import NO_CACHE, ratio, show, spread
-from tests.integration.harness import Server, environment, serving
+from tools.server import Server, environment, serving
 
 ROOT = Path(__file__).parents[1]
 SHAPES = ROOT / "unfuse" / "models" / "shapes"

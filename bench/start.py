@@ -14,7 +14,7 @@ import psutil
 
 from bench.report import show, spread
 from bench.split import Undivided, case, ours
-from tests.integration.harness import family_of, serving
+from tools.server import family_of, serving
 
 PAIRS = 15
 

@@ -24,8 +24,8 @@ import uvloop
 
 from bench.report import quantile, show
 from bench.servers import redis_server
-from tests.integration.harness import free_port
-from tests.server.served import IDLE
+from tools.addresses import free_port
+from tools.cards import IDLE
 from unfuse import queues
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.plan import compile_plan

@@ -37,7 +37,8 @@ import uvloop
 from bench.hop import control, finish, worker
 from bench.peers.loop import PARAMS, obey
 from bench.report import quantile, ratio, show
-from bench.servers import RedisServer, redis_server
+from bench.servers import redis_server
+from tools.redis_server import RedisServer
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, Beat, Granted
 from unfuse.core.plan import Pipeline, StageSpec
@@ -220,7 +221,7 @@ class Running:
     def cpu(self, server: RedisServer | None) -> dict[str, float]:
         """CPU seconds that each part has used."""
         parts = {"client": self.processes[0].pid, "worker": self.processes[1].pid}
-        parts |= {"redis": server.process.pid} if server else {}
+        parts |= {"redis": server.pid} if server else {}
         return {name: sum(map(_seconds, _family(pid))) for name, pid in parts.items()}
 
 

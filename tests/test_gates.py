@@ -112,6 +112,31 @@ def test_a_family_is_recognised_however_it_is_written() -> None:
     assert not words("wanted wants influx fluxes sanity Wander") & FAMILIES
 
 
+APART = {"unfuse": {"bench", "tests", "tools"}, "tools": {"bench", "tests"}, "bench": {"tests"}, "tests": {"bench"}}
+"""What each of the four folders imports nothing of: what tests and benches share lies in tools."""
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """The packages that a module imports, anywhere in it."""
+    names = [name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names]
+    names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def test_benches_and_tests_share_only_tools() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} imports {other}"
+        for folder, others in APART.items() for path in sorted((ROOT / folder).rglob("*.py"))
+        for other in sorted(others & imported(ast.parse(path.read_text())))
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_an_import_is_found_wherever_it_is() -> None:
+    said = "import os, bench.hop\ndef f():\n from tests.core import a\n from . import bench\n import unfuse as tools\n"
+    assert imported(ast.parse(said)) == {"os", "bench", "tests", "unfuse"}
+
+
 def budgets() -> dict[str, int]:
     """The lines that each folder may have, by docs/architecture.md."""
     table = (ROOT / "docs" / "architecture.md").read_text()
@@ -135,8 +160,8 @@ def test_every_folder_keeps_to_its_budget_of_lines() -> None:
 
 
 def test_as_much_is_test_as_source() -> None:
-    """The published suites in unfuse/testing are tests that ship: they count on that side."""
+    """The published suites in unfuse/testing are tests that ship: they count on that side, as do the benches' tests."""
     suites = [path for path in SOURCES if "testing" in path.parts]
     source = sum(map(lines, SOURCES)) - sum(map(lines, suites))
-    tests = sum(map(lines, (*suites, *(ROOT / "tests").rglob("*.py"))))
+    tests = sum(map(lines, (*suites, *(ROOT / "tests").rglob("*.py"), *(ROOT / "bench" / "tests").rglob("*.py"))))
     assert tests >= source, f"{tests} lines of tests for {source} of source"

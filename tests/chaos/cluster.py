@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
-from tests.meet import address_of_server
-from tests.stores.servers import binary
+from tools.addresses import address_of_server, free_port
+from tools.programs import program
 from unfuse.wire.keys import make as make_keys
 
 START_S = 120.0
@@ -28,12 +28,6 @@ START_S = 120.0
 RUN_DIR = "UNFUSE_RUN_DIR"
 ROLES = ("encoder", "denoiser", "decoder")
 LEASE_S = 2.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = START_S) -> Any:
@@ -164,7 +158,7 @@ class Redis(Process):
         self.url = f"redis://127.0.0.1:{self.port}/0"
         where = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(folder), "--save", ""]
         command = [
-            binary("redis-server", "Debian's redis-server"),
+            program("redis-server"),
             *where,
             "--appendonly",
             "yes",
@@ -205,8 +199,7 @@ class Cluster:
     ) -> None:
         self.folder, self._apart = folder, apart
         site, self.model = install(folder)
-        kept = "UNFUSE_RUN_DIR"
-        clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("UNFUSE_")}
+        clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
         paths = os.pathsep.join(filter(None, [str(site), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
         self._environment = clean | {
             "PYTHONPATH": paths, "UNFUSE_DATA_DIR": str(folder / "data"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",

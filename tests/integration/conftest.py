@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.harness import PAIR, SHAPES, Server, defaults, serving, undivided
+from tests.integration.pictures import PAIR, SHAPES, defaults, undivided
 from tests.stores.conftest import redis_server, s3_server
+from tools.server import Server, serving
 
 __all__ = ["redis_server", "s3_server"]
 

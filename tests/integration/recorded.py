@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import Server, serving
-from tests.models.tiny import build
+from tools.server import Server, serving
+from tools.tiny import build
 
 RECORDED = Path(__file__).with_suffix(".json")
 

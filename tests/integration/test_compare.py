@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import environment, unfuse
+from tools.server import environment, unfuse
 
 
 @pytest.mark.nightly

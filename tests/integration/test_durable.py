@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Server, serving, until
+from tools.server import Server, serving, until
 
 RUNNING, WAITING = 3, 8
 

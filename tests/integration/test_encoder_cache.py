@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Server, serving, until
+from tools.server import Server, serving, until
 
 PROMPT = "a blue star on black"
 

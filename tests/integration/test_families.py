@@ -10,9 +10,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.harness import Server, digest, serving, undivided
+from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
-from tests.models.tiny import SERVING, build
+from tools.server import Server, serving
+from tools.tiny import SERVING, build
 
 KINDS = (
     "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",

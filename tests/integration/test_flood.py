@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.harness import Server, environment, serving, until
+from tools.server import Server, environment, serving, until
 from unfuse.wire.keys import make
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ import pytest
 from msgspec.structs import asdict, replace
 from safetensors.numpy import save_file
 
-from tests.integration.harness import Server, serving, until
+from tools.server import Server, serving, until
 from unfuse.core.card import ModelCard
 from unfuse.core.media import Limits, Room, Workload
 from unfuse.core.plan import Pipeline, StageSpec

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.disks import fill, small_disk
-from tests.integration.harness import Server, serving, until
 from tests.integration.test_restarts import SLOW, installed
+from tools.server import Server, serving, until
 
 
 def asked(server: Server, path: str) -> tuple[int, str]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.harness import Server, all_gone, family_of, serving, until
+from tests.integration.pictures import made_pair
 from tests.integration.test_restarts import SLOW, installed
-from tests.stores.servers import RedisServer
+from tools.redis_server import RedisServer
+from tools.server import Server, all_gone, family_of, serving, until
 
 LAYOUTS = {
     "all=2": ["all", "all"],
@@ -92,6 +93,6 @@ EXPECTED: dict[str, list[bytes]] = {}
 
 def test_an_undivided_worker_makes_the_undivided_pipeline_s_pixels(tmp_path: Path, expected_pair: list[str]) -> None:
     with serving(tmp_path, "--workers", "all=1", "--threads", "1", "--arena", "64MiB") as server:
-        assert server.ready().pair() == expected_pair
+        assert made_pair(server.ready()) == expected_pair
         (worker,) = server.get("/v1/workers")["data"]
         assert (worker["role"], worker["slots"], len(worker["pools"])) == ("all", 2, 3)

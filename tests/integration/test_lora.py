@@ -16,19 +16,9 @@ import openai
 import psutil
 import pytest
 
-from tests.integration.harness import (
-    SHAPES,
-    START_S,
-    Server,
-    defaults,
-    digest,
-    environment,
-    serving,
-    undivided,
-    unfuse,
-    until,
-)
-from tests.models.tiny import adapter
+from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tools.server import START_S, Server, environment, serving, unfuse, until
+from tools.tiny import adapter
 
 STEPS, MORE = 4, 100
 PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gray")

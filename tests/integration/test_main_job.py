@@ -16,17 +16,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.harness import (
-    SHAPES,
-    Server,
-    defaults,
-    digest,
-    environment,
-    serving,
-    undivided,
-    unfuse,
-    until,
-)  # fmt: skip
+from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tools.server import Server, environment, serving, unfuse, until  # fmt: skip
 
 CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
 CASES: list[dict[str, Any]] = [

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import PAIR, Server, digest, environment, own_run_folder, serving, unfuse, until
+from tests.integration.pictures import PAIR, digest, made_pair
 from tests.netns import SecondHost, second_host
 from tests.transfer.conftest import needed
+from tools.server import Server, environment, own_run_folder, serving, unfuse, until
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def denoised_elsewhere(server: Server, host: SecondHost, *arguments: str, pulled
     worker = server.worker("denoiser", *arguments, within=host.enter)
     before = moved(server).get(pulled, 0.0)
     try:
-        pixels = server.ready().pair()
+        pixels = made_pair(server.ready())
         until(
             lambda: not pulled or moved(server).get(pulled, 0.0) >= before + 2 * len(PAIR) * 1024,
             "what was moved to be told",
@@ -158,5 +159,5 @@ def test_no_fault_on_the_way_reaches_a_picture(tmp_path: Path, keys: list[str], 
             server.worker(role, *keys, **bad, **own_run_folder(role))
         server.ready()
         for _ in range(5):
-            assert server.pair() == expected_pair
+            assert made_pair(server) == expected_pair
         until(lambda: sum(moved(server).values()) >= 10 * len(PAIR) * 1024, "what was moved to be told")

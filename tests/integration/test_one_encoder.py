@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import environment, serving, unfuse, until
 from tests.integration.recorded import RECORDED, REQUESTS, circumstances
-from tests.models.tiny import build
+from tools.server import environment, serving, unfuse, until
+from tools.tiny import build
 
 FLUX = 8
 """Which of the recorded requests is one to a model of two text encoders."""

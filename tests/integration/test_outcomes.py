@@ -6,7 +6,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.integration.harness import Server, digest, serving, until
+from tests.integration.pictures import digest
+from tools.server import Server, serving, until
 
 
 def denoiser_of(request: dict[str, Any]) -> str:

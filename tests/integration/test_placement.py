@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from tests.integration.harness import Server, environment, free_port, serving, unfuse, until
+from tools.addresses import free_port
+from tools.server import Server, environment, serving, unfuse, until
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 PROMPT = "a red circle on white"

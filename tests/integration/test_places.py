@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import own_run_folder, serving, unfuse, until
-from tests.stores.servers import RedisServer, S3Server
+from tests.integration.pictures import made_pair
+from tests.stores.servers import S3Server
+from tools.redis_server import RedisServer
+from tools.server import own_run_folder, serving, unfuse, until
 from unfuse.stores.shelf import open_shelf
 
 
@@ -28,7 +30,7 @@ def test_outputs_in_redis_copies_and_results_in_s3(
     stages = ["--durable-stages", "denoise", "--durable-stages", "text_encode"]
     with serving(tmp_path, "--arena", "64MiB", "--denoisers", "0", *places, *stages) as server:
         server.worker("denoiser", "--node", "other")
-        assert server.ready().pair() == expected_pair
+        assert made_pair(server.ready()) == expected_pair
         until(lambda: not kept(redis_server.url) and not kept(copies), "outputs and copies to be dropped")
         assert len(kept(results)) == 2
 
@@ -50,5 +52,5 @@ def test_what_was_spilled_is_pulled_from_another_node(tmp_path: Path, expected_p
             server.worker(role, *keys, **own_run_folder("b"))
         for id in ids:
             assert {stage["attempt"] for stage in server.finished(id)["stages"]} == {1}
-        assert server.pair() == expected_pair
+        assert made_pair(server) == expected_pair
         until(lambda: not [path for path in slow.rglob("*") if path.is_file()], "what was moved to be dropped")

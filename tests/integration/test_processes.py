@@ -10,17 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import (
-    START_S,
-    Server,
-    all_gone,
-    environment,
-    family_of,
-    free_port,
-    serving,
-    unfuse,
-    until,
-)
+from tools.addresses import free_port
+from tools.server import START_S, Server, all_gone, environment, family_of, serving, unfuse, until
 
 
 @pytest.mark.nightly

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.cluster import install
-from tests.integration.harness import all_gone, environment, family_of, free_port, serving, unfuse, until
+from tools.addresses import free_port
+from tools.server import all_gone, environment, family_of, serving, unfuse, until
 
 SLOW = "a circle [sleep=0.05@denoise]"
 

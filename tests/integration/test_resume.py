@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.harness import SHAPES, Server, all_gone, defaults, digest, family_of, serving, undivided, until
+from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tools.server import Server, all_gone, family_of, serving, until
 
 STEPS, MORE, EVERY = 50, 100, 10
 VIDEO = {

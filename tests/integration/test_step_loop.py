@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Server, until
+from tools.server import Server, until
 
 SLOW = {"size": "256x256", "num_inference_steps": 50, "guidance_scale": 4.0}
 """About a tenth of a second a step: more than the 50 ms between two progress messages."""

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.integration.harness import environment, unfuse
-from tests.meet import unix_address
+from tools.addresses import unix_address
+from tools.server import environment, unfuse
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.pool import declared

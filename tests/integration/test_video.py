@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.integration.harness import SHAPES, Server, defaults, digest, environment, undivided, unfuse, until
+from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tools.server import Server, environment, unfuse, until
 
 HERE = Path(__file__).parent
 TWO = Path(sys.prefix) / "openai-2"

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import Server, serving
 from tests.integration.recorded import RECORDED, REQUESTS, circumstances
-from tests.stores.servers import RedisServer
+from tools.redis_server import RedisServer
+from tools.server import Server, serving
 
 LEFT = Path(__file__).with_name("yesterday")
 WAITED = {

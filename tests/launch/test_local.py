@@ -12,7 +12,7 @@ import pytest
 import structlog
 import structlog.testing
 
-from tests.meet import unix_address
+from tools.addresses import unix_address
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.local import LocalLauncher

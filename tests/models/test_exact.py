@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tests.models import conftest as c
-from tests.models.tiny import KINDS, SERVING
+from tools.tiny import KINDS, SERVING
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import conftest as c
-from tests.models.tiny import KINDS
+from tools.tiny import KINDS
 from unfuse.core.errors import ConfigError
 from unfuse.models import find, resolve_source, served_classes
 from unfuse.models.names import hub_name, pipeline_class

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.models import conftest as c
-from tests.models.tiny import KINDS
+from tools.tiny import KINDS
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.plan import Params

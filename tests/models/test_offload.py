@@ -12,7 +12,7 @@ import torch
 from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from transformers import UMT5EncoderModel
 
-from tests.models.tiny import adapter
+from tools.tiny import adapter
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Params

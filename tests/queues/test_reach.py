@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.harness import free_port
 from tests.queues.conftest import Server
+from tools.addresses import free_port
 from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from tests.server.served import MOVING, PICTURES, STILL, Served, serve
+from tests.server.served import Served, serve
+from tools.cards import MOVING, PICTURES, STILL
 
 
 @pytest.fixture(scope="module")

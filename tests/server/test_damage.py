@@ -8,31 +8,28 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from tests.queues.conftest import BINARIES, Server
 from tests.server.served import IDLE, PICTURES, Served, serve, until
+from tools.redis_server import RedisServer
 from unfuse.cli.main import run
 
 URL, P = "/v1/images/generations", "{unfuse}"
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[Server]:
-    binary = BINARIES["redis"]()
-    if binary is None:
-        pytest.skip("no redis-server here: install Debian's redis-server")
-    server = Server(binary, tmp_path)
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
     yield server
     server.stop()
 
 
 @pytest.fixture
-def served(redis: Server, tmp_path: Path) -> Iterator[Served]:
+def served(redis: RedisServer, tmp_path: Path) -> Iterator[Served]:
     with serve(tmp_path / "results", queue=redis.url, lease_ttl=2.0) as served:
         yield served
 
 
 def test_garbage_is_listed_and_dropped_and_everything_else_is_served(
-    redis: Server, served: Served, capsys: pytest.CaptureFixture[str]
+    redis: RedisServer, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Given a context, a worker and its card, a lease and an event that are garbage, then requests are accepted, made,
     listed and shown, `/ready` and `/metrics` answer, and `unfuse dead` lists what cannot be read, and forgets it."""

@@ -10,7 +10,8 @@ import httpx2
 import msgspec
 import pytest
 
-from tests.server.served import PICTURES, STILL, Served, serve
+from tests.server.served import Served, serve
+from tools.cards import PICTURES, STILL
 from unfuse.core.plan import Params
 from unfuse.stages.adapters import Loras
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,8 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
-from tests.queues.conftest import BINARIES, Server
 from tests.server.served import IDLE, MOVING, PICTURES, WORKER, Served, picture, serve, until
+from tools.redis_server import RedisServer
 from unfuse.client import Client
 from unfuse.core.errors import NotFound
 
@@ -23,18 +22,15 @@ ASYNC = {"prefer": "respond-async"}
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    binary = BINARIES["redis"]()
-    if binary is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no redis-server here: install Debian's redis-server")
-    server = Server(binary, tmp_path_factory.mktemp("redis"))
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.sync("always")
     yield server
     server.stop()
 
 
 @pytest.fixture(scope="module")
-def pair(redis: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+def pair(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
     """Two gateways, each with its scheduler, that share a queue and a folder of results; the first has the worker."""
     folder, cards = tmp_path_factory.mktemp("results"), (PICTURES, MOVING)
     with (
@@ -154,7 +150,7 @@ def test_an_upload_accepted_by_one_is_let_go_by_the_other(pair: tuple[Served, Se
 
 
 def test_while_redis_is_away_calls_are_refused_and_then_all_goes_on(
-    redis: Server, pair: tuple[Served, Served], near: httpx2.Client, far: httpx2.Client
+    redis: RedisServer, pair: tuple[Served, Served], near: httpx2.Client, far: httpx2.Client
 ) -> None:
     id, heard = submit(near, IDLE.name), []
     with Client(pair[1].url, reconnect_delay=0.3) as client:

@@ -13,9 +13,9 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
-from tests.meet import a_worker
-from tests.queues.conftest import BINARIES, Server
 from tests.worker import outside
+from tools.addresses import a_worker
+from tools.redis_server import RedisServer
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
 from unfuse.service.service import Service, plan
@@ -33,11 +33,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    binary = BINARIES["redis"]()
-    if binary is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)("no redis-server here: install Debian's redis-server")
-    server = Server(binary, tmp_path_factory.mktemp("redis"))
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
     server.stop()
 

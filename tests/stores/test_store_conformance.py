@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.stores.servers import Server
+from tests.stores.servers import S3Server
+from tools.redis_server import RedisServer
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
@@ -43,7 +44,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where a store that outlives its process keeps objects."""
     if request.param == "disk":
         return f"disk:{tmp_path}/kept"
-    server: Server = request.getfixturevalue(f"{request.param}_server")
+    server: RedisServer | S3Server = request.getfixturevalue(f"{request.param}_server")
     return server.url
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.netns import SecondHost, second_host
 from tests.stores.processes import Refused, Start
-from tests.stores.servers import RedisServer, binary
 from tests.stores.test_recall import Reader
 from tests.stores.test_shared_memory import decoded, encoded
 from tests.transfer.conftest import SECRET
+from tools.redis_server import RedisServer
 from unfuse.core.errors import ObjectLost
 from unfuse.core.request import new_request_id
 from unfuse.stores.tensor_store import TensorStore
@@ -41,7 +41,7 @@ def place(request: pytest.FixtureRequest, host: SecondHost, tmp_path: Path) -> I
     if request.param == "disk":
         yield f"disk:{tmp_path}/kept"
         return
-    server = RedisServer(binary("redis-server", "Debian's redis-server"), tmp_path, host.near)
+    server = RedisServer(tmp_path, host=host.near)
     yield server.url
     server.client.close()
     server.kill()

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 from zmq.utils import z85
 
-from tests.meet import a_worker, unix_address
+from tools.addresses import a_worker, unix_address
 from unfuse.arena.buddy import Usage
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Pulse, ToScheduler, ToWorker
 from unfuse.core.task import Claim

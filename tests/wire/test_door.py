@@ -14,9 +14,9 @@ import zmq
 import zmq.asyncio
 from structlog.testing import capture_logs
 
-from tests.meet import unix_address
 from tests.wire.test_wire import Answers
 from tests.wire.zmtp import COMMAND, GREETING, MORE, PING, PONG, SIGNATURE, Peer, frame, header, message
+from tools.addresses import unix_address
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Ask, Beat, Granted, Pulse, ToWorker

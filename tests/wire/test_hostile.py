@@ -14,10 +14,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.meet import unix_address
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info
 from tests.wire.zmtp import Peer, message
+from tools.addresses import unix_address
 from unfuse.core.clock import SystemClock
 from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
 from unfuse.core.messages import (

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from tests.meet import unix_address
+from tools.addresses import unix_address
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Accepted, Ask, Beat, Bye, Granted, Pulse, Refused, ToScheduler, ToWorker

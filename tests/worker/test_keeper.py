@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.core.graphs import object_for
-from tests.meet import a_worker, unix_address
+from tools.addresses import a_worker, unix_address
 from unfuse.core.messages import Accepted, Failed, Refused, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease, Task

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.meet import a_worker, unix_address
 from tests.worker import outside
+from tools.addresses import a_worker, unix_address
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (

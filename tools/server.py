@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,54 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from PIL import Image
 
-from tests.meet import address_of_server
+from tools.addresses import address_of_server, free_port
 
 START_S = 600.0
 """Heavy imports on a loaded machine; nothing is asserted about it."""
 
 RUN_DIR = "UNFUSE_RUN_DIR"
 
-SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
-JUDGE = Path(__file__).with_name("reference.py")
-
-
-PAIR: list[dict[str, Any]] = [
-    {"prompt": "a red circle on white", "seed": 1}, {"prompt": "a blue star on black", "seed": 2}
-]  # fmt: skip
-
-
-def digest(picture: bytes) -> str:
-    """SHA-256 of an encoded picture's pixels."""
-    return hashlib.sha256(Image.open(io.BytesIO(picture)).convert("RGB").tobytes()).hexdigest()
-
-
-def undivided(model: Path, folder: Path, cases: list[dict[str, Any]]) -> list[list[str]]:
-    """SHA-256 of every frame that the undivided pipeline makes in each case, in a process that knows nothing of us."""
-    (folder / "cases.json").write_text(json.dumps(cases))
-    (folder / JUDGE.name).write_text(JUDGE.read_text())
-    command = [sys.executable, "-I", JUDGE.name, str(model), "out.json", "cases.json"]
-    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
-    found: list[list[str]] = json.loads((folder / "out.json").read_text())
-    return found
-
-
-def defaults() -> dict[str, Any]:
-    """What the built-in model's pipeline is called with for a picture where a request says nothing."""
-    found: dict[str, Any] = json.loads((SHAPES / "serving.json").read_text())["defaults"]
-    return {name: value for name, value in found.items() if name != "fps"} | {"num_frames": 1}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
 
 def environment(folder: Path) -> dict[str, str]:
-    kept = "UNFUSE_RUN_DIR"
-    clean = {name: value for name, value in os.environ.items() if name == kept or not name.startswith("UNFUSE_")}
+    clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
     return clean | {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
 
 
@@ -195,12 +155,6 @@ class Server:
             pass
         found: dict[str, Any] = self.get(f"/v1/requests/{request}")
         return found
-
-    def pair(self) -> list[str]:
-        """The pixels of PAIR, made here."""
-        ids = [self.submit(**case) for case in PAIR]
-        assert [self.finished(id)["status"] for id in ids] == ["completed"] * len(ids)
-        return [digest(self.result(id)) for id in ids]
 
     def result(self, request: str, index: int = 0) -> bytes:
         with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/result/{index}", timeout=30) as answer:

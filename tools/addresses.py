@@ -1,5 +1,7 @@
 """Where processes of a test, or of a bench, meet."""
 
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 from msgspec.structs import replace
@@ -9,6 +11,19 @@ from unfuse.service.worker import worker_options
 from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket, server_socket
 from unfuse.worker.worker import WorkerOptions
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of this host at which nobody listens, each another."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
+
+
+def free_port() -> int:
+    """A TCP port of this host at which nobody listens."""
+    (port,) = free_ports(1)
+    return port
 
 
 def unix_address() -> str:

@@ -1,6 +1,6 @@
 """Tiny models of random weights, made by the real classes, in diffusers' layout.
 
-    python -m tests.models.tiny KIND FOLDER
+    python -m tools.tiny KIND FOLDER
 
 The same bytes every time. Kinds of one family share their text encoders and VAE, as published models do. Scale factors
 are not the usual ones, and the text path is loud enough that another prompt makes another picture.

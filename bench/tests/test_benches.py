@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -19,13 +18,9 @@ from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
 from bench.undivided import load as load_undivided, make
-from tests.models import tiny
-from tests.server.composed import composed
+from tools import tiny
+from tools.server import serving, until
 from unfuse.core.request import Timings
-
-with_redis = pytest.mark.skipif(
-    not (shutil.which("redis-server") or os.environ.get("CI")), reason="no redis-server here: install Debian's"
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,7 +162,6 @@ def test_clients_wait_for_their_picture_before_they_ask_again() -> None:
     assert asked == [*range(5)] and len(each) == 5 and wall >= sum(each)
 
 
-@with_redis
 def test_tasks_go_through_a_scheduler_and_a_worker_process() -> None:
     found = tasks.measure(1, 0.2, {}, only=("memory", "redis, three stages"))
 
@@ -192,7 +186,6 @@ async def test_a_task_is_over_for_its_client_when_a_worker_has_said_so(tmp_path:
     assert len(found["each"]) == len(submitted) >= 3
 
 
-@with_redis
 def test_leases_are_timed_at_every_depth() -> None:
     found = leases.measure((64, 128), quick=True)
 
@@ -200,7 +193,6 @@ def test_leases_are_timed_at_every_depth() -> None:
     assert found.keys() == {"memory", "sqlite", "redis"}
 
 
-@with_redis
 def test_what_clients_ask_is_timed_at_both_depths() -> None:
     found = stored.measure(300, 1)
 
@@ -208,7 +200,6 @@ def test_what_clients_ask_is_timed_at_both_depths() -> None:
     assert all(found[queue][ask]["p50_ratio"] > 0 for queue in found for ask in stored.ROUTES)
 
 
-@with_redis
 async def test_hops_are_timed_over_every_queue(tmp_path: Path) -> None:
     with redis_server() as server:
         for url in ("memory", f"sqlite:{tmp_path}/queue.db", server.url):
@@ -245,7 +236,9 @@ def test_predictions_are_compared_with_what_was_held_out() -> None:
 def test_health_is_asked_for_beside_streams_and_large_bodies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_edge, "STREAMS", 3)
     monkeypatch.setattr(http_edge, "LARGE", 1000)
-    with composed(tmp_path) as port:
+    with serving(tmp_path, "--no-workers") as server:
+        until(lambda: server.get("/health"), "the server", server.process)
+        port = int(server.url.rpartition(":")[2])
         assert http_edge.health(port, 0.1)
         asyncio.run(http_edge.streams(port, http_edge.waiting(port)))
         for kind in http_edge.LOADS[1:]:

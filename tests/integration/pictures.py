@@ -1,0 +1,50 @@
+"""What the undivided pipeline makes, and what a server has to make of the same."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tools.server import Server, environment
+
+SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
+JUDGE = Path(__file__).with_name("reference.py")
+
+PAIR: list[dict[str, Any]] = [
+    {"prompt": "a red circle on white", "seed": 1}, {"prompt": "a blue star on black", "seed": 2}
+]  # fmt: skip
+
+
+def digest(picture: bytes) -> str:
+    """SHA-256 of an encoded picture's pixels."""
+    return hashlib.sha256(Image.open(io.BytesIO(picture)).convert("RGB").tobytes()).hexdigest()
+
+
+def undivided(model: Path, folder: Path, cases: list[dict[str, Any]]) -> list[list[str]]:
+    """SHA-256 of every frame that the undivided pipeline makes in each case, in a process that knows nothing of us."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    (folder / JUDGE.name).write_text(JUDGE.read_text())
+    command = [sys.executable, "-I", JUDGE.name, str(model), "out.json", "cases.json"]
+    subprocess.run(command, cwd=folder, env=environment(folder) | {"OMP_NUM_THREADS": "1"}, check=True)
+    found: list[list[str]] = json.loads((folder / "out.json").read_text())
+    return found
+
+
+def defaults() -> dict[str, Any]:
+    """What the built-in model's pipeline is called with for a picture where a request says nothing."""
+    found: dict[str, Any] = json.loads((SHAPES / "serving.json").read_text())["defaults"]
+    return {name: value for name, value in found.items() if name != "fps"} | {"num_frames": 1}
+
+
+def made_pair(server: Server) -> list[str]:
+    """The pixels of PAIR, made by a server."""
+    ids = [server.submit(**case) for case in PAIR]
+    assert [server.finished(id)["status"] for id in ids] == ["completed"] * len(ids)
+    return [digest(server.result(id)) for id in ids]
