@@ -1,4 +1,4 @@
-# `make demo` and `make test` do all set-up themselves, once: they put what they need into .venv.
+# Every target does all set-up itself, once: it puts what it needs into .venv.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,13 +8,22 @@ BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idl
 REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 
-.PHONY: demo test system lint bench nightly soak clean
+# files in the order of their names: by their number of tests, those that take longest would come last
+PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+DAY := not nightly and not gpu
+
+.PHONY: demo quick test system lint bench nightly soak clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
 
+# what starts no process and needs no diffusers: two minutes at most, to be run after every change
+quick: $(VENV)/installed-test
+	$(PYTEST) -m "$(DAY) and not slow"
+
+# and every behaviour once as `serve` has it: 15 minutes at most on two cores, before a change is handed in
 test: system lint
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile -m "not nightly and not gpu"
+	$(PYTEST) -m "$(DAY)"
 
 # what apt installs, where this user may; tests skip what is missing, and say so
 system:
@@ -29,6 +38,7 @@ lint: $(VENV)/installed-test
 bench: $(VENV)/installed-test
 	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name || exit 1; done
 
+# what is left: every combination of what by day is met in pairs, long histories, the whole of the chaos drills
 nightly: $(VENV)/installed-nightly
 	SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly"
 	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py

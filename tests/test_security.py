@@ -73,6 +73,7 @@ def modules_after(code: str) -> set[str]:
     return {name.split(".")[0] for name in done.stderr.split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [
@@ -85,6 +86,7 @@ def test_a_light_start_imports_nothing_heavy(code: str) -> None:
     assert modules_after(code) & HEAVY == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [
@@ -102,11 +104,13 @@ def test_control_processes_import_no_torch(module: str) -> None:
     assert loaded & {"torch", "diffusers", "transformers"} == set()
 
 
+@pytest.mark.slow
 def test_a_worker_imports_no_gateway() -> None:
     loaded = modules_after("import unfuse.service.worker, unfuse.service.transfers")
     assert loaded & {"fastapi", "starlette", "uvicorn"} == set()
 
 
+@pytest.mark.slow
 def test_a_service_needs_neither_typer_nor_rich() -> None:
     modules = [f"unfuse.service.{path.stem}" for path in sorted((ROOT / "unfuse" / "service").glob("[!_]*.py"))]
     assert "unfuse.service.local" in modules
@@ -115,6 +119,7 @@ def test_a_service_needs_neither_typer_nor_rich() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "unfuse", "--help"], capture_output=True, text=True, check=True, cwd=ROOT

@@ -431,6 +431,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> None:
     """Given a reader that holds an object, one that does not, and a process that opens connection after connection,
     then the readers stay, and others come in."""

@@ -41,6 +41,7 @@ def test_where_no_socket_can_be_the_folder_is_named(folder: Path) -> None:
             listen(place)
 
 
+@pytest.mark.slow
 def test_what_the_killed_leave_is_removed_and_what_lives_stays(folder: Path) -> None:
     """Also beside what is no socket, what belongs to others, and one that has more callers than it takes."""
     killed = f"import os, pathlib; from unfuse.arena.sockets import listen; listen(pathlib.Path({os.fspath(folder)!r}))"

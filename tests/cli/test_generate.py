@@ -78,6 +78,7 @@ def test_what_fits_no_file_is_refused_before_anything_starts(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -33,6 +33,7 @@ main()
 """Runs the command, which gets a signal as soon as a module is about to be imported."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["unfuse.cli.app", "typer", "unfuse.service.settings"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: int, code: int) -> None:
@@ -41,6 +42,7 @@ def test_a_signal_while_importing_ends_it_without_a_word(module: str, number: in
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_where_no_exception_goes_ends_it_too(number: int, code: int) -> None:
     """A signal that comes while something is being forgotten, as modules' locks are all the time, is not lost."""
@@ -49,6 +51,7 @@ def test_a_signal_where_no_exception_goes_ends_it_too(number: int, code: int) ->
     assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["config", "show"], ["--help"], ["version"]])
 def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
     reading, writing = os.pipe()
@@ -58,12 +61,14 @@ def test_a_reader_that_has_left_is_no_traceback(arguments: list[str]) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_sentence() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "version"], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "unfuse: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_nobody_hears_of_an_error_and_it_still_is_one() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, "models", "--server", "x"], stderr=full, stdout=full, check=False)

@@ -292,6 +292,7 @@ def test_a_choice_that_is_none_is_exit_2_and_lists_them(unfuse: Run, monkeypatch
     )
 
 
+@pytest.mark.slow
 def test_models_lists_what_is_served(asking: Run) -> None:
     rows = json.loads(asking("models", "--json")[1])
     assert [model["id"] for model in rows if model["state"] == "served"] == ["unfuse/shapes"]

@@ -29,6 +29,7 @@ STRUCTS = {
 ERRORS = [found for found in vars(errors).values() if inspect.isclass(found)]
 
 
+@pytest.mark.slow
 def test_core_imports_no_framework() -> None:
     """A process that imports all of core has neither torch nor asyncio nor a server."""
     names = ", ".join(module.__name__ for module in MODULES)

@@ -84,6 +84,7 @@ class TestCompiling:
         with pytest.raises(KeyError):
             plan.stage("denoise")
 
+    @pytest.mark.slow
     def test_the_plan_is_the_same_in_every_process(self) -> None:
         """Two schedulers with other hash seeds compile one request to the same order of stages."""
         code = (

@@ -64,6 +64,7 @@ def serving(model: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
             server.terminate()
 
 
+@pytest.mark.slow
 def test_with_keys_serve_and_its_workers_listen_beyond_this_machine(tmp_path: Path, keys: Path) -> None:
     model = outside.model(tmp_path / "model")
     limits = ("--memory-limit", "1GiB", "--stall-s", "77")
@@ -79,18 +80,21 @@ def test_with_keys_serve_and_its_workers_listen_beyond_this_machine(tmp_path: Pa
     assert server.returncode == 0
 
 
+@pytest.mark.slow
 def test_keys_are_made_once(keys: Path) -> None:
     before = (keys / "worker.key").read_text()
     assert "is there already" in refusal("keys", "new", str(keys))
     assert (keys / "worker.key").read_text() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
 def test_a_worker_without_keys_does_not_start_over_tcp(host: str, tmp_path: Path, data: Path) -> None:
     refused = refusal("worker", "--scheduler", "8000", "--scheduler", f"tcp://{host}:8001", "--arena", "1MiB")
     assert "make keys by `unfuse keys new DIR`" in refused
 
 
+@pytest.mark.slow
 def test_a_key_that_others_can_read_starts_nothing(tmp_path: Path, keys: Path) -> None:
     os.chmod(keys / "worker.key", 0o644)
     assert "can be read by others" in refusal("worker", "--keys", str(keys), "--arena", "1MiB")

@@ -33,6 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: None
 
 
+@pytest.mark.slow
 def test_every_line_is_told_with_its_process_also_the_last_words_of_one_that_dies() -> None:
     told: list[tuple[int, bytes]] = []
     out = Output(lambda number, line: told.append((number, line)))
@@ -42,6 +43,7 @@ def test_every_line_is_told_with_its_process_also_the_last_words_of_one_that_die
     assert told == [(7, b"one"), (7, b"two"), (8, b"no end of line")]
 
 
+@pytest.mark.slow
 def test_a_process_that_writes_a_lot_ends_though_nobody_hears(few: Callable[[], None]) -> None:
     stuck, told = threading.Event(), []
 
@@ -67,6 +69,7 @@ def test_the_end_waits_for_nobody_who_keeps_a_pipe_open_or_does_not_hear(few: Ca
     os.close(writing)
 
 
+@pytest.mark.slow
 def test_a_line_without_an_end_is_cut() -> None:
     told: list[int] = []
     out = Output(lambda number, line: told.append(len(line)))

@@ -89,6 +89,7 @@ async def test_nobody_listening_is_waited_for() -> None:
     await queue.close()
 
 
+@pytest.mark.slow
 def test_serve_ends_with_that_sentence(server: Server, tmp_path: Path) -> None:
     flags = ["--no-workers", "--port", "0", "--listen", "tcp://127.0.0.1:0", "--data-dir", str(tmp_path)][:-2]
     command = [

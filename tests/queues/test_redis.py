@@ -386,6 +386,7 @@ async def test_a_server_that_hangs_is_noticed(unsteady: Server) -> None:
         await queue.check()
 
 
+@pytest.mark.slow
 def test_without_the_library_the_extra_is_named() -> None:
     program = "import sys; sys.modules['redis'] = None; from unfuse import queues; queues.open('redis://h')"
     end = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

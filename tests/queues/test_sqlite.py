@@ -359,6 +359,7 @@ class TestADiskThatIsFull:
             await raised(NotFound, queue.load("c"))
             await queue.close()
 
+    @pytest.mark.slow
     async def test_lets_the_queue_be_closed(self, tmp_path: Path, clock: ManualClock) -> None:
         """Given a disk that stays full, then what was acknowledged is there at the next start, and nothing else."""
         with small_disk(tmp_path, 256) as disk:
@@ -372,6 +373,7 @@ class TestADiskThatIsFull:
             assert (await queue.load("a")).context == record.context
             await queue.close()
 
+    @pytest.mark.slow
     async def test_is_found_out_on_a_real_one(self, tmp_path: Path, clock: ManualClock) -> None:
         with small_disk(tmp_path, 256) as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
             queue = SqliteQueue(disk / "queue.db", clock)
@@ -495,6 +497,7 @@ async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue
 
 
 class TestTheFile:
+    @pytest.mark.slow
     async def test_belongs_to_one_process(self, queue: SqliteQueue, path: Path) -> None:
         with pytest.raises(ConfigError, match=f"process {os.getpid()} has it"):
             queues.open(f"sqlite:{path}")
@@ -582,6 +585,7 @@ async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> N
     await queue.close()
 
 
+@pytest.mark.slow
 async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
     """Given a process that is killed at any moment, over and over, then every request stands where it was last said
     to stand or further on, and is whole: what is queued in its context is there to be leased, once, and no more."""

@@ -27,6 +27,7 @@ def decoded(reply: openai.types.ImagesResponse) -> list[bytes]:
     return [base64.b64decode(one.b64_json or "") for one in reply.data or []]
 
 
+@pytest.mark.slow
 def test_pictures_come_as_base64(client: openai.OpenAI) -> None:
     reply = client.images.generate(model=MODEL, prompt="a red circle", n=2, size="64x64", extra_body={"seed": 5})
     assert decoded(reply) == [picture(5), picture(6)]

@@ -100,6 +100,7 @@ def code(response: httpx2.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
+@pytest.mark.slow
 def test_pages_of_the_public_name_may_use_it(proxied: httpx2.Client) -> None:
     public = f"https://{proxied.headers['host']}"
     body, asked = {"prompt": "a red circle"}, {"origin": public, "prefer": "respond-async"}
@@ -108,6 +109,7 @@ def test_pages_of_the_public_name_may_use_it(proxied: httpx2.Client) -> None:
     assert answer.headers["location"].startswith(f"{public}/v1/requests/req_")
 
 
+@pytest.mark.slow
 def test_pages_of_elsewhere_and_other_names_are_refused(proxied: httpx2.Client) -> None:
     plain = f"http://{proxied.headers['host']}"
     for origin in ("https://evil.example", f"https://{NAME}.evil.example", plain, "null"):
@@ -119,6 +121,7 @@ def test_pages_of_elsewhere_and_other_names_are_refused(proxied: httpx2.Client) 
         assert proxied.get("/health", headers={"host": host}).status_code == 200
 
 
+@pytest.mark.slow
 def test_events_come_as_they_happen(proxied: httpx2.Client) -> None:
     """Given a stream of events through the proxy, then the first comes while its request goes on."""
     asked = {"prefer": "respond-async"}
@@ -130,6 +133,7 @@ def test_events_come_as_they_happen(proxied: httpx2.Client) -> None:
         assert [line for line in lines if line.startswith("event:")] == ["event: cancelled"]
 
 
+@pytest.mark.slow
 def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None:
     with composed(tmp_path) as behind, nginx(tmp_path, behind) as port:
         context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
@@ -140,6 +144,7 @@ def test_a_proxy_that_is_not_trusted_is_told_of_the_flag(tmp_path: Path) -> None
             assert client.get("/v1/models").status_code == 200
 
 
+@pytest.mark.slow
 def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
     """Given a server with keys behind a proxy, when the client shows its key, then it is answered."""
     with composed(tmp_path, api_key=("secret",), trusted_proxies=("127.0.0.1",)) as behind:

@@ -93,6 +93,7 @@ def encoded(request: dict[str, Any]) -> tuple[str, bool]:
     return request["status"], stage["cached"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
 async def test_a_prompt_that_comes_again_is_not_encoded_again(
     kind: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest

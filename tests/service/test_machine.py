@@ -49,6 +49,7 @@ def test_a_port_that_someone_listens_on_is_not_free() -> None:
         assert machine.is_free(listener.getsockname()[1]) is False
 
 
+@pytest.mark.slow
 def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
     first, second = machine.gpus()
 
@@ -56,6 +57,7 @@ def test_gpus_are_what_the_drivers_tool_lists(driver: Path) -> None:
     assert second.free == 1000 << 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("visible", "names"),
     [("1", ["NVIDIA L4"]), ("1,0", ["NVIDIA L4", "NVIDIA A100"]), ("GPU-bb", ["NVIDIA L4"]), ("", []), ("-1", [])],
@@ -67,6 +69,7 @@ def test_gpus_are_numbered_as_processes_see_them(
     assert [gpu.name for gpu in machine.gpus()] == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("torch", "count"), [("2.13.0", 2), ("2.13.0+cu130", 2), ("2.13.0+cpu", 0)])
 def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
     driver: Path, monkeypatch: pytest.MonkeyPatch, torch: str, count: int
@@ -77,6 +80,7 @@ def test_a_torch_that_is_built_for_cpus_has_no_gpus_to_run_on(
     assert [gpu.name for gpu in gpus] == [f"cuda:{number}" for number in range(count)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["exit 9", None])
 def test_no_driver_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None) -> None:
     if script:

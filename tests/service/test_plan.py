@@ -161,6 +161,7 @@ def test_a_model_whose_stages_do_not_join_is_refused_before_anything_starts(
         plan(options(load(flags, None, {})))
 
 
+@pytest.mark.slow
 def test_no_model_is_loaded_to_plan_for_it() -> None:
     code = (
         "import sys; from unfuse.service.plan import plan_for; from unfuse.launch.placement import Wanted, Device;"
@@ -179,6 +180,7 @@ print(found.models[0].card.source, *(row["memory"] for row in found.rows()))
 """
 
 
+@pytest.mark.slow
 def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_commit(tmp_path: Path) -> None:
     packaged = resolve_source(SHAPES)
     files = {str(file.relative_to(packaged)): file.read_bytes() for file in packaged.rglob("*") if file.is_file()}

@@ -23,6 +23,7 @@ def test_what_is_public_is_listed_and_nothing_else() -> None:
     assert dir(unfuse) == sorted(unfuse.__all__)
 
 
+@pytest.mark.slow
 def test_backends_are_reached_through_the_package_without_torch() -> None:
     code = "import sys, unfuse; unfuse.queues.open('memory'); unfuse.TensorStore; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -46,6 +46,7 @@ def test_each_frame_becomes_a_picture_without_loss() -> None:
     assert np.array_equal(np.stack(pictures), to_pixels(video[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pixels_are_rounded_as_diffusers_rounds_them(dtype: torch.dtype) -> None:
     """Among the values are all exact halves, which go to the even neighbour, and some outside −1 to 1."""

@@ -27,7 +27,9 @@ from unfuse.stores.tensor_store import TensorStore
 MIB = 1 << 20
 
 
-@pytest.fixture(params=["disk", "redis", "s3"])
+@pytest.fixture(
+    params=["disk", pytest.param("redis", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.slow)]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "disk":
         return f"disk:{tmp_path}/kept"
@@ -188,6 +190,7 @@ def test_a_disk_that_takes_no_more_is_said_and_nothing_is_left(tmp_path: Path) -
         check(store, small, 1)
 
 
+@pytest.mark.slow
 def test_a_file_system_that_is_full_is_said_and_is_used_again_when_it_is_not(tmp_path: Path) -> None:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", tmp_path], capture_output=True)
     if mounted.returncode:
@@ -204,6 +207,7 @@ def test_a_file_system_that_is_full_is_said_and_is_used_again_when_it_is_not(tmp
         subprocess.run(["umount", "-l", tmp_path], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_back(
     request: pytest.FixtureRequest, kind: str
@@ -228,6 +232,7 @@ def test_a_server_that_was_killed_is_said_and_everything_is_there_when_it_is_bac
         assert store.usage().used == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["redis", "s3"])
 def test_a_server_that_is_killed_in_the_middle_leaves_whole_objects_and_clear_errors(
     request: pytest.FixtureRequest, kind: str
@@ -370,7 +375,7 @@ def test_what_is_discarded_is_gone_with_its_copy(durable: Durable, place: str) -
         store.get(again)
 
 
-@pytest.mark.parametrize("kind", ["disk", "s3"])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("s3", marks=pytest.mark.slow)])
 def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
     request: pytest.FixtureRequest, kind: str, tmp_path: Path
 ) -> None:

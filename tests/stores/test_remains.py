@@ -15,7 +15,9 @@ from unfuse.stores.keyed import remains_at
 from unfuse.stores.tensor_store import TensorStore
 
 
-@pytest.fixture(params=["disk", "redis", "s3"])
+@pytest.fixture(
+    params=["disk", pytest.param("redis", marks=pytest.mark.slow), pytest.param("s3", marks=pytest.mark.slow)]
+)
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "disk":
         return f"disk:{tmp_path}/place"

@@ -32,7 +32,7 @@ def results(folder: Path) -> ResultStore:
     return open_results(f"disk:{folder}")
 
 
-@pytest.fixture(params=["disk", "s3"])
+@pytest.fixture(params=["disk", pytest.param("s3", marks=pytest.mark.slow)])
 def place(request: pytest.FixtureRequest, folder: Path) -> str:
     """A place that is empty."""
     if request.param == "disk":
@@ -198,6 +198,7 @@ def test_a_full_disk_is_said_and_nothing_is_left(
     assert results.read(request, 0) == b"new"
 
 
+@pytest.mark.slow
 def test_a_file_that_grows_too_large_leaves_nothing(folder: Path) -> None:
     script = """
 import os, resource, sys
@@ -273,6 +274,7 @@ def test_an_attachment_with_another_kind_of_name_is_not_kept(tmp_path: Path, nam
     assert list(tmp_path.rglob("*")) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Given a disk that fills up while a result is written, then nothing of it is there, what was is, and with room
     again the same call succeeds."""

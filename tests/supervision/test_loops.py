@@ -111,6 +111,7 @@ async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypa
     assert answers[-1] == Accepted()
 
 
+@pytest.mark.slow
 async def test_a_worker_that_could_not_be_started_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "RESTART_S", 0.0)
     begin, started = asyncio.create_subprocess_exec, asyncio.Event()

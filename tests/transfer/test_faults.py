@@ -205,6 +205,7 @@ def soak(seed: int, count: int, kills: int, engines: Sequence[str], stack: ExitS
     return soak
 
 
+@pytest.mark.slow
 def test_transfers_through_faults_end_well_or_in_one_error(
     stack: ExitStack, tmp_path: Path, record_property: Record
 ) -> None:
@@ -228,6 +229,7 @@ def test_ten_thousand_transfers_through_faults(
     record_property("counted", soak(100 + seed, 1000, 5, engines, stack, tmp_path).told())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tcp", "zmq"])
 def test_of_a_thousand_flipped_bits_on_a_wire_a_thousand_are_detected(name: str, stack: ExitStack) -> None:
     """One bit of each object, somewhere; with one try only, so that each is an error."""

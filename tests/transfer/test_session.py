@@ -414,6 +414,7 @@ def test_a_stream_whose_writer_gives_up_is_an_error_and_a_changed_one_too(owner:
     assert arena.usage().used == owner.used() == 0
 
 
+@pytest.mark.slow
 def test_kill_9_of_an_owner_in_mid_transfer_is_one_error(arena: Arena) -> None:
     child = ChildOwner("tcp")
     address, ref = child.start(), child.put(19, 12 * CHUNK_BYTES)

@@ -141,6 +141,7 @@ async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: P
             Dealer(address)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_who_may_not_enter_is_told_its_uid_and_the_fix(folder: Path) -> None:
     script = (

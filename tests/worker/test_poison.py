@@ -102,6 +102,7 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
             await executor.close()
 
 
+@pytest.mark.slow
 async def test_an_outside_family_runs_from_stage_to_stage_in_numpy_without_torch(folder: Path) -> None:
     async with computing(folder) as compute:
         encoded = await compute.until(Done, await compute.run("hello"))
@@ -126,6 +127,7 @@ def test_a_class_that_no_package_brings_is_refused_by_name(folder: Path, tmp_pat
         find(other)
 
 
+@pytest.mark.slow
 async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signal_and_the_last_words(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +146,7 @@ async def test_what_ran_alone_when_its_process_crashed_is_charged_with_the_signa
         assert "last words" not in killed.evidence  # another process's
 
 
+@pytest.mark.slow
 async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: Path) -> None:
     async with computing(folder) as compute:
         mate = await compute.run("later nothing", stage="denoise", steps=10_000)
@@ -153,6 +156,7 @@ async def test_of_several_that_had_begun_each_says_that_it_had_company(folder: P
         assert [(failed.kind, failed.company) for failed in crashed] == [("crash", True)] * 2
 
 
+@pytest.mark.slow
 async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: Path) -> None:
     async with computing(folder) as compute:
         first = await compute.run("later nothing", stage="denoise", steps=20)
@@ -173,6 +177,7 @@ async def test_a_task_that_is_to_run_alone_has_nothing_begun_beside_it(folder: P
         assert order == [first, alone]
 
 
+@pytest.mark.slow
 async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
     async with computing(folder) as compute:
         alone = await compute.run("later nothing", stage="denoise", alone=True)
@@ -184,6 +189,7 @@ async def test_what_waits_behind_one_alone_runs_after_it(folder: Path) -> None:
         assert told == [(kind, claim) for claim in apart for kind in ("Stepped", "Done")]
 
 
+@pytest.mark.slow
 async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Path) -> None:
     """Given a worker of two compute processes, when the second one dies, then the first one ends with it, what it had
     begun is reported once, and two others take their place."""
@@ -200,6 +206,7 @@ async def test_compute_processes_of_one_worker_end_and_begin_together(folder: Pa
         assert not any(psutil.pid_exists(pid) for pid in before)
 
 
+@pytest.mark.slow
 async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         # steps are progress: this one takes longer than the limit, and lives
@@ -216,6 +223,7 @@ async def test_a_process_that_makes_no_progress_is_killed_and_says_so(folder: Pa
         assert waiting.kind == "hand_back"
 
 
+@pytest.mark.slow
 async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folder: Path) -> None:
     async with computing(folder, stall_s=1.0) as compute:
         claim = await compute.run("later nothing", stage="denoise", steps=50)
@@ -228,6 +236,7 @@ async def test_time_in_which_everything_stood_still_is_no_lack_of_progress(folde
         assert not any(isinstance(message, Failed) for message in compute.heard)
 
 
+@pytest.mark.slow
 async def test_a_process_that_eats_memory_is_killed_with_the_figures(folder: Path) -> None:
     async with computing(folder) as compute:
         failed = await compute.failure(await compute.run("eat"))

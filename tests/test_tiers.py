@@ -1,0 +1,88 @@
+"""`make quick` stays quick: what starts a process or imports diffusers, and does not say that it is slow, fails."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DAY = "not nightly and not gpu"
+TESTS = """
+import subprocess, sys, threading
+import pytest
+
+def start_one():
+    subprocess.run([sys.executable, "--version"], check=True)
+
+@pytest.fixture(scope="module")
+def start():
+    start_one()
+
+@pytest.fixture(scope="module")
+def unlisted():
+    start_one()
+
+def test_by_a_fixture_that_is_listed(start): pass
+def test_by_one_that_is_not(unlisted): pass
+def test_computes(): pass
+def test_in_a_thread():
+    thread = threading.Thread(target=start_one)
+    thread.start()
+    thread.join()
+def test_imports_diffusers(): import diffusers
+def test_starts_a_process(): start_one()
+
+@pytest.mark.slow
+def test_says_so(): start_one()
+"""
+NOT_QUICK = {"test_by_one_that_is_not", "test_imports_diffusers", "test_in_a_thread", "test_starts_a_process"}
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project with our conftest.py, tests of every sort, and a folder of slow tests that cannot even be loaded."""
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    (tmp_path / "diffusers.py").touch()
+    (tmp_path / "test_sorts.py").write_text(TESTS)
+    (tmp_path / "tests" / "integration").mkdir(parents=True)
+    (tmp_path / "tests" / "integration" / "test_loaded.py").write_text("import missing")
+    return tmp_path
+
+
+def failed(project: Path, expression: str, *which: str) -> tuple[set[str], set[str]]:
+    """The names of the tests that passed, and of those that did not."""
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(project), "-p", "no:cacheprovider", "-rA"]
+    command = [sys.executable, "-m", "pytest", *options, "-m", expression, *which]
+    said = subprocess.run(command, cwd=project, capture_output=True, text=True).stdout
+    bad = set(re.findall(r"^(?:ERROR|FAILED) .*?(test_\w+)(?:\.py)?(?: - .*)?$", said, re.M))
+    return set(re.findall(r"^PASSED .*?::(test_\w+)", said, re.M)) - bad, bad
+
+
+@pytest.mark.slow
+def test_what_is_not_quick_and_does_not_say_so_fails(project: Path) -> None:
+    passed, bad = failed(project, DAY, "test_sorts.py")
+    assert (passed, bad) == ({"test_by_a_fixture_that_is_listed", "test_computes", "test_says_so"}, NOT_QUICK)
+
+
+@pytest.mark.slow
+def test_a_quick_run_has_no_slow_test_and_loads_no_folder_of_them(project: Path) -> None:
+    assert failed(project, f"{DAY} and not slow", ".") == ({"test_computes"}, NOT_QUICK)
+
+
+@pytest.mark.slow
+def test_a_module_that_imports_diffusers_is_no_quick_one(project: Path) -> None:
+    (project / "test_sorts.py").write_text("import diffusers\ndef test_computes(): pass\n")
+    assert failed(project, f"{DAY} and not slow", ".") == (set(), {"test_sorts"})
+
+
+def test_make_runs_every_test_by_day_or_by_night() -> None:
+    made = (ROOT / "Makefile").read_text()
+    assert f"DAY := {DAY}\n" in made
+    assert re.findall(r"^\t.*pytest.* -m \"(.*)\"$|^\t\$\(PYTEST\) -m \"(.*)\"$", made, re.M) == [
+        ("", "$(DAY) and not slow"), ("", "$(DAY)"), ("nightly", "")
+    ]  # fmt: skip
