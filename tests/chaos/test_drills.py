@@ -20,9 +20,6 @@ from tests.chaos.drill import CLIENTS, Record, drill, observed, say, unhurried
 from tests.chaos.history import Asked, History, Load, healthy
 from tests.chaos.monkey import QUIETLY
 
-pytestmark = pytest.mark.slow
-
-
 SCALE = float(os.environ.get("CHAOS_SCALE", "0.2"))
 
 
@@ -83,7 +80,7 @@ HOPELESS = ("refuse@denoise", "nan@denoise")
 def test_poison_condemns_only_itself(tmp_path: Path, seed: int, record_property: Record) -> None:
     """Given requests that crash, hang, eat memory or fail wherever they run, then healthy ones beside them are all
     completed, and each bad one ends among the dead with its evidence; what cannot succeed ends without."""
-    work = list(unhurried(200, "p", seed))
+    work = list(unhurried(int(SCALE * 400), "p", seed))
     for number, order in enumerate((*POISON, *HOPELESS)):
         work.insert(4 * number, (order, Asked(f"bad [{order}]", 1, healthy=False), "poll"))
     limits = ["--memory-limit", "192MiB"]

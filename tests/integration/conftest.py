@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.integration.pictures import PAIR, SHAPES, defaults, undivided
+from tests.once import once
 from tests.stores.conftest import redis_server, s3_server
 from tools.server import Server, serving
 
@@ -17,7 +20,12 @@ __all__ = ["redis_server", "s3_server"]
 def expected_pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The pixels of PAIR, undivided."""
     cases = [defaults() | case for case in PAIR]
-    return [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
+
+    def make(folder: Path) -> None:
+        undivided(SHAPES, folder, cases)
+
+    folder = once("pair", tmp_path_factory, make)
+    return [frames[0] for frames in json.loads((folder / "out.json").read_text())]
 
 
 @pytest.fixture(scope="module")

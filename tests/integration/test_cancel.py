@@ -13,8 +13,6 @@ from tests.chaos.history import Asked, events_of
 from tests.chaos.monkey import drained
 from tests.integration.test_several import stream, submit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:

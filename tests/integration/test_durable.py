@@ -36,7 +36,7 @@ def completed(server: Server, requests: list[str]) -> list[dict[str, object]]:
     return shown
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
     """Given 8 requests that wait, 3 that run and one that is done, when the server is killed, then the next one
     completes all 11, under their ids, with the bytes an undisturbed server makes; what was done is still there."""
@@ -59,7 +59,6 @@ def test_requests_outlive_a_server_and_its_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_workers_started_by_hand_outlive_the_server(tmp_path: Path) -> None:
     """Given a task that is being computed while the server is away, then its worker reports it to the next one, and
     it is not done twice."""

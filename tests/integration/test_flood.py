@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.integration.test_restarts import installed
 from tools.server import Server, environment, serving, until
 from unfuse.wire.keys import make
 
@@ -82,6 +83,15 @@ def weathers(server: Server, kind: str, keys: Path | None = None, dropped: bool 
     assert crew(server) == before
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server whose pictures cost nothing: the floods are of its control port."""
+    folder = tmp_path_factory.mktemp("serve")
+    model, variables = installed(folder)
+    with serving(folder, model, "--arena", "16MiB", **variables) as server:
+        yield server.ready()
+
+
 @pytest.mark.parametrize("kind", ["tiny", "large"])
 def test_a_flood_is_turned_away_while_pictures_are_made(server: Server, kind: str) -> None:
     weathers(server, kind)
@@ -96,7 +106,9 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with keys in the folder beside its own."""
     folder = tmp_path_factory.mktemp("keyed")
     make(folder / "keys")
-    with serving(folder, "--arena", "64MiB", "--keys", str(folder / "keys"), at="127.0.0.1") as server:
+    model, variables = installed(folder)
+    keys = ("--keys", str(folder / "keys"))
+    with serving(folder, model, "--arena", "16MiB", *keys, at="127.0.0.1", **variables) as server:
         yield server.ready()
 
 

@@ -18,6 +18,13 @@ LAYOUTS = {
     "encoder+decoder=1,denoiser=2": ["denoiser", "denoiser", "encoder+decoder"],
     "split": ["decoder", "denoiser", "encoder"],
 }
+QUEUES = ["memory", "redis", "sqlite:FOLDER/queue.db"]
+PAIRED = [
+    pytest.param(layout, queue, marks=[] if by_day else [pytest.mark.nightly])
+    for number, layout in enumerate(LAYOUTS) for place, queue in enumerate(QUEUES) for by_day in [number == place]
+]  # fmt: skip
+"""Every layout over every queue; by day, each layout and each queue once."""
+
 ASKED = [("a star", 1), ("a moon", 2), ("a sun", 3)]
 
 
@@ -46,16 +53,7 @@ def killed_denoiser(server: Server, request: str) -> None:
     until(lambda: all_gone(everyone), "the worker's processes to end")
 
 
-@pytest.mark.parametrize(
-    "queue",
-    [
-        pytest.param("memory", marks=pytest.mark.nightly),
-        "sqlite:FOLDER/queue.db",
-        pytest.param("redis", marks=pytest.mark.nightly),
-    ],
-    indirect=True,
-)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "queue"), PAIRED, indirect=["queue"])
 def test_whatever_workers_there_are_requests_end_alike(layout: str, queue: str, tmp_path: Path) -> None:
     """Given workers of these roles, then requests complete with one and the same bytes, one can be cancelled, an urgent
     one goes before others that wait, and one whose worker is killed completes."""

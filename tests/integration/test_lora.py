@@ -56,8 +56,7 @@ def server(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         tmp_path_factory.mktemp("serve"), "--no-workers", "--loras", str(loras), UNFUSE_LEASE__TTL_S="2"
     ) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        for role in ("encoder", "decoder"):
-            server.worker(role)
+        server.worker("encoder+decoder")
         yield server
 
 
@@ -95,6 +94,19 @@ def test_two_adapters_and_none_in_one_load_each_make_their_own_picture(
     assert load(server) == expected
 
 
+@pytest.mark.parametrize("denoiser", [4], indirect=True)
+def test_the_command_line_asks_for_one(
+    server: Server, denoiser: Popen[bytes], expected: list[str], tmp_path: Path
+) -> None:
+    case = CASES[-1]
+    asked = {"lora": case["lora"], "lora-scale": case["lora_scale"], "seed": case["seed"], "steps": STEPS}
+    flags = [text for name, value in asked.items() for text in (f"--{name}", str(value))]
+    command = unfuse("generate", case["prompt"], *flags, "--server", server.url, "-o", "out.png")
+    subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
+
+    assert digest((tmp_path / "out.png").read_bytes()) == expected[-1]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("denoiser", [1], indirect=True)
 def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_single_one(
@@ -110,19 +122,6 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
         compute.send_signal(signal.SIGKILL)
         assert loading.result() == expected
     assert server.finished(id)["status"] == "completed"
-
-
-@pytest.mark.parametrize("denoiser", [1], indirect=True)
-def test_the_command_line_asks_for_one(
-    server: Server, denoiser: Popen[bytes], expected: list[str], tmp_path: Path
-) -> None:
-    case = CASES[-1]
-    asked = {"lora": case["lora"], "lora-scale": case["lora_scale"], "seed": case["seed"], "steps": STEPS}
-    flags = [text for name, value in asked.items() for text in (f"--{name}", str(value))]
-    command = unfuse("generate", case["prompt"], *flags, "--server", server.url, "-o", "out.png")
-    subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
-
-    assert digest((tmp_path / "out.png").read_bytes()) == expected[-1]
 
 
 def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:

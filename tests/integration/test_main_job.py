@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -154,12 +155,17 @@ def test_what_cannot_be_served_is_a_400_that_says_why_and_queues_nothing(
     assert server.get("/v1/requests?limit=1")["data"] == newest
 
 
-def test_generate_writes_the_same_pixels_and_leaves_no_process(tmp_path: Path, expected: list[str]) -> None:
-    command = unfuse("generate", CAPTIONS[0], "-o", "out.png", "--seed", "11")
+def test_generate_into_a_pipe_writes_the_same_pixels_and_a_line_a_stage(tmp_path: Path, expected: list[str]) -> None:
+    command = unfuse("generate", CAPTIONS[0], "-o", "out.png", "--seed", "11", "--json")
     done = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert digest((tmp_path / "out.png").read_bytes()) == expected[0]
-    assert "denoise" in done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0] == "looking into unfuse/shapes"
+    for stage in ("text_encode", "denoise.0", "vae_decode.0"):
+        assert len([line for line in lines if re.fullmatch(rf"{stage}: done in [0-9.]+ s", line)]) == 1
+    assert "\x1b" not in done.stderr
+    assert json.loads(done.stdout)["seed"] == 11
 
 
 def test_generate_at_a_server_uses_it(server: Server, tmp_path: Path, expected: list[str]) -> None:

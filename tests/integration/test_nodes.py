@@ -83,7 +83,7 @@ def denoised_elsewhere(server: Server, host: SecondHost, *arguments: str, pulled
 
 @pytest.mark.parametrize(
     ("engine", "node"),
-    [("tcp", []), ("zmq", []), ("tcp", ["--node", "same"])],
+    [("tcp", []), pytest.param("zmq", [], marks=pytest.mark.nightly), ("tcp", ["--node", "same"])],
     ids=["tcp", "zmq", "told the same node"],
 )
 def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
@@ -138,9 +138,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
         if durable:
             until(lambda: [path for path in copies.rglob("*") if path.is_file()], "their copy to be written")
         server.killed(denoiser)
-        server.worker("decoder")
-        if not durable:
-            server.worker("denoiser")
+        server.worker("decoder" if durable else "denoiser+decoder")
         assert server.finished(id)["status"] == "completed"
         assert digest(server.result(id)) == expected_pair[0]
         assert stage(server, id, "denoise.0")["attempt"] == (1 if durable else 2)

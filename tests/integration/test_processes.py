@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.test_restarts import installed
 from tools.addresses import free_port
 from tools.server import START_S, Server, all_gone, environment, family_of, serving, unfuse, until
 
@@ -46,7 +47,7 @@ def healthy(server: Server) -> list[dict[str, Any]]:
 def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Server) -> None:
     server = bare_server
     until(lambda: server.get("/health") is not None, "the gateway", server.process)
-    roles = ("encoder", "denoiser", "decoder")
+    roles = ("encoder+decoder", "denoiser")
     have = {worker["role"] for worker in healthy(server)}
     for role in set(roles) - have:
         server.worker(role)
@@ -63,15 +64,18 @@ def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Se
     assert worker.wait(600) == 0
 
 
-def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(tmp_path: Path) -> None:
-    with serving(tmp_path, "--arena", "64MiB") as server:
+@pytest.mark.parametrize(("layout", "processes"), [("all=1", 3), pytest.param("split", 7, marks=pytest.mark.nightly)])
+def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
+    layout: str, processes: int, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "--workers", layout, "--arena", "64MiB") as server:
         server.ready()
         request = server.submit("a red circle on white", num_inference_steps=100)
         for event in server.events(request):
             if event["type"] == "progress":
                 break
         everyone = family_of(server.process.pid)
-        assert len(everyone) >= 7  # serve, three workers, three compute processes
+        assert len(everyone) >= processes  # serve, and two of each worker
         os.killpg(server.process.pid, signal.SIGINT)  # as Ctrl-C does
         assert server.process.wait(600) == 130
         until(lambda: all_gone(everyone), "every process to end")
@@ -79,10 +83,10 @@ def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(tmp_path: Pa
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals, code: int) -> None:
-    with serving(tmp_path, "--arena", "64MiB", "--denoisers", "0", "--decoders", "0") as server:
-        until(lambda: (server.get("/v1/workers") or {}).get("data"), "the encoder to register", server.process)
-        everyone = family_of(server.process.pid)
-        assert len(everyone) == 3
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--arena", "16MiB", **variables) as server:
+        everyone = family_of(server.ready().process.pid)
+        assert len(everyone) == 7
         server.process.send_signal(ending)
         assert server.process.wait(600) == code
         until(lambda: all_gone(everyone), "every process to end")
@@ -92,16 +96,8 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(unfuse(*arguments), cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True)
 
 
-def test_a_port_in_use_is_one_clear_line(server: Server, tmp_path: Path) -> None:
-    port = server.url.rpartition(":")[2]
-    failed = run(tmp_path, "serve", "--no-workers", "--port", port)
-    assert failed.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in failed.stderr
-    assert "Traceback" not in failed.stderr
-
-
-def test_no_memory_for_the_arena_is_one_clear_line(server: Server, tmp_path: Path) -> None:
-    failed = run(tmp_path, "worker", "--role", "encoder", "--scheduler", server.control, "--arena", "100TiB")
+def test_no_memory_for_the_arena_is_one_clear_line(bare_server: Server, tmp_path: Path) -> None:
+    failed = run(tmp_path, "worker", "--role", "encoder", "--scheduler", bare_server.control, "--arena", "100TiB")
     assert failed.returncode == 1
     assert "--arena" in failed.stderr
     assert "Traceback" not in failed.stderr

@@ -18,8 +18,6 @@ from tests.chaos.cluster import ROLES, Cluster, Gateway, running_cluster, until
 from tests.chaos.history import LOST_CONNECTION, Asked, Final, History, Load, events_of, healthy, observe
 from tests.chaos.monkey import drained
 
-pytestmark = pytest.mark.slow
-
 CLIENTS = 8
 
 

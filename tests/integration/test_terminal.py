@@ -80,7 +80,6 @@ def nothing_left(tmp_path: Path) -> bool:
     return not [*(tmp_path / "data").iterdir()] and not [*(tmp_path / "tmp").glob("unfuse-passing-*")]
 
 
-@pytest.mark.slow
 def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_left_behind(
     tmp_path: Path, home: dict[str, str]
 ) -> None:
@@ -104,7 +103,6 @@ def test_on_a_terminal_the_bar_stays_whole_whatever_is_logged_and_nothing_is_lef
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> None:
     arguments = ["generate", PROMPT, "-n", "6", "--seed", "5", "-o", str(tmp_path / "out.png")]
     code, written = on_terminal(arguments, home, lambda text: "vae_decode.1" in text)
@@ -119,13 +117,12 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path: Path, home: dict[str, str]) -> 
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "moment"),
     [
         (signal.SIGINT, 130, "looking into"),
-        (signal.SIGTERM, 143, "request req_"),
-        (signal.SIGINT, 130, "importing"),
+        pytest.param(signal.SIGTERM, 143, "request req_", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGINT, 130, "importing", marks=pytest.mark.nightly),
         (signal.SIGTERM, 143, " of 7.6 MiB"),
     ],
 )
@@ -149,8 +146,9 @@ def test_a_signal_while_it_starts_ends_it_without_a_traceback(
     assert nothing_left(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 0, marks=pytest.mark.nightly)]
+)
 def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
     home: dict[str, str], number: int, code: int
 ) -> None:
@@ -165,20 +163,7 @@ def test_a_server_that_is_told_to_end_while_it_loads_ends_without_a_traceback(
     assert "Error" not in rest
 
 
-@pytest.mark.slow
-def test_into_a_pipe_it_says_what_loads_and_a_line_a_stage(tmp_path: Path, home: dict[str, str]) -> None:
-    arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "--json"]
-    done = subprocess.run([*COMMAND, *arguments], env=home, capture_output=True, text=True, check=True)
-    lines = done.stderr.splitlines()
-    assert lines[0] == "looking into unfuse/shapes"
-    for stage in ("text_encode", "denoise.0", "vae_decode.0"):
-        assert len([line for line in lines if re.fullmatch(rf"{stage}: done in [0-9.]+ s", line)]) == 1
-    assert "\x1b" not in done.stderr
-    assert done.stdout.startswith("{")
-
-
 @pytest.mark.nightly
-@pytest.mark.slow
 def test_quiet_is_quiet(tmp_path: Path, home: dict[str, str]) -> None:
     arguments = ["generate", PROMPT, "-o", str(tmp_path / "out.png"), "--steps", "3", "-q"]
     done = subprocess.run([*COMMAND, *arguments], env=home, capture_output=True, text=True, check=True)

@@ -41,6 +41,9 @@ OVER = {
 KEPT = {"UNFUSE_SERVE__RETENTION_S": "1e10"}
 """They were made on one day in 2026, and would be forgotten on the next."""
 
+WORKERS = ("--workers", "all=1", "--threads", "1")
+"""One, of all stages: it has to do what was left for an encoder, a denoiser and a decoder."""
+
 
 def check(server: Server, queue: str) -> None:
     """Everything is there as it was, and what was not over is completed, to the recorded bytes."""
@@ -64,7 +67,7 @@ def check(server: Server, queue: str) -> None:
 def test_a_queue_db_of_the_version_before(tmp_path: Path) -> None:
     shutil.copy(LEFT / "queue.db", tmp_path)
 
-    with serving(tmp_path, "--queue", f"sqlite:{tmp_path}/queue.db", "--threads", "1", **KEPT) as server:
+    with serving(tmp_path, "--queue", f"sqlite:{tmp_path}/queue.db", *WORKERS, **KEPT) as server:
         check(server.ready(), "sqlite")
 
 
@@ -77,7 +80,7 @@ def test_a_redis_of_the_version_before(tmp_path: Path, redis_server: RedisServer
             answers += connection.recv(65536)
     assert b"-" not in {line[:1] for line in answers.splitlines()}
 
-    with serving(tmp_path, "--queue", redis_server.url, "--threads", "1", **KEPT) as server:
+    with serving(tmp_path, "--queue", redis_server.url, *WORKERS, **KEPT) as server:
         check(server.ready(), "redis")
 
 

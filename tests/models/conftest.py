@@ -1,4 +1,4 @@
-"""Tiny models of random weights, and what undivided diffusers makes of them: once a session, in its own process."""
+"""Tiny models of random weights, and what undivided diffusers makes of them: once a run, in its own process."""
 
 import io
 import json
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.once import once
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
@@ -247,14 +248,15 @@ def draw_pictures(root: Path) -> None:
 
 @pytest.fixture(scope="session")
 def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
-    root = tmp_path_factory.mktemp("undivided")
-    draw_pictures(root)
-    script = Path(__file__).with_name("undivided.py")
-    jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS]])
-    command = [sys.executable, "-I", str(script), str(root)]
-    done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return Undivided(root)
+    def make(root: Path) -> None:
+        draw_pictures(root)
+        script = Path(__file__).with_name("undivided.py")
+        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS]])
+        command = [sys.executable, "-I", str(script), str(root)]
+        done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+    return Undivided(once("undivided", tmp_path_factory, make))
 
 
 @pytest.fixture

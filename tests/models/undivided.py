@@ -30,7 +30,7 @@ except ImportError:
 else:
     raise SystemExit(f"unfuse could be imported from {unfuse.__file__}")
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 
 import numpy as np  # noqa: E402
 import tiny  # noqa: E402

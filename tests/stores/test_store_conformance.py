@@ -66,7 +66,15 @@ def test_a_place_outside_of_every_process_is_a_tensor_store_that_notices_damage(
     check_store(opened, behind_the_back(place), join(place))
 
 
-@pytest.mark.parametrize("fast", ["memory", "shared_memory"])
+SPILLS = [
+    ("shared_memory", "disk"), ("memory", "redis"), ("memory", "s3"),
+    *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in
+      [("memory", "disk"), ("shared_memory", "redis"), ("shared_memory", "s3")]),
+]  # fmt: skip
+"""All pairs; by day each place once."""
+
+
+@pytest.mark.parametrize(("fast", "place"), SPILLS, indirect=["place"])
 def test_a_store_that_spills_is_a_tensor_store(fast: str, place: str) -> None:
     url = f"spill:{fast}+{place}"
     check_store(

@@ -39,7 +39,7 @@ def test_an_engine_between_processes(name: str) -> None:
     check_transfer(partial(two_processes, name))
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", "mooncake", nightly("nixl")])
+@pytest.mark.parametrize("name", ["tcp", "zmq", nightly("mooncake"), nightly("nixl")])
 def test_an_engine_between_hosts(host: SecondHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed(name)
     monkeypatch.setenv("UCX_NET_DEVICES", f"{host.link},lo")  # NIXL takes any device, also one that leads nowhere
