@@ -68,7 +68,7 @@ def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Se
 def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
     layout: str, processes: int, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, "--workers", layout, "--arena", "64MiB") as server:
+    with serving(tmp_path, "--workers", layout, "--arena", "64MiB", "--drain-timeout", "1") as server:
         server.ready()
         request = server.submit("a red circle on white", num_inference_steps=100)
         for event in server.events(request):
