@@ -20,6 +20,7 @@ import uvloop
 from bench.report import show, spread
 from bench.servers import redis_server
 from tools.addresses import unix_address
+from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Accepted, Ask, Done, Granted, Hello, Places, Welcome, WorkerInfo
 from unfuse.core.object_ref import ObjectRef, lay_out
@@ -64,7 +65,7 @@ async def serve(url: str) -> None:
     sys.stdout.write(router.address + "\n")
     sys.stdout.flush()
     while await asyncio.to_thread(sys.stdin.readline):
-        await scheduler.submit(CARD, {"prompt": "a red circle on white", "seed": 1})
+        await scheduler.submit(*asking(CARD, {"prompt": "a red circle on white", "seed": 1}))
 
 
 async def worker(address: str, name: str, card: ModelCard, *stages: str, slots: int = 1) -> Dealer:

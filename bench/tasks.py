@@ -38,6 +38,7 @@ from bench.hop import control, finish, worker
 from bench.peers.loop import PARAMS, obey
 from bench.report import quantile, ratio, show
 from bench.servers import redis_server
+from tools.asking import asking
 from tools.redis_server import RedisServer
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Ask, Beat, Granted
@@ -87,12 +88,12 @@ async def schedule(url: str, stages: int, watched: bool) -> None:
     async def one() -> None:
         name = new_request_id()
         if watched:
-            await scheduler.submit(served, PARAMS, id=name)
+            await scheduler.submit(*asking(served, PARAMS, id=name))
             async for _ in scheduler.queue.watch(name):
                 pass
         else:
             complete = told.waiting[name] = asyncio.get_running_loop().create_future()
-            await scheduler.submit(served, PARAMS, id=name)
+            await scheduler.submit(*asking(served, PARAMS, id=name))
             await complete
 
     print(router.address, flush=True)

@@ -15,6 +15,7 @@ from PIL import Image, ImageChops
 
 from tools.addresses import free_port
 from tools.server import Server, environment, serving, unfuse, until
+from unfuse.core.pool import declared
 
 SHAPES = Path(__file__).parents[2] / "unfuse" / "models" / "shapes"
 PROMPT = "a red circle on white"
@@ -89,7 +90,8 @@ def test_a_dtype_by_component_reaches_gateway_and_workers_also_those_started_by_
     with serving(tmp_path, "--arena", "64MiB", "--decoders", "0", "--dtype", "transformer=bfloat16") as server:
         server.worker("decoder", "--dtype", "float16")
         server.ready()
-        assert {pool["id"].split(":")[0]: pool["id"].split(":")[2] for pool in server.get("/v1/pools")["data"]} == {
+        pools = [declared(pool["id"]).split(":") for pool in server.get("/v1/pools")["data"]]
+        assert {kind: dtype for kind, _, dtype in pools} == {
             "text_encode": "float32", "denoise": "bfloat16", "vae_decode": "float32",
         }  # fmt: skip
         assert picture(server, "unfuse/shapes").size == (128, 128)

@@ -8,6 +8,7 @@ import pytest
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_flow import BIG, MIB, ROOMS
 from tests.scheduler.test_scheduler import info, scheduling
+from tools.asking import asking
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan, compile_plan
@@ -94,8 +95,8 @@ async def test_workers_that_are_expected_count_until_there_are_live_ones() -> No
 async def test_a_worker_that_came_just_now_is_found_before_a_request_is_refused() -> None:
     async with scheduling(arenas=Arenas(workers(ALL, MIB))) as (scheduler, _):
         with pytest.raises(InvalidParameter, match="--arena"):
-            await scheduler.submit(BIG, params())
+            await scheduler.submit(*asking(BIG, params()))
         assert isinstance(scheduler, Scheduler)
         (live,) = workers(ALL, 26 * MIB)
         await scheduler.queue.hello(live)
-        assert (await scheduler.submit(BIG, params())).context.status == "queued"
+        assert (await scheduler.submit(*asking(BIG, params()))).context.status == "queued"

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done, info, run_to_the_end, scheduling, take
+from tools.asking import asking
 from unfuse.core.errors import Overloaded
 from unfuse.core.plan import Value, compile_plan
 from unfuse.core.request import RequestContext, StageState, Timings
@@ -68,7 +69,7 @@ def only(kind: str, seconds: float) -> dict[str, Changes]:
 
 async def test_an_unmeasured_model_counts_by_its_pixels() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, sized(128, num_inference_steps=10), n=3)
+        record = await scheduler.submit(*asking(CARD, sized(128, num_inference_steps=10), n=3))
         assert record.context.cost == pytest.approx(UNMEASURED_S * (1 + 3 * (10 + 1) * 128 * 64))
         costs = [stage.cost for stage in record.context.plan.stages if stage.kind == "denoise"]
         assert costs == pytest.approx([UNMEASURED_S * 10 * 128 * 64] * 3)
@@ -77,21 +78,21 @@ async def test_an_unmeasured_model_counts_by_its_pixels() -> None:
 
 async def test_a_measured_one_counts_what_it_took_by_pixels_frames_and_steps() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.submit(CARD, sized(64))
+        await scheduler.submit(*asking(CARD, sized(64)))
         await complete_one(scheduler)
         works = [(sized(64), 12.0), (sized(128), 23.0), (sized(64, num_frames=5), 56.0)]
         works += [(sized(64, num_inference_steps=3), 28.0), (sized(64, max_sequence_length=2), 13.0)]
         for work, cost in works:
-            assert (await scheduler.submit(CARD, work)).context.cost == pytest.approx(cost)
-        assert (await scheduler.submit(CARD, params(), n=3)).context.cost == pytest.approx(1 + 3 * 11)
+            assert (await scheduler.submit(*asking(CARD, work))).context.cost == pytest.approx(cost)
+        assert (await scheduler.submit(*asking(CARD, params(), n=3))).context.cost == pytest.approx(1 + 3 * 11)
 
 
 async def test_who_shares_a_forward_counts_their_part() -> None:
     async with scheduling() as (scheduler, _):
         for times, batch in ((4.0, 4.0), (2.0, 2.0)):
-            await scheduler.submit(CARD, params())
+            await scheduler.submit(*asking(CARD, params()))
             await complete_one(scheduler, times, batch)
-        assert (await scheduler.submit(CARD, params())).context.cost == pytest.approx(12)
+        assert (await scheduler.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 
 def test_guidance_doubles_what_is_denoised_and_encoded_where_there_is_a_negative_prompt() -> None:
@@ -176,7 +177,7 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
         gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
         await scheduler.queue.hello(gpu, [CARD])
         await scheduler.review.workers()
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         assert {name for devices in scheduler._costs._laws.values() for name in devices} == {"gpu"}
 
@@ -255,20 +256,20 @@ async def test_a_folder_that_cannot_be_written_costs_no_more_than_a_warning(tmp_
 async def test_a_scheduler_saves_at_its_end_and_its_heir_knows(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     async with scheduling(costs=file) as (scheduler, _):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
     async with scheduling(costs=file) as (heir, _):
-        record = await heir.submit(CARD, params())
+        record = await heir.submit(*asking(CARD, params()))
         assert (record.context.cost, heir.eta(record)) == (pytest.approx(12), pytest.approx(12))
 
 
 async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> None:
     async with scheduling() as (scheduler, clock):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         heir = Scheduler(scheduler.queue, clock=clock)
         await heir.review.learn()
-        assert (await heir.submit(CARD, params())).context.cost == pytest.approx(12)
+        assert (await heir.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 
 async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,9 +281,9 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch:
     queue = Shared(clock)
     one, other = Scheduler(queue, clock=clock), Scheduler(queue, clock=clock)
     await other.start()
-    await one.submit(CARD, params())
+    await one.submit(*asking(CARD, params()))
     await complete_one(one)
-    record = await one.submit(CARD, params())
+    record = await one.submit(*asking(CARD, params()))
     async with asyncio.timeout(600):
         while other.eta(record) is None:
             await asyncio.sleep(0.01)
@@ -291,15 +292,15 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch:
 
 async def test_beyond_the_cost_that_is_accepted_it_refuses_until_there_is_room() -> None:
     async with scheduling(limits=Limits(max_cost=30.0)) as (scheduler, _):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         for _ in range(2):
-            await scheduler.submit(CARD, params())
+            await scheduler.submit(*asking(CARD, params()))
         with pytest.raises(Overloaded):
-            await scheduler.submit(CARD, params())
-        await scheduler.submit(CARD, sized(1))
+            await scheduler.submit(*asking(CARD, params()))
+        await scheduler.submit(*asking(CARD, sized(1)))
         await complete_one(scheduler)
-        await scheduler.submit(CARD, sized(128))
+        await scheduler.submit(*asking(CARD, sized(128)))
 
 
 @pytest.mark.parametrize("every, retry_after", [(0.01, 1.0), (5.0, 5.0), (50.0, 50.0)])
@@ -307,34 +308,34 @@ async def test_when_to_come_back_is_the_pace_of_completions_within_bounds(every:
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), limits=Limits(max_active=9), clock=clock)
     for _ in range(9):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
     for _ in range(3):
         (encode,) = await take(scheduler)
         await scheduler.cancel(encode.task.request)
         clock.advance(every)
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
     with pytest.raises(Overloaded) as refused:
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
     assert refused.value.retry_after == pytest.approx(retry_after)
 
 
 async def test_nobody_is_sent_away_for_more_than_a_minute() -> None:
     async with scheduling(limits=Limits(max_active=1)) as (scheduler, clock):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         clock.advance(50)
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         with pytest.raises(Overloaded) as refused:
-            await scheduler.submit(CARD, sized(6400))
+            await scheduler.submit(*asking(CARD, sized(6400)))
         assert refused.value.retry_after == 60.0
 
 
 async def test_eta_counts_what_is_left_and_what_is_ahead() -> None:
     async with scheduling() as (scheduler, clock):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         clock.advance(100)
-        first, second = [(await scheduler.submit(CARD, params())).context.id for _ in range(2)]
+        first, second = [(await scheduler.submit(*asking(CARD, params()))).context.id for _ in range(2)]
 
         async def eta(request: str) -> float | None:
             return scheduler.eta(await scheduler.queue.load(request))

@@ -11,6 +11,7 @@ import pytest
 
 from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info, scheduling
+from tools.asking import asking
 from unfuse.core.errors import LeaseLost, TransientError
 from unfuse.core.messages import (
     Accepted,
@@ -49,7 +50,7 @@ async def at_the_desk() -> AsyncIterator[tuple[Desk, ManualClock]]:
 
 
 async def submit(desk: Desk, **options: object) -> str:
-    record = await desk.scheduler.submit(CARD, params(), **options)  # type: ignore[arg-type]
+    record = await desk.scheduler.submit(*asking(CARD, params(), **options))  # type: ignore[arg-type]
     return record.context.id
 
 

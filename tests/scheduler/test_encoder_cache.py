@@ -12,6 +12,7 @@ import pytest
 
 from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
 from tests.scheduler.test_scheduler import done as plain, info, pass_by, take
+from tools.asking import asking
 from unfuse.core.errors import LeaseLost, Overloaded, TransientError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
@@ -79,14 +80,14 @@ ALL, REST = ["text_encode", "denoise.0", "vae_decode.0"], ["denoise.0", "vae_dec
 
 async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
     async with caching() as (scheduler, counts):
-        first = await scheduler.submit(SHARING, params(seed=1))
+        first = await scheduler.submit(*asking(SHARING, params(seed=1)))
         (encode,) = await take(scheduler)
         made = done(encode).output
         await scheduler.complete(done(encode), WORKER)
         assert await ran(scheduler) == REST
         assert (counts.hits, counts.misses) == (0, 1)
 
-        second = await scheduler.submit(SHARING, params(seed=2), n=2)
+        second = await scheduler.submit(*asking(SHARING, params(seed=2), n=2))
 
         assert await scheduler.queue.size(ENCODE) == 0
         state = second.context.stages["text_encode"]
@@ -101,9 +102,9 @@ async def test_a_second_request_for_the_same_is_not_encoded_again() -> None:
 
 async def test_a_person_sees_that_a_stage_was_not_run() -> None:
     async with caching() as (scheduler, _):
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
         told = [event async for event in scheduler.queue.watch(record.context.id)]
         assert [(event.type, event.stage, event.message, event.worker) for event in told[:2]] == [
@@ -125,16 +126,16 @@ async def test_a_person_sees_that_a_stage_was_not_run() -> None:
 async def test_what_differs_in_anything_that_counts_is_encoded(other: dict[str, Any]) -> None:
     async with caching() as (scheduler, _):
         for asked, stages in (({}, ALL), (other, ALL), ({}, REST)):
-            await scheduler.submit(SHARING, **{"params": params(), **asked})
+            await scheduler.submit(*asking(SHARING, **{"params": params(), **asked}))
             assert await ran(scheduler) == stages
 
 
 async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
     async with caching() as (scheduler, counts):
-        record = await scheduler.submit(SHARING, params(), cache=False)
+        record = await scheduler.submit(*asking(SHARING, params(), cache=False))
         assert (await scheduler.queue.peek(ENCODE))[0].cache == ""
         await ran(scheduler)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
         assert (counts.hits, counts.misses) == (0, 1)
         assert "cache" not in (await loaded(scheduler, record)).params
@@ -143,21 +144,21 @@ async def test_what_was_encoded_without_the_cache_serves_nobody() -> None:
 async def test_schedulers_share_it_over_their_queue_unless_their_workers_make_other_bytes() -> None:
     clock = ManualClock()
     async with caching(clock=clock) as (first, _):
-        await first.submit(SHARING, params())
+        await first.submit(*asking(SHARING, params()))
         await ran(first)
         async with caching(first.queue, clock) as (other, _):  # type: ignore[arg-type]
-            await other.submit(SHARING, params())
+            await other.submit(*asking(SHARING, params()))
             assert await ran(other) == REST
             await first.queue.hello(info(WORKER, f"{ENCODE}@1", DENOISE, DECODE), [SHARING])
             await other.registry.workers()
-            await other.submit(SHARING, params())
+            await other.submit(*asking(SHARING, params()))
             assert await ran(other, pools=(f"{ENCODE}@1", DENOISE, DECODE)) == ALL
 
 
 async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:
     async with caching(cache_bytes=0) as (scheduler, counts):
         for _ in range(2):
-            await scheduler.submit(SHARING, params())
+            await scheduler.submit(*asking(SHARING, params()))
             assert await ran(scheduler) == ALL
         assert (counts.hits, counts.misses) == (0, 0)
 
@@ -165,30 +166,30 @@ async def test_without_room_nothing_is_kept_and_nobody_looks() -> None:
 async def test_the_least_recently_used_goes_when_there_is_no_room() -> None:
     async with caching() as (scheduler, _):
         for prompt, stages in zip("ababcab", (ALL, ALL, REST, REST, ALL, ALL, ALL), strict=True):
-            await scheduler.submit(SHARING, params(prompt=prompt))
+            await scheduler.submit(*asking(SHARING, params(prompt=prompt)))
             assert await ran(scheduler) == stages, prompt
 
 
 async def test_what_a_dead_worker_had_is_encoded_again() -> None:
     clock = ManualClock()
     async with caching(clock=clock, lease_ttl=5.0) as (scheduler, counts):
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
         await pass_by(scheduler, clock, 5.1)
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].status == "queued"
         await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
         await scheduler.cancel(record.context.id)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
         assert (counts.hits, counts.misses) == (0, 3)
 
 
 async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> None:
     async with caching() as (scheduler, _):
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
-        record = await scheduler.submit(SHARING, params(), n=2)
+        record = await scheduler.submit(*asking(SHARING, params(), n=2))
         first, second = await take(scheduler, DENOISE, slots=2)
         gone = first.task.inputs[0]
 
@@ -206,69 +207,69 @@ async def test_an_object_that_is_gone_from_the_cache_costs_one_encoding() -> Non
         assert await ran(scheduler) == ["vae_decode.0", "vae_decode.1"]
         context = await loaded(scheduler, record)
         assert (context.status, context.stages["text_encode"].recomputes) == ("completed", 1)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         (task,) = await scheduler.queue.peek(DENOISE)
         assert task.inputs == (done(encode).output,)
 
 
 async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> None:
     async with caching() as (scheduler, _):
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         (denoise,) = await take(scheduler)
         gone = denoise.task.inputs[0].id
         await scheduler.fail(Failed(denoise.claim, "object_lost", "it is gone", object_id=gone), WORKER)
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].status == "queued"
 
 
 async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> None:
     async with caching() as (scheduler, _):
         for _ in range(2):  # side by side: the second one encodes, too, and what it made is the one that is found
-            await scheduler.submit(SHARING, params())
+            await scheduler.submit(*asking(SHARING, params()))
         for lease in await take(scheduler, ENCODE, slots=2):
             await scheduler.complete(done(lease), WORKER)
         older, newer = await take(scheduler, DENOISE, slots=2)
         lost = older.task.inputs[0].id
         await scheduler.fail(Failed(older.claim, "object_lost", "it is gone", object_id=lost), WORKER)
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].output == newer.task.inputs[0]
 
 
 async def test_only_an_output_that_was_recorded_is_kept() -> None:
     async with caching() as (scheduler, _):
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
         forged = msgspec.structs.replace(done(encode).output, attempt=9)  # type: ignore[type-var]
         await scheduler.complete(Done(encode.claim, forged, (), Timings()), WORKER)
         assert (await loaded(scheduler, record)).status == "failed"
 
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
         await scheduler.cancel(record.context.id)
         with pytest.raises(LeaseLost):
             await scheduler.complete(done(encode), WORKER)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         assert await ran(scheduler) == ALL
 
 
 async def test_a_report_said_twice_is_kept_once() -> None:
     async with caching() as (scheduler, _):
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
         for _ in range(2):
             await scheduler.complete(done(encode), WORKER)
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         assert record.context.stages["text_encode"].output == done(encode).output
 
 
 async def test_a_request_that_is_refused_counts_for_nothing() -> None:
     async with caching(limits=Limits(max_active=1)) as (scheduler, counts):
-        await scheduler.submit(SHARING, params(), idempotency_key="k")
+        await scheduler.submit(*asking(SHARING, params(), idempotency_key="k"))
         with pytest.raises(Overloaded):
-            await scheduler.submit(SHARING, params())
-        await scheduler.submit(SHARING, params(), idempotency_key="k")
+            await scheduler.submit(*asking(SHARING, params()))
+        await scheduler.submit(*asking(SHARING, params(), idempotency_key="k"))
         assert (counts.hits, counts.misses) == (0, 1)
 
 
@@ -276,7 +277,7 @@ async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
     async with caching() as (scheduler, _):
         names = []
         for prompt in "abc":
-            record = await scheduler.submit(SHARING, params(prompt=prompt))
+            record = await scheduler.submit(*asking(SHARING, params(prompt=prompt)))
             (encode,) = await take(scheduler)
             report = done(encode)
             assert report.output
@@ -284,7 +285,7 @@ async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
             names.append(cached_as(encode.task.cache, report.output.id))
             await ran(scheduler)
         key = encode.task.cache
-        running = (await scheduler.submit(SHARING, params(prompt="c"))).context.id
+        running = (await scheduler.submit(*asking(SHARING, params(prompt="c")))).context.id
         unknown = [cached_as(key, "another"), "cache:", "cache:nonsense", "cache::"]
 
         over = await scheduler.over([running, record.context.id, *names, *unknown])
@@ -293,7 +294,7 @@ async def test_owners_hear_which_objects_the_cache_gave_up() -> None:
         assert await scheduler.over([]) == []
         assert await scheduler.over(names[::-1]) == names[:1]
         # and that was no use of them: "b" is still the next to go
-        await scheduler.submit(SHARING, params(prompt="d"))
+        await scheduler.submit(*asking(SHARING, params(prompt="d")))
         await ran(scheduler)
         assert await scheduler.over(names) == names[:2]
 
@@ -311,7 +312,7 @@ class Absent(MemoryQueue):
 async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
     clock = ManualClock()
     async with caching(Absent(clock), clock) as (scheduler, _):
-        record = await scheduler.submit(SHARING, params())
+        record = await scheduler.submit(*asking(SHARING, params()))
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
@@ -324,20 +325,20 @@ async def test_a_cache_that_cannot_be_written_ends_no_request() -> None:
 async def test_what_was_cached_is_not_taken_for_fast() -> None:
     async with caching() as (scheduler, _):
         for _ in range(30):
-            await scheduler.submit(SHARING, params())
+            await scheduler.submit(*asking(SHARING, params()))
             while leases := await take(scheduler):
                 report = msgspec.structs.replace(done(leases[0]), timings=Timings(run_s=1.0, batch=1.0))
                 await scheduler.complete(report, WORKER)
-        assert (await scheduler.submit(SHARING, params())).context.cost == pytest.approx(3.0)
+        assert (await scheduler.submit(*asking(SHARING, params()))).context.cost == pytest.approx(3.0)
 
 
 async def test_a_dead_request_that_is_tried_again_may_share_too() -> None:
     async with caching() as (scheduler, _):
-        dead = await scheduler.submit(SHARING, params())
+        dead = await scheduler.submit(*asking(SHARING, params()))
         for _ in range(2):
             (lease,) = await take(scheduler)
             await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
-        await scheduler.submit(SHARING, params())
+        await scheduler.submit(*asking(SHARING, params()))
         await ran(scheduler)
         await scheduler.retry(dead.context.id)
         assert await ran(scheduler) == REST
@@ -351,7 +352,7 @@ async def test_requests_of_one_prompt_at_once_all_complete_whatever_is_lost() ->
         requests: list[str] = []
         losses: set[tuple[str, str]] = set()
         for number in range(60):
-            record = await scheduler.submit(SHARING, params(number, prompt="abc"[number * number % 3]))
+            record = await scheduler.submit(*asking(SHARING, params(number, prompt="abc"[number * number % 3])))
             requests.append(record.context.id)
             for lease in await scheduler.queue.lease(WORKER, wanted(ENCODE, DENOISE, DECODE, slots=3), 60.0):
                 if lease.task.inputs and number % 4 == 0 and lease.task.key not in losses:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
 from tests.scheduler.test_scheduler import info
+from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.media import Room
 from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
@@ -161,7 +162,10 @@ async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worke
     here = [Worker(desk, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
     for worker in here:
         await worker.say(Hello(worker.info, (BIG,)))
-    ids = [(await scheduler.submit(BIG, params(), n=1 if number % 10 else 3)).context.id for number in range(requests)]
+    ids = [
+        (await scheduler.submit(*asking(BIG, params(), n=1 if number % 10 else 3))).context.id
+        for number in range(requests)
+    ]
     idle = 0
     while idle < 3:
         worked = [await worker.take_part() for worker in here]
@@ -216,7 +220,7 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
     for number in range(120):
         size = {7: 220, 3: 150}.get(number % 10, 10)
         record = await scheduler.submit(
-            LARGE, params(width=size, height=1), priority=urgent * (size > 10 and number % 20 < 10)
+            *asking(LARGE, params(width=size, height=1), priority=urgent * (size > 10 and number % 20 < 10))
         )
         ids.append(record.context.id)
         for worker in here if number > 20 else ():
@@ -238,7 +242,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     await worker.say(Hello(worker.info, (LARGE,)))
     waiting = asyncio.create_task(worker.say(Ask(1, 200 * MIB, 10.0)))
     await asyncio.sleep(0.01)
-    await scheduler.submit(LARGE, params(width=220, height=1))
+    await scheduler.submit(*asking(LARGE, params(width=220, height=1)))
     assert await waiting == Granted((), {})
     waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))
     granted = await waiting

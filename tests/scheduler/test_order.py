@@ -11,6 +11,7 @@ import pytest
 
 from tests.scheduler.model import CARD, DENOISE, params
 from tests.scheduler.test_scheduler import done, info
+from tools.asking import asking
 from unfuse.core.messages import Ask, Done, Granted, Hello, Places
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import ResultFile, Timings
@@ -75,7 +76,7 @@ class Machine:
 
     async def submit(self, asked: Asked) -> str:
         work = params() | {"width": 1, "height": 1, "num_inference_steps": asked.seconds}
-        record = await self.scheduler.submit(ONE_STAGE, work, tenant=asked.tenant, timeout=asked.patience)
+        record = await self.scheduler.submit(*asking(ONE_STAGE, work, tenant=asked.tenant, timeout=asked.patience))
         self.asked[record.context.id] = asked
         return record.context.id
 
@@ -169,7 +170,7 @@ async def test_edf_starves_nobody() -> None:
 async def test_priority_goes_before_any_order(order: Order) -> None:
     machine = Machine(order)
     for priority in (0, 5, 0):
-        await machine.scheduler.submit(ONE_STAGE, params(), priority=priority, timeout=50.0 + priority)
+        await machine.scheduler.submit(*asking(ONE_STAGE, params(), priority=priority, timeout=50.0 + priority))
     assert [(await machine.lease())[0].task.priority for _ in range(3)] == [5, 0, 0]
     await machine.scheduler.close()
 
@@ -202,7 +203,7 @@ class Waiting:
 
     async def encoded(self, node: str = "node-1") -> str:
         """A request whose next task is ready for denoising, its input on that node."""
-        request = (await self.scheduler.submit(CARD, params())).context.id
+        request = (await self.scheduler.submit(*asking(CARD, params()))).context.id
         (lease,) = await self.scheduler.queue.lease("e", wanted(*(set(CARD.pools().values()) - {DENOISE})), 60.0)
         report = done(lease)
         assert report.output is not None

@@ -15,6 +15,7 @@ from hypothesis import given, settings, strategies as st
 from tests.core.graphs import object_for, pipelines
 from tests.scheduler.model import CARD, Racing, params
 from tests.scheduler.test_scheduler import done, take
+from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.event import TERMINAL_EVENTS, Event
@@ -47,7 +48,7 @@ ENDS = ("complete", "fail", "crash", "expire", "cancel", "time out")
 async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[str, ...], at_once: bool) -> None:
     clock = ManualClock()
     scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
-    request = (await scheduler.submit(CARD, params())).context.id
+    request = (await scheduler.submit(*asking(CARD, params()))).context.id
     for _ in range(2):
         (lease,) = await take(scheduler)
         await scheduler.complete(done(lease), lease.worker)
@@ -92,8 +93,8 @@ async def test_each_transition_is_told_once_whoever_else_tried() -> None:
     first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
     second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
     first.observer = second.observer = observed
-    context = (await first.submit(CARD, params(), idempotency_key="k")).context
-    await second.submit(CARD, params(), idempotency_key="k")
+    context = (await first.submit(*asking(CARD, params(), idempotency_key="k"))).context
+    await second.submit(*asking(CARD, params(), idempotency_key="k"))
     for _ in range(3):
         (lease,) = await take(first)
         await asyncio.gather(*(scheduler.complete(done(lease), lease.worker) for scheduler in (first, second)))
@@ -106,7 +107,7 @@ async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
     first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
     second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
     first.observer = second.observer = observed
-    await first.submit(CARD, params())
+    await first.submit(*asking(CARD, params()))
     (lease,) = await take(first)
     await asyncio.gather(first._end(lease), second._end(lease))
     assert observed.heard[1:] == [("expired", lease.task.pool)]
@@ -197,7 +198,7 @@ async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, ca
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), clock=clock)
     fate, pools = Fate(scheduler, clock, dice), frozenset(card.pools().values())
-    requests = [(await scheduler.submit(card, params(), n=n)).context.id for _ in range(2)]
+    requests = [(await scheduler.submit(*asking(card, params(), n=n))).context.id for _ in range(2)]
     for step in range(10_000):
         records = [await scheduler.queue.load(request) for request in requests]
         if all(record.context.over for record in records):

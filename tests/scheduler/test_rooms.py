@@ -7,6 +7,7 @@ import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, scheduling, take
+from tools.asking import asking
 from unfuse.core.media import Room
 from unfuse.core.plan import Pipeline
 from unfuse.core.task import Task
@@ -20,7 +21,7 @@ UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replac
 
 async def room_of_next(scheduler: Scheduler, nbytes: int) -> int:
     """Have a request encoded into so many bytes; returns the room that was kept for it."""
-    await scheduler.submit(UNSAID, params())
+    await scheduler.submit(*asking(UNSAID, params()))
     (lease,) = await take(scheduler, ENCODE)
     report = done(lease)
     assert report.output
@@ -57,7 +58,7 @@ async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
 
 async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.submit(UNSAID, params())
+        await scheduler.submit(*asking(UNSAID, params()))
         (waiting,) = await take(scheduler, ENCODE)
         await room_of_next(scheduler, 70)
         await scheduler._end(waiting)

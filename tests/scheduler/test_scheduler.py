@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, Racing, params
+from tools.asking import asking
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost, NotFound, Overloaded, TransientError
 from unfuse.core.event import Event
@@ -87,7 +88,7 @@ async def run_to_the_end(scheduler: Scheduler) -> list[str]:
 
 async def test_a_request_runs_through_its_stages_and_completes_with_its_results() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params())
+        record = await scheduler.submit(*asking(CARD, params()))
         assert await run_to_the_end(scheduler) == ["text_encode", "denoise.0", "vae_decode.0"]
         context = (await scheduler.queue.load(record.context.id)).context
         assert (context.status, [file.index for file in context.result]) == ("completed", [0])
@@ -95,7 +96,7 @@ async def test_a_request_runs_through_its_stages_and_completes_with_its_results(
 
 async def test_n_pictures_share_one_encoding_and_have_their_own_seeds_in_order() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params(seed=40), n=3)
+        record = await scheduler.submit(*asking(CARD, params(seed=40), n=3))
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         denoise = await take(scheduler, DENOISE, slots=9)
@@ -110,7 +111,7 @@ async def test_n_pictures_share_one_encoding_and_have_their_own_seeds_in_order()
 
 async def test_a_task_carries_the_room_its_output_will_need() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
@@ -119,28 +120,28 @@ async def test_a_task_carries_the_room_its_output_will_need() -> None:
 
 async def test_a_repeat_under_one_key_is_the_first_request_and_queues_nothing() -> None:
     async with scheduling() as (scheduler, _):
-        first = await scheduler.submit(CARD, params(), idempotency_key="k")
-        second = await scheduler.submit(CARD, params(), idempotency_key="k")
-        other = await scheduler.submit(CARD, params(), idempotency_key="k", tenant="somebody")
+        first = await scheduler.submit(*asking(CARD, params(), idempotency_key="k"))
+        second = await scheduler.submit(*asking(CARD, params(), idempotency_key="k"))
+        other = await scheduler.submit(*asking(CARD, params(), idempotency_key="k", tenant="somebody"))
         assert second.context.id == first.context.id != other.context.id
         assert await scheduler.queue.size(ENCODE) == 2
 
 
 async def test_beyond_its_limit_or_while_it_drains_it_refuses_before_acceptance() -> None:
     async with scheduling(limits=Limits(max_active=1)) as (scheduler, _):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         with pytest.raises(Overloaded):
-            await scheduler.submit(CARD, params())
+            await scheduler.submit(*asking(CARD, params()))
         await run_to_the_end(scheduler)
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         scheduler.draining = True
         with pytest.raises(Overloaded, match="shutting down"):
-            await scheduler.submit(CARD, params())
+            await scheduler.submit(*asking(CARD, params()))
 
 
 async def test_cancel_ends_a_request_once_and_fences_what_runs() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params())
+        record = await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take(scheduler)
         first = await scheduler.cancel(record.context.id)
         again = await scheduler.cancel(record.context.id)
@@ -154,7 +155,7 @@ async def test_cancel_ends_a_request_once_and_fences_what_runs() -> None:
 
 async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_another() -> None:
     async with scheduling(lease_ttl=5.0) as (scheduler, clock):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         (first,) = await take(scheduler)
         await pass_by(scheduler, clock, 5.1)
         (second,) = await scheduler.queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
@@ -166,7 +167,7 @@ async def test_a_worker_that_is_silent_beyond_its_lease_loses_the_task_to_anothe
 
 async def test_a_completion_said_twice_is_a_success_without_a_second_effect() -> None:
     async with scheduling() as (scheduler, _):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take(scheduler)
         first = await scheduler.complete(done(lease), WORKER)
         assert (await scheduler.complete(done(lease), WORKER)).context == first.context
@@ -175,7 +176,7 @@ async def test_a_completion_said_twice_is_a_success_without_a_second_effect() ->
 
 async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params(), timeout=0.01)
+        record = await scheduler.submit(*asking(CARD, params(), timeout=0.01))
         seen = [event.type async for event in scheduler.queue.watch(record.context.id)]
         context = (await scheduler.queue.load(record.context.id)).context
         assert (seen[-1], context.status) == ("failed", "expired")
@@ -184,7 +185,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
 
 async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
     async with scheduling() as (scheduler, clock):
-        record = await scheduler.submit(CARD, params(), timeout=30)
+        record = await scheduler.submit(*asking(CARD, params(), timeout=30))
         await scheduler.close()
         clock.advance(31)
         heir = Scheduler(scheduler.queue, clock=clock)
@@ -196,7 +197,7 @@ async def test_deadlines_of_an_earlier_scheduler_are_kept_by_the_next() -> None:
 @pytest.mark.parametrize("reason", sorted(BLAMELESS))
 async def test_a_task_handed_back_for_good_reason_is_charged_nothing(reason: str) -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params())
+        record = await scheduler.submit(*asking(CARD, params()))
         for _ in range(10):
             (lease,) = await take(scheduler)
             await scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason=reason), WORKER)
@@ -224,7 +225,7 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
     other requests are leased to all of them throughout.
     """
     async with scheduling() as (scheduler, _):
-        request = (await scheduler.submit(CARD, params())).context.id
+        request = (await scheduler.submit(*asking(CARD, params()))).context.id
         returned: Counter[str] = Counter()
         for worker, reason in acts:
             shunned = {name for name, times in returned.items() if times >= MOST_RETURNS}
@@ -236,7 +237,7 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
                 elif reason not in BLAMELESS:
                     returned[worker] += 1
                 await scheduler.fail(Failed(lease.claim, "hand_back", "no", reason=reason), worker)
-            other = await scheduler.submit(CARD, params(), priority=-1)
+            other = await scheduler.submit(*asking(CARD, params(), priority=-1))
             (lease,) = await take_as(scheduler, worker) if worker in shunned or len(shunned) >= GIVEN_UP else [None]
             assert lease is None or lease.task.request == other.context.id
             await scheduler.cancel(other.context.id)
@@ -250,7 +251,7 @@ async def test_who_hands_a_task_back_for_ever_gets_it_no_more_and_three_such_wor
 async def test_a_worker_of_yesterday_gives_no_reason_and_is_understood() -> None:
     """Given a hand-back as it was written before there were reasons, then it is one, and counts."""
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params())
+        record = await scheduler.submit(*asking(CARD, params()))
         (lease,) = await take(scheduler)
         told = msgspec.structs.asdict(Failed(lease.claim, "hand_back", "leaving"))
         told = {name: value for name, value in told.items() if name != "reason"} | {"type": "Failed"}
@@ -264,7 +265,7 @@ async def test_a_worker_of_yesterday_gives_no_reason_and_is_understood() -> None
 async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> None:
     """Handed back or tried again, at its old place or at a new one; a first attempt has none, and is not looked up."""
     async with scheduling() as (scheduler, clock):
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
@@ -287,7 +288,7 @@ async def test_whoever_runs_a_task_again_is_given_its_newest_checkpoint() -> Non
 
 async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes() -> None:
     async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(CARD, params())
+        record = await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
         await scheduler.complete(done(encode), WORKER)
         (denoise,) = await take(scheduler)
@@ -300,7 +301,7 @@ async def test_a_lost_object_has_its_stage_run_again_and_the_request_completes()
 async def test_conflicting_decisions_are_made_again_until_each_is_applied() -> None:
     clock = ManualClock()
     scheduler = Scheduler(Racing(clock), cards=[CARD], clock=clock)
-    record = await scheduler.submit(CARD, params(), n=8)
+    record = await scheduler.submit(*asking(CARD, params(), n=8))
     (encode,) = await take(scheduler)
     await scheduler.complete(done(encode), WORKER)
     denoise = await take(scheduler, DENOISE, slots=8)
@@ -325,7 +326,7 @@ async def test_missing_names_the_pools_without_a_live_worker() -> None:
 async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
     async with scheduling() as (scheduler, _):
         await scheduler.queue.hello(info(WORKER, ENCODE), [CARD])
-        await scheduler.submit(CARD, params())
+        await scheduler.submit(*asking(CARD, params()))
         (encode,) = await take(scheduler)
         assert await scheduler.registry.owners([encode]) == {}
         await scheduler.complete(done(encode), WORKER)
@@ -335,8 +336,8 @@ async def test_owners_of_inputs_are_as_the_registry_knows_them() -> None:
 
 async def test_over_says_which_requests_need_no_objects_any_more() -> None:
     async with scheduling() as (scheduler, _):
-        running = (await scheduler.submit(CARD, params())).context.id
-        ended = (await scheduler.submit(CARD, params())).context.id
+        running = (await scheduler.submit(*asking(CARD, params()))).context.id
+        ended = (await scheduler.submit(*asking(CARD, params()))).context.id
         await scheduler.cancel(ended)
         with patch.object(scheduler.queue, "load", side_effect=AssertionError("a record was loaded")):
             assert await scheduler.over([running, ended, "req_forgotten"]) == [ended, "req_forgotten"]
@@ -344,7 +345,9 @@ async def test_over_says_which_requests_need_no_objects_any_more() -> None:
 
 async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() -> None:
     async with scheduling() as (scheduler, _):
-        old = (await scheduler.submit(CARD, params(), n=2, tenant="t", priority=3, metadata={"a": "b"})).context
+        old = (
+            await scheduler.submit(*asking(CARD, params(), n=2, tenant="t", priority=3, metadata={"a": "b"}))
+        ).context
         for _ in range(2):
             (lease,) = await take(scheduler)
             await scheduler.fail(Failed(lease.claim, "crash", "bang", "SIGSEGV"), WORKER)
@@ -362,7 +365,7 @@ async def test_a_dead_request_is_tried_again_as_a_new_one_and_is_dead_no_more() 
 
 async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_under() -> None:
     async with scheduling() as (scheduler, _):
-        dead = (await scheduler.submit(CARD, params(), id="video_1")).context.id
+        dead = (await scheduler.submit(*asking(CARD, params(), id="video_1"))).context.id
         for _ in range(2):
             (lease,) = await take(scheduler)
             await scheduler.fail(Failed(lease.claim, "crash", "bang"), WORKER)
@@ -372,7 +375,7 @@ async def test_a_dead_video_is_tried_again_under_the_id_that_its_uploads_are_und
 async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_is_dead() -> None:
     async with scheduling() as (dead, clock):
         other = Scheduler(dead.queue, clock=clock)
-        record = await dead.submit(CARD, params(), timeout=30)
+        record = await dead.submit(*asking(CARD, params(), timeout=30))
         await dead.close()
         clock.advance(31)
         await other.review.requests()
@@ -401,7 +404,7 @@ async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.Monke
     await scheduler.start()
     for _ in range(50):
         await asyncio.sleep(0)
-    await scheduler.submit(CARD, params())
+    await scheduler.submit(*asking(CARD, params()))
     await take(scheduler)
     queue.away = False
     for _ in range(50):
@@ -424,14 +427,14 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
 
 async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted() -> None:
     async with scheduling() as (scheduler, clock):
-        unknown = await scheduler.submit(CARD, params(), limit_s=1.0)
+        unknown = await scheduler.submit(*asking(CARD, params(), limit_s=1.0))
         assert unknown.context.limit_s is None  # nothing was measured: a slow machine's first picture is not ended
         while leases := await take(scheduler):
             timings = Timings(run_s=2.0)
             await scheduler.complete(msgspec.structs.replace(done(leases[0]), timings=timings), WORKER)
-        assert (await scheduler.submit(CARD, params(), limit_s=1.0)).context.limit_s == pytest.approx(30.0)
-        assert (await scheduler.submit(CARD, params(), limit_s=300.0)).context.limit_s == 300.0
-        assert (await scheduler.submit(CARD, params())).context.limit_s is None
+        assert (await scheduler.submit(*asking(CARD, params(), limit_s=1.0))).context.limit_s == pytest.approx(30.0)
+        assert (await scheduler.submit(*asking(CARD, params(), limit_s=300.0))).context.limit_s == 300.0
+        assert (await scheduler.submit(*asking(CARD, params()))).context.limit_s is None
 
         await take(scheduler)
         clock.advance(31.0)

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from tests.scheduler.model import DECODE, DENOISE, ENCODE, SHARING, params
 from tests.scheduler.test_encoder_cache import WORKER, done
 from tests.scheduler.test_scheduler import info, take
+from tools.asking import asking
 from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import review, scheduler as module
@@ -59,8 +60,8 @@ async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypa
     scheduler = desk.scheduler
     with capture_logs() as logs:
         await desk.answer(PEER, Hello(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
-        record = await scheduler.submit(SHARING, params())
-        other = await scheduler.submit(SHARING, params(), cache=False, priority=-1)
+        record = await scheduler.submit(*asking(SHARING, params()))
+        other = await scheduler.submit(*asking(SHARING, params(), cache=False, priority=-1))
         for kind in ("text_encode", "denoise", "again", "denoise", "vae_decode"):
             (lease,) = await take(scheduler)
             if kind == "denoise" and lease.task.attempt == 1:
@@ -89,7 +90,7 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
     clock = ManualClock()
     desk = Desk(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), Places(""))
     await desk.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
-    record = await desk.scheduler.submit(SHARING, params())
+    record = await desk.scheduler.submit(*asking(SHARING, params()))
     with monkeypatch.context() as patch:
         patch.setattr(desk.scheduler if part == "resumed" else desk.scheduler.registry, part, fails_later)
         with pytest.raises(OSError, match="No space"):
@@ -121,7 +122,7 @@ async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pyt
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)
     scheduler.queue.shared = True  # so that it learns in every round
-    await scheduler.submit(SHARING, params())
+    await scheduler.submit(*asking(SHARING, params()))
     while leases := await take(scheduler):
         await scheduler.complete(done(leases[0]), WORKER)
     seen: list[str] = []

@@ -7,6 +7,7 @@ import pytest
 from tests.scheduler.model import CARD, params
 from tests.scheduler.test_costs import complete_one
 from tests.scheduler.test_scheduler import WORKER, done, scheduling, take
+from tools.asking import asking
 from unfuse.core.event import Event
 from unfuse.core.messages import Failed
 from unfuse.core.task import Lease
@@ -25,9 +26,9 @@ async def step(scheduler: Scheduler, lease: Lease, number: int) -> None:
 
 async def measured(scheduler: Scheduler) -> str:
     """A request of a model whose encoder takes 1 s, its denoiser 8 and its decoder 3."""
-    await scheduler.submit(CARD, params())
+    await scheduler.submit(*asking(CARD, params()))
     await complete_one(scheduler)
-    return (await scheduler.submit(CARD, params())).context.id
+    return (await scheduler.submit(*asking(CARD, params()))).context.id
 
 
 async def test_it_is_the_share_of_predicted_seconds() -> None:
@@ -55,7 +56,7 @@ async def test_it_does_not_fall_when_predictions_change() -> None:
         before = await shown(scheduler, request)
         (denoise,) = await take(scheduler)
         for _ in range(3):
-            await scheduler.submit(CARD, params(), priority=1)
+            await scheduler.submit(*asking(CARD, params(), priority=1))
             await complete_one(scheduler, times=100.0)
         assert await shown(scheduler, request) == before
         assert scheduler.eta(await scheduler.queue.load(request)) > 20  # type: ignore[operator]
@@ -98,7 +99,7 @@ async def test_it_does_not_fall_when_an_input_is_made_again() -> None:
 
 async def test_a_model_that_never_ran_counts_its_forwards() -> None:
     async with scheduling() as (scheduler, _):
-        request = (await scheduler.submit(CARD, params(num_inference_steps=3))).context.id
+        request = (await scheduler.submit(*asking(CARD, params(num_inference_steps=3)))).context.id
         for _ in range(2):
             (lease,) = await take(scheduler)
             await scheduler.complete(done(lease), WORKER)
@@ -107,7 +108,7 @@ async def test_a_model_that_never_ran_counts_its_forwards() -> None:
 
 async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
     async with scheduling() as (scheduler, clock):
-        id = (await scheduler.submit(CARD, params(), tenant="ada", priority=3, asked="my model")).context.id
+        id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, asked="my model"))).context.id
         waiting = request_object(await scheduler.queue.load(id), "")
 
         assert (waiting["model"], waiting["medium"], waiting["tenant"], waiting["priority"]) == (
@@ -123,5 +124,5 @@ async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None
 
         assert ended["started_at"] == pytest.approx(clock.wall(), abs=0.01)
         assert ended["cost"]["device_s"] == {"cpu": 12.0}  # type: ignore[index]
-        again = request_object(await scheduler.submit(CARD, params()), "")
+        again = request_object(await scheduler.submit(*asking(CARD, params())), "")
         assert again["cost"]["predicted_s"] == pytest.approx(12.0)  # type: ignore[index]

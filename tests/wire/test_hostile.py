@@ -18,6 +18,7 @@ from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info
 from tests.wire.zmtp import Peer, message
 from tools.addresses import unix_address
+from tools.asking import asking
 from unfuse.core.clock import SystemClock
 from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
 from unfuse.core.messages import (
@@ -64,7 +65,7 @@ class Site:
 
     async def lease(self) -> Lease:
         """A task that the honest worker holds."""
-        await self.scheduler.submit(CARD, params())
+        await self.scheduler.submit(*asking(CARD, params()))
         granted = await self.say(Ask(1, None, ANSWER_S))
         assert isinstance(granted, Granted)
         (lease,) = granted.leases

@@ -92,7 +92,7 @@ async def computing(folder: Path, stall_s: float = 600.0, processes: int = 1) ->
         )  # fmt: skip
         executor = Executor([load] * processes, lambda message: compute.hear(message), stall_s, MEMORY_LIMIT)
         compute = Compute(executor, store, folder)
-        assert await executor.start() == "cpu"
+        assert (await executor.start()).device == "cpu"
         serving = asyncio.create_task(executor.serve())
         try:
             yield compute

@@ -13,6 +13,7 @@ import pytest
 
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
+from tools.asking import asking
 from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
@@ -102,7 +103,7 @@ class Town:
 
     async def submit(self, prompt: str = "hello", steps: int = STEPS, priority: int = 0, **given: str | int) -> str:
         params = {**self.card.defaults, "prompt": prompt, "seed": 1, "num_inference_steps": steps, **given}
-        return (await self.schedulers[-1].submit(self.card, params, priority=priority)).context.id
+        return (await self.schedulers[-1].submit(*asking(self.card, params, priority=priority))).context.id
 
     async def until(self, request: str, *kinds: str) -> None:
         """Wait for an event of the request."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from unfuse.core.card import ModelCard
 from unfuse.core.event import Event
 from unfuse.core.media import IMAGE, VIDEO, Medium, medium_of
 from unfuse.core.object_ref import ObjectRef
@@ -137,6 +138,29 @@ class RequestContext(msgspec.Struct, frozen=True):
     def video(self) -> bool:
         """Whether it is one of /v1/videos: queues list these by themselves."""
         return self.id.startswith(VIDEO.prefix)
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What is asked for: checked parameters of a model, and `n` results of the seeds seed … seed + n − 1.
+
+    `name` is what the client calls the model, where that is another name. `id` is the request's, drawn if there is
+    none. Its stages may run for `limit_s` seconds (0: any).
+    """
+
+    card: ModelCard
+    params: Params
+    n: int = 1
+    name: str = ""
+    id: str = ""
+    limit_s: float = 0.0
+
+
+class Who(msgspec.Struct, frozen=True):
+    """Who asks, and what tells whether it was asked before: a key of the client's own, the hash of what it sent."""
+
+    tenant: str = "default"
+    idempotency_key: str = ""
+    fingerprint: str = ""
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -47,10 +47,10 @@ class Draft:
         state = self.stages.get(stage, StageState())
         self.events.append(Event(event, self._wall, stage, state.attempt, state.worker, message=message))
 
-    def queue(self, stage: str, not_before: float = 0.0) -> None:
+    def queue(self, stage: str, not_before: float = 0.0, queued_at: float | None = None) -> None:
         """Make a task of a stage whose inputs exist, under its next attempt."""
         attempt = self.stages[stage].attempt + 1
-        self.move(stage, "queued", attempt=attempt, queued_at=self._wall)
+        self.move(stage, "queued", attempt=attempt, queued_at=self._wall if queued_at is None else queued_at)
         request, planned = self._before, self._before.plan.stage(stage)
         outputs = [self.stages[name].output for name in planned.after]
         inputs = tuple(output for output in outputs if output is not None)

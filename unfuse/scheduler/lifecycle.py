@@ -196,7 +196,10 @@ def placed(change: Change, home: Callable[[str], str]) -> Change:
 def moved(
     context: RequestContext, home: Callable[[str], str], wall: float, running: Sequence[Running] = ()
 ) -> Change | None:
-    """Tasks that wait in vain go where they are at home; None if none does. What runs is left alone."""
+    """Tasks that wait in vain go where they are at home, as the attempt that they are; None if none does.
+
+    What runs is left alone.
+    """
     leased = {run.stage for run in running}
     waiting = [stage for stage in context.plan.stages if context.stages[stage.name].status == "queued"]
     strays = [stage.name for stage in waiting if stage.name not in leased and home(stage.pool) != stage.pool]
@@ -204,8 +207,9 @@ def moved(
         return None
     draft = Draft(context, wall)
     for name in strays:
-        draft.move(name, "waiting")
-        draft.queue(name)
+        before = context.stages[name]
+        draft.move(name, "waiting", attempt=before.attempt - 1)
+        draft.queue(name, queued_at=before.queued_at)
     return placed(draft.change(None, context.status), home)
 
 

@@ -91,10 +91,10 @@ class Registry:
         }
         return {name: pools for name, pools in lacking.items() if pools}
 
-    async def pools(self) -> dict[str, list[str]]:
-        """The models of every pool that is served: of all that are manned, and of declared ones that are not."""
+    def pools(self, cards: Mapping[str, ModelCard]) -> dict[str, list[str]]:
+        """Of these models by name, those of every pool: of all that are manned, and of declared ones that are not."""
         models: defaultdict[str, list[str]] = defaultdict(list)
-        for name, card in sorted((await self.cards()).items()):
+        for name, card in sorted(cards.items()):
             for pool in sorted(set(card.pools().values())):
                 for served in sorted(self.manned(pool)) or [pool]:
                     models[served].append(name)

@@ -13,13 +13,14 @@ import msgspec
 import structlog
 
 from unfuse.core.card import ModelCard
+from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Change, Record, RequestContext, new_request_id
+from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler import lifecycle
@@ -100,43 +101,26 @@ class Scheduler:
         with self._background.besides("keeping what requests cost"):
             await self._costs.settle()
 
-    async def submit(
-        self,
-        card: ModelCard,
-        params: Params,
-        *,
-        n: int = 1,
-        tenant: str = "default",
-        idempotency_key: str = "",
-        fingerprint: str = "",
-        priority: int = 0,
-        timeout: float | None = None,
-        metadata: dict[str, str] | None = None,
-        id: str = "",
-        cache: bool = True,
-        asked: str = "",
-        limit_s: float = 0.0,
-    ) -> Record:
-        """Accept a request whose parameters were checked: `n` pictures of seeds seed … seed + n − 1.
+    async def submit(self, asked: Asked, delivery: Delivery, who: Who) -> Record:
+        """Accept a request whose parameters were checked.
 
-        `timeout` is seconds from now; `id` is the request's, drawn here if none is given; without `cache`, the encoder
-        cache is neither read nor written; `asked` is what the client calls the model. Its stages may run for `limit_s`
-        seconds (0: any), or for five times what was predicted if that is more; a model of which nothing is known yet is
-        not limited. A repeat (same tenant and idempotency key) gets the first record. Raises Overloaded, which says
-        when to try again, and InvalidParameter for what no arena can ever hold.
+        Its stages may run for the limit that it has, or for five times what was predicted if that is more; a model of
+        which nothing is known yet is not limited. A repeat (same tenant and idempotency key) gets the first record.
+        Raises Overloaded, which says when to try again, and InvalidParameter for what no arena can ever hold.
         """
-        seed = params["seed"]
+        card, params, seed = asked.card, asked.params, asked.params["seed"]
         if not isinstance(seed, int):
             raise TypeError("params must carry an integer seed")
-        samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(n)]
+        samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
-        plan = compile_plan(card.pipeline, pools, params, samples, self._cache.shared_by(tenant, cache))
+        plan = compile_plan(card.pipeline, pools, params, samples, self._cache.shared_by(who.tenant, delivery.cache))
         context = RequestContext(
-            id or new_request_id(), card.name, params, plan, {}, tenant, idempotency_key, fingerprint,
-            priority=priority, metadata=metadata or {}, asked=asked, limit_s=limit_s or None,
+            asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
+            who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
+            limit_s=asked.limit_s or None,
         )  # fmt: skip
-        return await self._submit(context, timeout)
+        return await self._submit(context, delivery.timeout)
 
     async def retry(self, request: str, id: str = "") -> Record:
         """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.

@@ -15,7 +15,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, TransientError
 from unfuse.core.media import MEDIA, Medium
-from unfuse.core.request import Record, new_request_id
+from unfuse.core.request import Asked, Record, Who, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
@@ -86,20 +86,9 @@ class Call:
                 data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
                 params["image"] = hashlib.sha256(data).hexdigest()
                 await to_thread.run_sync(gateway.results.attach, id, "image", data)
+            limit_s = gateway.time_limits.get(self.medium.name, 0.0)
             record = await gateway.scheduler.submit(
-                card,
-                params,
-                n=n,
-                tenant=self.tenant,
-                idempotency_key=key,
-                fingerprint=fingerprint,
-                priority=delivery.priority,
-                timeout=delivery.timeout,
-                metadata=delivery.metadata,
-                id=id,
-                cache=delivery.cache,
-                asked=asked,
-                limit_s=gateway.time_limits.get(self.medium.name, 0.0),
+                Asked(card, params, n, asked, id, limit_s), delivery, Who(self.tenant, key, fingerprint)
             )
             unused = unused and record.context.id != id
         except TransientError:

@@ -58,5 +58,7 @@ async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
     registry = gateway.scheduler.registry
     gateway.metrics.results(*await gateway.unwritten())
-    page = await gateway.metrics.page(gateway.queue, await registry.workers(), sorted(await registry.pools()))
+    page = await gateway.metrics.page(
+        gateway.queue, await registry.workers(), sorted(registry.pools(await gateway.models()))
+    )
     return Response(page, media_type=CONTENT_TYPE_LATEST)

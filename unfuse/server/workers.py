@@ -53,7 +53,7 @@ async def pools(gateway: Served) -> dict[str, object]:
     in line.
     """
     members = await gateway.scheduler.registry.workers()
-    models = await gateway.scheduler.registry.pools()
+    models = gateway.scheduler.registry.pools(await gateway.models())
     stats = await gateway.queue.stats(sorted(models))
     data = []
     for pool, names in models.items():

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from tools.asking import asking
 from unfuse import queues
 from unfuse.core.card import ModelCard
 from unfuse.core.messages import Done, Failed, WorkerInfo
@@ -67,7 +68,7 @@ def done(lease: Lease) -> Done:
 async def one(scheduler: Scheduler, place: int, id: str, steps: tuple[str, ...]) -> None:
     queue, lease = scheduler.queue, None
     own = {"tenant": ("default", "other")[place % 2], "idempotency_key": f"key of {id}", "fingerprint": f"body of {id}"}
-    await scheduler.submit(CARD, params(), id=id, metadata={"n": str(place)}, priority=place, **own)
+    await scheduler.submit(*asking(CARD, params(), id=id, metadata={"n": str(place)}, priority=place, **own))
     for step in steps:
         if step == "lease":
             (lease,) = await queue.lease("w", wanted(*POOLS.values()), 600.0)
@@ -86,7 +87,7 @@ async def fill(queue: TaskQueue) -> None:
     await queue.expired(15.0)
     for place, (id, steps) in enumerate(STATES.items()):
         await one(scheduler, place, id, steps)
-    await scheduler.submit(CARD, params(), id="req_late", timeout=60.0, priority=-1)
+    await scheduler.submit(*asking(CARD, params(), id="req_late", timeout=60.0, priority=-1))
     await queue.cache("a prompt", ObjectRef("e", "w", "node", "r", "s", 1, 1, 64, (), (1, 2), b"k" * 16, 0.0), 1 << 20)
     await queue.close()
 
