@@ -15,6 +15,8 @@ import unfuse
 from unfuse.client import Client, connect
 from unfuse.core.errors import InvalidParameter
 
+pytestmark = pytest.mark.slow
+
 TABLE = "MADE = (\n"
 LINE = '    Parameter("sharpness", "integer", 1, 9, says="how sharp the edges are"),\n'
 REFUSAL = "sharpness must be 1 to 9, not 12"

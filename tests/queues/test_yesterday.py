@@ -21,9 +21,11 @@ from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
 from unfuse import queues
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Record, StageState
+from unfuse.core.task import ARENA, SLOTS
 from unfuse.queues import redis, returned, script
 from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
+from unfuse.queues.wanted import Wanted
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_lists import check_lists
@@ -179,16 +181,45 @@ OURS = {
     "cached_bytes",
     "damaged",
     "discard",
+    "declare",
+    "declared",
 }
 """Verbs that the earlier version does not have, or answers otherwise."""
 
 
+Packed = dict[str, msgspec.Raw]
+
+
+def as_it_asked(arguments: bytes) -> bytes | None:
+    """What the earlier version would have sent to lease the same; None where it knew no such thing."""
+    whole = msgspec.msgpack.decode(arguments[1:], type=Packed)
+    asks = []
+    for ask in msgspec.msgpack.decode(whole["asks"], type=list[Packed]):
+        wanted = msgspec.msgpack.decode(ask["wanted"], type=Wanted)
+        rooms = {pool: offer.amounts.get(ARENA) for pool, offer in wanted.pools.items()}
+        if any(offer.amounts.keys() - {SLOTS, ARENA} for offer in wanted.pools.values()):
+            return None
+        room = max((room for room in rooms.values() if room is not None), default=None)
+        earlier = msgspec.structs.asdict(wanted) | {
+            "pools": list(wanted.pools),
+            "slots": wanted.slots,
+            "room": room,
+            "keep": {pool: room - left for pool, left in rooms.items() if room is not None and left is not None},
+            "later": {pool: offer.later for pool, offer in wanted.pools.items()},
+            "behind": {pool: offer.behind for pool, offer in wanted.pools.items()},
+        }
+        asks.append(ask | {"wanted": msgspec.Raw(msgspec.msgpack.encode(earlier))})
+    return arguments[:1] + msgspec.msgpack.encode(whole | {"asks": msgspec.Raw(msgspec.msgpack.encode(asks))})
+
+
 class Yesterdays(Reviewed):
-    """One whose script is the earlier version's, but for what that one does not know."""
+    """One whose script is the earlier version's, and hears what that one said, but for what that one does not know."""
 
     async def _execute(self, calls: Any) -> Any:
-        if any(verb in OURS for verb, _ in calls):
+        told = [(verb, as_it_asked(arguments) if verb == "lease" else arguments) for verb, arguments in calls]
+        if any(verb in OURS or arguments is None for verb, arguments in told):
             return await super()._execute(calls)
+        calls = told
         with patch.object(script, "SCRIPT", SCRIPT), patch.object(script, "SCRIPT_ID", SCRIPT_ID):
             return await super()._execute(calls)
 

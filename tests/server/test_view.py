@@ -108,7 +108,7 @@ async def test_a_model_that_never_ran_counts_its_forwards() -> None:
 
 async def test_a_request_shows_what_was_asked_by_whom_and_what_it_took() -> None:
     async with scheduling() as (scheduler, clock):
-        id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, asked="my model"))).context.id
+        id = (await scheduler.submit(*asking(CARD, params(), tenant="ada", priority=3, name="my model"))).context.id
         waiting = request_object(await scheduler.queue.load(id), "")
 
         assert (waiting["model"], waiting["medium"], waiting["tenant"], waiting["priority"]) == (

@@ -48,7 +48,7 @@ async def executing(
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
         executor = Executor([load(store, folder, role=role)], heard.put)
-        assert await executor.start() == "cpu"
+        assert (await executor.start()).device == "cpu"
         serving = asyncio.create_task(executor.serve())
         try:
             yield executor, store, heard
