@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.house import BEGIN, END, PAGE, drawing
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "unfuse").rglob("*.py"))
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in SOURCES}
@@ -147,6 +149,10 @@ def budgets() -> dict[str, int]:
     return {
         name: int(count.replace(",", "")) for name, count in re.findall(r"^\| `(\w+)/` .*\| ([\d,]+) \|$", table, re.M)
     }
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    assert BEGIN + drawing() + END in PAGE.read_text(), "run: python -m tools.house"
 
 
 def test_every_folder_keeps_to_its_budget_of_lines() -> None:
