@@ -208,6 +208,7 @@ def test_an_error_s_kind_is_its_exit_code(error: package.UnfuseError, code: int)
     assert exit_code(error) == code
 
 
+@pytest.mark.slow
 def test_doctor_says_what_the_machine_has(unfuse: Run) -> None:
     code, out, _ = unfuse("doctor")
     assert code == 0

@@ -12,7 +12,6 @@ import pytest
 
 from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
-from tools.asking import asking
 from tools.server import Server, serving
 from tools.tiny import SERVING, build
 
@@ -105,7 +104,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
     cases = [{name: value for name, value in case.items() if name != "num_frames"} for case in CASES[kind]]
-    requests = [server.submit(*asking(model=kind, **case)) for case in cases]
+    requests = [server.submit(model=kind, **case) for case in cases]
 
     assert [frames(server, request) for request in requests] == expected[kind]
 
@@ -157,7 +156,7 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -
 
 
 def test_stages_of_a_request_ran_in_three_workers(server: Server) -> None:
-    shown = server.finished(server.submit(*asking(model="flux", **PLAIN)))
+    shown = server.finished(server.submit(model="flux", **PLAIN))
 
     workers = {stage["name"]: stage["worker"] for stage in shown["stages"]}
     assert sorted(workers) == ["denoise.0", "text_encode", "text_encode_2", "vae_decode.0"]

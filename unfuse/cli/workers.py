@@ -6,7 +6,7 @@ from unfuse.cli import reach, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
 
 _WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "models"]
-_POOL = ["id", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
+_POOL = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
 
 
 def workers(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
