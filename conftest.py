@@ -110,7 +110,9 @@ def own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("UNFUSE_")]:
             patch.delenv(name)
-        patch.setenv("UNFUSE_DATA_DIR", str(tmp_path_factory.mktemp("data")))
+        data = tmp_path_factory.mktemp("data")
+        patch.setenv("UNFUSE_DATA_DIR", str(data))
         with tempfile.TemporaryDirectory(prefix="run-") as run:  # pytest's own folders have paths too long for sockets
             patch.setenv("UNFUSE_RUN_DIR", run)
             yield
+        assert not (data / "keys").exists(), "a test made keys where others find them: it needs its own folder"
