@@ -10,7 +10,7 @@ from unfuse.service.settings import load
 from unfuse.service.worker import worker_options
 from unfuse.wire.address import UNIX
 from unfuse.wire.unix_socket import private_socket, server_socket
-from unfuse.worker.worker import WorkerOptions
+from unfuse.worker.options import WorkerOptions
 
 
 def free_ports(count: int) -> list[int]:

@@ -18,6 +18,7 @@ from unfuse.core.messages import (
     Ask,
     Beat,
     Bye,
+    Done,
     Failed,
     Granted,
     Hello,
@@ -371,3 +372,72 @@ async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
         assert await granted(desk) == []
         await desk.answer(OTHER, Hello(info("worker-2", ENCODE), (CARD,)))
         assert [lease.task.request for lease in await granted(desk, peer=OTHER)] == [request]
+
+
+def asking_on(lease: Lease, slots: int = 1) -> Done:
+    return msgspec.structs.replace(done(lease), ask=Ask(slots, None, 0.0))
+
+
+async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_anybody_who_waits() -> None:
+    """Given another worker that waits for the next stage, then who made its input gets it in the same answer, and an
+    Ask of before is answered with nothing."""
+    async with at_the_desk() as (desk, _):
+        request = await submit(desk)
+        (lease,) = await granted(desk)
+        await desk.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        waits = asyncio.create_task(granted(desk, wait=20.0, peer=OTHER))
+        before = asyncio.create_task(granted(desk, wait=20.0))
+        await settle()
+        reply = await desk.answer(PEER, asking_on(lease))
+        assert isinstance(reply, Granted)
+        assert [given.task.stage for given in reply.leases] == ["denoise.0"]
+        assert await before == []
+        assert (await desk.scheduler.queue.load(request)).context.stages["text_encode"].status == "done"
+        assert not waits.done()
+        waits.cancel()
+
+
+async def test_who_asks_with_an_outcome_that_nothing_follows_for_it_hears_that_it_is_recorded() -> None:
+    async with at_the_desk() as (desk, _):
+        await submit(desk)
+        (encode,) = await granted(desk)
+        reply = await desk.answer(PEER, asking_on(encode))
+        assert isinstance(reply, Granted)
+        (denoise,) = reply.leases
+        assert await desk.answer(PEER, asking_on(denoise)) == Granted((), {})  # it decodes nothing
+        assert await desk.answer(PEER, asking_on(denoise)) == Granted((), {})
+
+
+async def test_an_outcome_that_is_refused_brings_no_work() -> None:
+    async with at_the_desk() as (desk, _):
+        first, second = await submit(desk), await submit(desk)
+        (lease,) = await granted(desk)
+        await desk.scheduler.cancel(first)
+        assert isinstance(await desk.answer(PEER, asking_on(lease)), Refused)
+        assert (await desk.scheduler.queue.load(second)).running == ()
+        assert [lease.task.request for lease in await granted(desk)] == [second]
+
+
+async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queued_again() -> None:
+    async with at_the_desk() as (desk, _):
+        await submit(desk)
+        (encode,) = await granted(desk)
+        reply = await desk.answer(PEER, asking_on(encode))
+        assert isinstance(reply, Granted) and reply.leases
+        await desk.undelivered(PEER, reply)
+        await desk.answer(OTHER, HELLO)
+        (lease,) = await granted(desk, peer=OTHER)
+        assert (lease.task.stage, lease.task.attempt) == ("denoise.0", 2)
+
+
+async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
+    async with at_the_desk() as (whoever, clock):
+        await submit(whoever)
+        desk = Desk(Scheduler(whoever.scheduler.queue, clock=clock), [], Places(""), dispatch="round_robin")
+        await desk.answer(PEER, HELLO)
+        await desk.answer(OTHER, Hello(info("worker-2", DENOISE), (CARD,)))
+        (encode,) = await granted(desk)
+        waits = asyncio.create_task(granted(desk, wait=20.0, peer=OTHER))
+        await settle()
+        assert await desk.answer(PEER, asking_on(encode)) == Granted((), {})
+        assert [lease.task.stage for lease in await waits] == ["denoise.0"]

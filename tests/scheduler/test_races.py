@@ -116,14 +116,15 @@ async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
 class Fate:
     """A scheduler over the memory queue, some requests, and everything that may become of their tasks."""
 
-    def __init__(self, scheduler: Scheduler, clock: ManualClock, dice: random.Random) -> None:
-        self.scheduler, self.clock, self.dice = scheduler, clock, dice
+    def __init__(self, scheduler: Scheduler, pools: frozenset[str], clock: ManualClock, dice: random.Random) -> None:
+        self.scheduler, self.pools, self.clock, self.dice = scheduler, pools, clock, dice
         self.leases: list[Lease] = []
         self.reported: list[Lease] = []
 
-    async def step(self, pools: frozenset[str], trouble: float) -> None:
+    async def step(self, trouble: float) -> None:
         worker = self.dice.choice(["w", "v"])
-        self.leases += await self.scheduler.queue.lease(worker, wanted(*pools, slots=self.dice.randint(1, 3)), TTL)
+        wants = wanted(*self.pools, slots=self.dice.randint(1, 3))
+        self.leases += await self.scheduler.queue.lease(worker, wants, TTL)
         self.clock.advance(1)
         if not self.leases:
             return
@@ -147,7 +148,11 @@ class Fate:
         index = task.params.get("index", 0)
         files = (ResultFile(int(str(index)), "image/png", 1, "h"),) if task.final else ()
         output = None if task.final else msgspec.structs.replace(object_for(task), owner=worker)
-        return await self.scheduler.complete(Done(lease.claim, output, files, Timings(run_s=1.0)), worker)
+        wants = wanted(*self.pools, slots=1) if self.dice.random() < 0.5 else None
+        done = Done(lease.claim, output, files, Timings(run_s=1.0))
+        record, leases = await self.scheduler.complete(done, worker, wants)
+        self.leases += leases
+        return record
 
     async def fail(self, lease: Lease) -> None:
         kind = self.dice.choice(["transient", "crash", "permanent"])
@@ -197,7 +202,8 @@ def test_every_request_ends_once_whatever_happens(
 async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, cancel_at: int) -> None:
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), clock=clock)
-    fate, pools = Fate(scheduler, clock, dice), frozenset(card.pools().values())
+    pools = frozenset(card.pools().values())
+    fate = Fate(scheduler, pools, clock, dice)
     requests = [(await scheduler.submit(*asking(card, params(), n=n))).context.id for _ in range(2)]
     for step in range(10_000):
         records = [await scheduler.queue.load(request) for request in requests]
@@ -205,7 +211,7 @@ async def _live(card: ModelCard, n: int, dice: random.Random, trouble: float, ca
             break
         if step == cancel_at and trouble:
             await scheduler.cancel(requests[0])
-        await fate.step(pools, trouble)
+        await fate.step(trouble)
     contexts = [(await scheduler.queue.load(request)).context for request in requests]
     assert all(context.over for context in contexts)
     assert trouble or all(context.status == "completed" for context in contexts)

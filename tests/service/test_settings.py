@@ -18,7 +18,7 @@ from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, load
 from unfuse.service.size import Size
 from unfuse.transfer.base import TransferOptions, TransferSettings
-from unfuse.worker.worker import WorkerOptions
+from unfuse.worker.options import WorkerOptions
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from tests.cli.conftest import Run
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
-from unfuse.worker.worker import WorkerOptions
+from unfuse.worker.options import WorkerOptions
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def reading(*refs: ObjectRef, request: str = "req_a", stage: str = "next") -> Le
 def granted(*owners: Objects) -> Granted:
     names = [owner.store.owner for owner in owners]
     peers = {owner.store.owner: (owner.store.node, owner.store.address) for owner in owners}
-    return Granted((), peers, {name: dict(owner.engines) for name, owner in zip(names, owners, strict=True)})
+    return Granted((), peers, {name: dict(owner.copies.served_at) for name, owner in zip(names, owners, strict=True)})
 
 
 def read(objects: Objects, ref: ObjectRef) -> set[int]:
@@ -84,15 +84,15 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objec
     ref = made(far)
     first, second = reading(ref, stage="one"), reading(ref, stage="two")
 
-    brought = await asyncio.gather(near.bring(first, granted(far)), near.bring(second, granted(far)))
+    brought = await asyncio.gather(near.copies.bring(first, granted(far)), near.copies.bring(second, granted(far)))
 
     copies = {lease.task.inputs[0].id for lease in brought if lease}
     assert len(copies) == 1 and ref.id not in copies
     assert brought[0] and read(near, brought[0].task.inputs[0]) == {7}
-    assert near.tally.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
-    near.let_go(first.claim)
+    assert near.copies.tally.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
+    near.copies.let_go(first.claim)
     assert near.usage().used == PIECE
-    near.let_go(second.claim)
+    near.copies.let_go(second.claim)
     await freed(near)
 
 
@@ -106,13 +106,13 @@ async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: Objects
     """Given an object that an earlier request made, then it is not dropped here with that one, and the scheduler hears
     of the object that it knows."""
     ref = made(far, request="req_earlier")
-    brought = await near.bring(reading(ref, request="req_later"), granted(far))
+    brought = await near.copies.bring(reading(ref, request="req_later"), granted(far))
     assert brought
     (copy,) = brought.task.inputs
     assert near.holding() == {"req_later"} and copy.request == "req_later"
     await near.release(["req_earlier"])
     assert read(near, copy) == {7}
-    assert (near.original(copy.id), near.original("another")) == (ref.id, "another")
+    assert (near.copies.original(copy.id), near.copies.original("another")) == (ref.id, "another")
 
 
 async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_called(
@@ -121,10 +121,10 @@ async def test_what_can_be_mapped_is_left_where_it_is_whatever_its_node_is_calle
     here = folders()
     async with node("one", here) as one, node("two", here) as two:
         own, mapped, other = made(two), made(one), made(far)
-        brought = await two.bring(reading(own, mapped, other), granted(one, two, far))
+        brought = await two.copies.bring(reading(own, mapped, other), granted(one, two, far))
         assert brought and brought.task.inputs[:2] == (own, mapped) and brought.task.inputs[2].owner == "two"
         assert read(two, mapped) == {7}
-        assert await two.bring(reading(own), granted(two)) == reading(own)
+        assert await two.copies.bring(reading(own), granted(two)) == reading(own)
 
 
 async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], near: Objects) -> None:
@@ -134,13 +134,13 @@ async def test_an_owner_is_near_until_it_is_gone(folders: Callable[[], str], nea
     async with node("two", here) as two:
         async with node("one", here) as one:
             lease, grant = reading(made(one)), granted(one)
-            assert await two.bring(lease, grant) == lease and two.store.reaches("one")
+            assert await two.copies.bring(lease, grant) == lease and two.store.reaches("one")
         async with node("three", here) as three:
             address = three.store.address
             soon(lambda: not two.store.reaches("one"), "a dead owner is still taken for near")
             two.store.learn({"one": ("name", address)})
             assert not two.store.reaches("one")
-            assert await two.bring(lease, grant) == lease
+            assert await two.copies.bring(lease, grant) == lease
 
 
 async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_here(
@@ -151,7 +151,7 @@ async def test_at_the_address_of_an_owner_on_another_machine_another_one_lives_h
     async with node("one", here) as one, node("two", here) as two:
         grant = granted(far)
         grant.peers["far"] = "name", one.store.address
-        brought = await two.bring(reading(made(far)), grant)
+        brought = await two.copies.bring(reading(made(far)), grant)
         assert brought and brought.task.inputs[0].owner == "two"
 
 
@@ -167,14 +167,14 @@ async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Cal
             grant.peers["stopped"] = "name", f"unix:{path}"
             waiting = [
                 asyncio.create_task(
-                    two.bring(reading(msgspec.structs.replace(ref, owner="stopped"), stage=name), grant)
+                    two.copies.bring(reading(msgspec.structs.replace(ref, owner="stopped"), stage=name), grant)
                 )
                 for name in map(str, range(100))
             ]
             for _ in range(3):
-                assert await two.bring(reading(ref), grant) == reading(ref)
+                assert await two.copies.bring(reading(ref), grant) == reading(ref)
             assert not any(task.done() for task in waiting)
-            assert all(two.cancel(reading(stage=str(number)).claim) for number in range(100))
+            assert all(two.copies.cancel(reading(stage=str(number)).claim) for number in range(100))
             assert await asyncio.gather(*waiting) == [None] * 100
             silent.close()
 
@@ -182,7 +182,7 @@ async def test_a_socket_where_nobody_answers_keeps_no_other_waiting(folders: Cal
 async def test_without_keys_what_cannot_be_mapped_is_left_to_its_stage(folders: Callable[[], str]) -> None:
     async with node("one", folders(), keys=False) as one, node("two", folders(), keys=False) as two:
         lease = reading(made(one))
-        assert not one.engines and await two.bring(lease, granted(one)) == lease
+        assert not one.copies.served_at and await two.copies.bring(lease, granted(one)) == lease
         with pytest.raises(ObjectLost):
             two.store.get(lease.task.inputs[0])
 
@@ -191,8 +191,8 @@ async def test_what_cannot_be_had_is_left_to_the_durable_copy(far: Objects, near
     ref = made(far)
     await far.release(["req_a"])
     lease = reading(ref)
-    assert await near.bring(lease, granted(far)) == lease
-    near.let_go(lease.claim)
+    assert await near.copies.bring(lease, granted(far)) == lease
+    near.copies.let_go(lease.claim)
     assert near.usage().used == 0
 
 
@@ -206,10 +206,10 @@ async def test_however_many_inputs_are_at_silent_owners_others_are_brought_meanw
             name = f"silent-{number}"
             lost = msgspec.structs.replace(made(far, request=name, nbytes=8), owner=name)
             told = Granted((), {name: (name, "unix:@nowhere")}, {name: address})
-            waiting.append(asyncio.create_task(near.bring(reading(lost, request=name), told)))
-        while len(near._copies) < len(waiting):
+            waiting.append(asyncio.create_task(near.copies.bring(reading(lost, request=name), told)))
+        while len(near.copies._copies) < len(waiting):
             await asyncio.sleep(0)
-        brought = await near.bring(reading(made(far)), granted(far))
+        brought = await near.copies.bring(reading(made(far)), granted(far))
         assert brought and read(near, brought.task.inputs[0]) == {7}
         assert not any(task.done() for task in waiting)
     for task in waiting:
@@ -222,12 +222,12 @@ async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Object
     """Given an arena without room, so that an input is waited for, when its task is cancelled, then it ends."""
     full, ref = made(near, nbytes=CAPACITY), made(far)
     lease = reading(ref)
-    bringing = asyncio.create_task(near.bring(lease, granted(far)))
-    while not near.cancel(lease.claim):
+    bringing = asyncio.create_task(near.copies.bring(lease, granted(far)))
+    while not near.copies.cancel(lease.claim):
         await asyncio.sleep(0)
     assert await bringing is None
-    assert not near.cancel(lease.claim)
-    near.let_go(lease.claim)
+    assert not near.copies.cancel(lease.claim)
+    near.copies.let_go(lease.claim)
     near.store.delete(full)
     await freed(near)
 
@@ -236,8 +236,8 @@ async def test_without_room_for_long_the_task_is_told(far: Objects, near: Object
     made(near, nbytes=CAPACITY)
     lease = reading(made(far))
     with pytest.raises(ArenaFull):
-        await near.bring(lease, granted(far))
-    near.let_go(lease.claim)
+        await near.copies.bring(lease, granted(far))
+    near.copies.let_go(lease.claim)
 
 
 @pytest.mark.parametrize("kind", ["denoise", "text_encode"])

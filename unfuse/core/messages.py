@@ -141,12 +141,16 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A task's outcome: the object it made, or the results it wrote."""
+    """A task's outcome: the object it made, or the results it wrote.
+
+    With `ask`, which waits for nothing, what the worker would take next is given to it in the same transaction.
+    """
 
     claim: Claim
     output: ObjectRef | None
     results: tuple[ResultFile, ...]
     timings: Timings
+    ask: Ask | None = None
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
@@ -194,7 +198,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Leases, and where the workers are that own their inputs.
+    """Leases, and where the workers are that own their inputs; to a Done that asked, also that its outcome is recorded.
 
     `peers` is {worker id: (node, arena address)}, `engines` {worker id: {transfer engine: address}}.
     """

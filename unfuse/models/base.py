@@ -164,10 +164,10 @@ class DiffusersFamily(Family):
 
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind)
-        if kind == "denoise":
+        if kind == DENOISE.kind:
             denoiser, options = self.denoiser(loader), loader.runtime.options
             return Denoise(denoiser, options, Preview(lambda: self.vae(loader)), self._adapters(loader, denoiser))
-        if kind == "vae_decode":
+        if kind == VAE_DECODE.kind:
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
 

@@ -29,9 +29,9 @@ from unfuse.models.packed import PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
-from unfuse.stages.specs import TEXT_ENCODE
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
-BLOCKS = {"text_encode": "text_encoder", "denoise": "denoise", "vae_decode": "decode"}
+BLOCKS = {TEXT_ENCODE.kind: "text_encoder", DENOISE.kind: "denoise", VAE_DECODE.kind: "decode"}
 """The block that a stage kind runs."""
 
 SCALE = "guidance_scale"
@@ -68,9 +68,13 @@ class BlockStage(Stage):
         self.kind, self._spec, self._served = spec.kind, spec, served
         self._device, self._draws = loader.device, loader.runtime.options.noise_device == "cuda"
         self._part = _part(spec, served.blocks[distilled], loader)
-        self._guider = None if distilled or spec.kind == "vae_decode" else self._part.get_component_spec("guider")
+        self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._part.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]
-        self._needs = [*self._reads, *([SCALE] if self._guider else []), *(["seed"] if spec.kind == "denoise" else [])]
+        self._needs = [
+            *self._reads,
+            *([SCALE] if self._guider else []),
+            *(["seed"] if spec.kind == DENOISE.kind else []),
+        ]
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless the parameters and tensors are there that the block is given."""
@@ -99,10 +103,10 @@ class BlockStage(Stage):
         params = task.params
         given: dict[str, Any] = {name: params[name] for name in self._reads if params.get(name) is not None}
         given |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
-        if self.kind == "denoise":
+        if self.kind == DENOISE.kind:
             generator = torch.Generator(self._device if self._draws else "cpu")
             given["generator"] = generator.manual_seed(need(params, "seed", int))
-        if self.kind == "vae_decode":
+        if self.kind == VAE_DECODE.kind:
             given["output_type"] = "np"
         if self._guider is not None:
             scale = max(need(params, SCALE, float), self._served.unguided)
@@ -179,7 +183,7 @@ class Modular(PackedFamily):
             raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)
         loader = Loader(model, self.components(model), runtime, report)
-        block = DecodeBlock if spec.kind == "vae_decode" else BlockStage
+        block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
         return block(spec, self._served, loader, bool(model.index().get("is_distilled")))
 
 
@@ -193,7 +197,7 @@ def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
     _quiet(block)
     part = block.init_pipeline()
     part.update_components(**{name: _component(name, loader) for name in spec.components})
-    if spec.kind == "denoise":
+    if spec.kind == DENOISE.kind:
         with torch.device("meta"):
             part.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
     return part

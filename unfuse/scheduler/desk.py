@@ -55,6 +55,8 @@ QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
 PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 """What a step may publish, in order."""
 
+NOTHING = Granted((), {})
+
 log = structlog.get_logger(__name__)
 
 
@@ -193,7 +195,7 @@ class Desk:
         wanted = flow.wanted(peer.worker, ask, keep, self._dispatch)
         peer.withdraw()
         if peer.leaves:
-            return Granted((), {})
+            return NOTHING
         peer.keep = keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
@@ -203,17 +205,32 @@ class Desk:
             waiting.cancel()  # nobody may be given work when we are not here to say so
         if peer.ask is waiting:
             peer.ask = None
-        leases = [] if waiting.cancelled() else waiting.result()
+        return await self._granted(peer, [] if waiting.cancelled() else waiting.result())
+
+    async def _complete(self, peer: _Peer, done: Done) -> Accepted | Granted:
+        """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
+
+        Where who gets a task is up to who has waited, the worker asks again instead.
+        """
+        ask, worker = done.ask, peer.worker
+        done = msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=worker.device))
+        if ask is None or peer.leaves or self._dispatch != "locality":
+            await self.scheduler.complete(done, worker.id)
+            return NOTHING if ask else Accepted()
+        flow = await self._look()
+        wanted = flow.wanted(worker, ask, flow.keep(worker, self.scheduler.ahead), self._dispatch)
+        peer.withdraw()
+        _, leases = await self.scheduler.complete(done, worker.id, wanted)
+        return await self._granted(peer, leases)
+
+    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
+        """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
         try:
-            return await self._granted(peer, leases)
+            leases = [await self.scheduler.resumed(lease) for lease in leases]
+            owners = await self.scheduler.registry.owners(leases)
         except BaseException:
             await self._take_back(leases)
             raise
-
-    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
-        """The answer that gives a worker these tasks, with all it needs for them."""
-        leases = [await self.scheduler.resumed(lease) for lease in leases]
-        owners = await self.scheduler.registry.owners(leases)
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
@@ -262,7 +279,9 @@ class Desk:
             await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
         return Pulse(ended, tuple(over))
 
-    async def _report(self, peer: _Peer, message: Progress | Saved | Done | Failed) -> Accepted | Refused | None:
+    async def _report(
+        self, peer: _Peer, message: Progress | Saved | Done | Failed
+    ) -> Accepted | Granted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
@@ -274,7 +293,7 @@ class Desk:
                     case Saved():
                         await self.scheduler.save(message, worker)
                     case Done():
-                        await self.scheduler.complete(_computed_on(peer.worker.device, message), worker)
+                        return await self._complete(peer, message)
                     case Failed():
                         peer.leaves |= message.reason == "drain"
                         log.warning("task failed", kind=message.kind, reason=message.message, **about)
@@ -300,7 +319,3 @@ class Desk:
         ]
         if not await self._owns(peer, claim) or not await self._queue.progress(claim, events):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker} (any more)")
-
-
-def _computed_on(device: str, done: Done) -> Done:
-    return msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=device))

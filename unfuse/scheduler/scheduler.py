@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.ahead import Ahead
 from unfuse.scheduler.arenas import Arenas
@@ -216,11 +217,22 @@ class Scheduler:
         record, _ = await self._apply(request, lambda record: lifecycle.cancelled(record.context, self._clock.wall()))
         return record
 
-    async def complete(self, done: Done, worker: str) -> Record:
-        """Record a task's outcome. Raises LeaseLost when it is not that worker's to complete (any more)."""
+    async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
+        """Record a task's outcome, and lease the worker what it wants next with nobody between.
+
+        Raises LeaseLost when it is not that worker's to complete (any more).
+        """
         now, claim = self._clock.wall(), done.claim
+        leases: list[Lease] = []
+
+        async def commit(change: Change) -> Record:
+            if wanted is None:
+                return await self.queue.commit(change)
+            record, leases[:] = await self.queue.commit_and_lease(change, worker, wanted, self.lease_ttl)
+            return record
+
         record, _ = await self._apply(
-            claim.request, lambda record: lifecycle.completed(record.context, done, worker, now, record.running)
+            claim.request, lambda record: lifecycle.completed(record.context, done, worker, now, record.running), commit
         )
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
@@ -228,7 +240,7 @@ class Scheduler:
                 self._rooms.learn(stage.pool, done.output.nbytes)
             with self._background.besides("keeping an output for other requests"):
                 await self._cache.keep(stage, done.output)
-        return record
+        return record, leases
 
     async def save(self, saved: Saved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""
@@ -291,7 +303,12 @@ class Scheduler:
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
 
-    async def _apply(self, request: str, decide: Callable[[Record], Change | None]) -> tuple[Record, bool]:
+    async def _apply(
+        self,
+        request: str,
+        decide: Callable[[Record], Change | None],
+        commit: Callable[[Change], Awaitable[Record]] | None = None,
+    ) -> tuple[Record, bool]:
         """Load, decide, commit, again while others move the same context; says whether this changed it.
 
         A decision of None changes nothing, nor does the repeat of one that was applied.
@@ -305,7 +322,7 @@ class Scheduler:
             change = msgspec.structs.replace(change, push=self._rooms.given(change.push))
             change = lifecycle.placed(change, self.registry.home)
             with suppress(Conflict):
-                record = await self.queue.commit(change)
+                record = await (commit or self.queue.commit)(change)
                 ours = record.context == change.context and change.context.version > before.context.version
                 if ours and record.context.over and not before.context.over:
                     self._ended(record.context)

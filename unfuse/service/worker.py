@@ -17,7 +17,8 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
-from unfuse.worker.worker import Worker, WorkerOptions
+from unfuse.worker.options import WorkerOptions
+from unfuse.worker.worker import Worker
 
 
 def worker_options(settings: Settings) -> WorkerOptions:

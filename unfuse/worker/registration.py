@@ -4,16 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import Choice
+from unfuse.core.messages import Welcome
+from unfuse.core.plan import Choice, roles_of, slots_of
 from unfuse.models import card_of, resolve_source
+from unfuse.worker.options import WorkerOptions
 
-Models = Sequence[tuple[str, str, str]]
+Models = tuple[tuple[str, str, str], ...]
 """Models as (name, source, dtype); once they are brought, the source is a folder of this machine."""
 
 
-def bring(models: Models, choice: Choice) -> tuple[list[ModelCard], tuple[tuple[str, str, str], ...]]:
+class Served(msgspec.Struct, frozen=True):
+    """The models that a worker serves, those stages of them that were chosen, their pools, and for how many tasks."""
+
+    models: Models
+    choice: Choice
+    cards: tuple[ModelCard, ...]
+    pools: tuple[str, ...]
+    slots: int
+
+
+def serve(welcome: Welcome, options: WorkerOptions) -> Served:
+    """What a worker with these options serves for that scheduler; its models are in folders here then.
+
+    Raises ConfigError when they do not agree, or nothing is left to serve.
+    """
+    compute = options.compute
+    if welcome.outcome not in ({}, compute.outcome):
+        wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
+        raise ConfigError(f"the scheduler's workers have to agree on what they make: start this one with {wanted}")
+    dtypes, own = {name: dtype for name, _, dtype in welcome.models}, compute.dtype
+    chosen = tuple((name, name, dtypes.get(name, own) if own == "auto" else own) for name in options.models)
+    if not (chosen or welcome.models):
+        raise ConfigError("the scheduler serves no model yet: say which one with --model")
+    choice = Choice(roles_of(options.role), options.components)
+    cards, models = bring(chosen or welcome.models, choice)
+    stages = (stage for card in cards for stage in card.pipeline.stages)
+    slots = max(options.slots or slots_of(choice.roles, stages), compute.batch + 1)
+    return Served(models, choice, cards, pools_of(cards, choice, options.resources), slots)
+
+
+def bring(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
     """The models' cards, and the models with their folders, in which the components of the chosen stages are then."""
     cards, folders = [], []
     for name, source, dtype in models:
@@ -23,7 +57,7 @@ def bring(models: Models, choice: Choice) -> tuple[list[ModelCard], tuple[tuple[
         resolve_source(card.source, components={component for stage in stages for component in stage.components})
         cards.append(card)
         folders.append((name, str(folder), dtype))
-    return cards, tuple(folders)
+    return tuple(cards), tuple(folders)
 
 
 def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ConfigError, TransientError
+from unfuse.core.errors import TransientError
 from unfuse.core.messages import (
     Ask,
     Beat,
@@ -34,19 +33,18 @@ from unfuse.core.messages import (
     ToWorker,
     WorkerInfo,
 )
-from unfuse.core.plan import Choice, roles_of, slots_of
 from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.wire.address import Trust
+from unfuse.transfer.base import TransferEngine
 from unfuse.worker.channel import Load, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
+from unfuse.worker.options import WorkerOptions
 from unfuse.worker.orphan import free_when_alone
-from unfuse.worker.registration import bring, pools_of
+from unfuse.worker.registration import Served, serve
 from unfuse.worker.told import about, tell
 
 WAIT_S = 20.0
@@ -72,43 +70,13 @@ WITHDRAW = Ask(0, 0, 0.0)
 log = structlog.get_logger(__name__)
 
 
-class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker is started. `role` is one, several as `a+b`, or all; with `components` it runs those of its stages
-    alone whose pools are of one of them. It holds `slots` tasks at a time (0: as many as is usual for its role).
-    `arena` is bytes, `resources` are what it has of others; without `models` the scheduler says what to serve.
-
-    It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
-    takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
-    the worker is told to leave. `transfer` is how its objects move between nodes, `run_dir` where those of one meet.
-    They are given up when no scheduler was heard for `orphan_s` seconds.
-    """
-
-    role: str
-    schedulers: tuple[str, ...]
-    node: str
-    trust: Trust
-    models: tuple[str, ...]
-    components: tuple[str, ...]
-    compute: ComputeOptions
-    slots: int
-    arena: int
-    resources: Mapping[str, int]
-    stall_s: float
-    memory_limit: int
-    drain_timeout: float
-    transfer: TransferOptions
-    run_dir: str
-    orphan_s: float
-
-
 class Worker:
     """One worker from registration to departure. It closes the transfer `engines` that it is given."""
 
     def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
         self._options, self._engines = options, engines or {}
         self._id = f"{options.role}-{secrets.token_hex(6)}"
-        self._choice = Choice(roles_of(options.role), options.components)
-        self._slots = max(options.slots, options.compute.batch + 1)
+        self._slots = options.slots
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
         self._reporting, self._loaded, self._device = 0, "", ""
@@ -118,7 +86,7 @@ class Worker:
         self._draining = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._newest_ask, self._beat_s = 0, 1.0
+        self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._keeper: Keeper | None = None
@@ -158,7 +126,7 @@ class Worker:
         info = WorkerInfo(self._id, options.node, options.role, tuple(pools), self._slots, "", 0, os.getpid())
         if objects is None:
             return info
-        where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.engines}
+        where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": dict(options.resources), "outcome": self._outcome}
         return msgspec.structs.replace(info, **where, **about)
 
@@ -169,62 +137,47 @@ class Worker:
         self._background.forever("saying that we live", partial(self._beat, objects, ended))
         lonely = partial(free_when_alone, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
         self._background.forever("looking whether a scheduler is there", lonely)
-        await self._background.repeat("asking for work", partial(self._pull, executor, objects))
+        await self._background.repeat("asking for work", self._pull)
 
     async def _join(self) -> tuple[Executor, Objects]:
         """Learn what to serve and where to keep it, load it, and register with its pools."""
         welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
-        compute = self._options.compute
-        if welcome.outcome not in ({}, compute.outcome):
-            wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
-            raise ConfigError(f"the scheduler's workers have to agree on what they make: start this one with {wanted}")
-        dtypes, own = {name: dtype for name, _, dtype in welcome.models}, compute.dtype
-        chosen = [(name, name, dtypes.get(name, own) if own == "auto" else own) for name in self._options.models]
-        models = tuple(chosen) or welcome.models
-        if not models:
-            raise ConfigError("the scheduler serves no model yet: say which one with --model")
-        cards, folders = await asyncio.to_thread(bring, models, self._choice)
-        self._beat_s = welcome.beat
         options, places = self._options, welcome.places
-        pools = pools_of(cards, self._choice, options.resources)
-        if not options.slots:
-            stages = (stage for card in cards for stage in card.pipeline.stages)
-            self._slots = max(slots_of(self._choice.roles, stages), compute.batch + 1)
+        served = await asyncio.to_thread(serve, welcome, options)
+        self._beat_s, self._slots = welcome.beat, served.slots
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._keeper = Keeper(objects, self._link)
-        load = self._load(folders, objects, places)
+        load = self._load(served, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         started = await executor.start()
         self._device = started.device
         if welcome.by_outcome:
             self._outcome = started.outcome
-        named = [manned(pool, self._outcome) for pool in pools]
-        await self._link.hello(Hello(self._info(named), tuple(cards), self._secret))
-        log.info(
-            "ready", role=options.role, worker=self._id, models=[card.name for card in cards], pulled_at=objects.engines
-        )
+        named = [manned(pool, self._outcome) for pool in served.pools]
+        await self._link.hello(Hello(self._info(named), served.cards, self._secret))
+        models = [card.name for card in served.cards]
+        log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
 
-    def _load(self, models: tuple[tuple[str, str, str], ...], objects: Objects, places: Places) -> Load:
+    def _load(self, served: Served, objects: Objects, places: Places) -> Load:
         options, store = self._options, objects.store
         own = store.owner, store.node, store.address, store.write_token
-        return Load(models, self._choice, options.compute, *own, places, options.run_dir)
+        return Load(served.models, served.choice, options.compute, *own, places, options.run_dir)
 
-    async def _pull(self, executor: Executor, objects: Objects) -> None:
+    async def _pull(self) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
         await self._changed.wait()
         self._changed.clear()
-        if not self._draining.is_set():
+        if not self._draining.is_set() and not self._asks_with_outcome:
             self._newest_ask += 1
-            ask = partial(self._ask, executor, objects, self._newest_ask, self._wanted(executor, objects))
-            self._background.once("asking for work", ask)
+            self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
 
-    def _wanted(self, executor: Executor, objects: Objects) -> Ask:
+    def _wanted(self) -> Ask:
         """What there are slots for; when all are taken, one task more urgent than any that takes them."""
         running = [lease.task for lease in self._active.values()]
-        if not executor.ready or any(task.alone for task in running):
+        if not (self._objects and self._executor and self._executor.ready) or any(task.alone for task in running):
             return WITHDRAW
         affinity = next((task.affinity for task in running if task.affinity), self._loaded)
         slots = self._slots - len(running)
@@ -233,37 +186,38 @@ class Worker:
         for task in running:
             taken.update(task.needs)
         amounts = {name: max(0, amount - taken[name]) for name, amount in self._options.resources.items()}
-        return Ask(max(1, slots), self._room(objects), WAIT_S, above, affinity, amounts)
+        return Ask(max(1, slots), self._room(self._objects), WAIT_S, above, affinity, amounts)
 
-    async def _ask(self, executor: Executor, objects: Objects, number: int, ask: Ask) -> None:
+    async def _ask(self, number: int, ask: Ask) -> None:
         """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
         granted: ToWorker | None = None
         with suppress(OSError):  # then the next one says what is wanted by then
             granted = await self._link.once(ask)
         if isinstance(granted, Granted):
-            for lease in granted.leases:
-                await self._take(executor, objects, lease, granted)
+            await self._take(granted)
         elif isinstance(granted, Refused):
             log.warning("work was refused", reason=granted.message)
             await asyncio.sleep(PAUSE_S)
         if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
 
-    async def _take(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
-        self._active[lease.claim] = lease
-        self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
-        self._idle.clear()
-        if self._keeper:
-            self._keeper.begin(lease)
-        if self._draining.is_set():
-            await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
-        else:
-            self._background.once("beginning a task", partial(self._run, executor, objects, lease, granted))
+    async def _take(self, granted: Granted) -> None:
+        for lease in granted.leases:
+            self._active[lease.claim] = lease
+            self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
+            self._idle.clear()
+            if self._keeper:
+                self._keeper.begin(lease)
+            if self._draining.is_set() or not (self._executor and self._objects):
+                await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
+            else:
+                run = partial(self._run, self._executor, self._objects, lease, granted)
+                self._background.once("beginning a task", run)
 
     async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         """Bring the inputs here that are elsewhere, then have compute run the task."""
         try:
-            brought = await objects.bring(lease, granted)
+            brought = await objects.copies.bring(lease, granted)
         except Exception as error:  # whatever it is, the task must not be lost with it
             await self._end(Failed(lease.claim, "transient", f"an input cannot be brought here: {error}"))
             if not isinstance(error, TransientError):
@@ -306,7 +260,7 @@ class Worker:
             await self._cancel(stepped.claim)
 
     async def _cancel(self, claim: Claim, save: bool = False) -> None:
-        if self._executor and not (self._objects and self._objects.cancel(claim)):
+        if self._executor and not (self._objects and self._objects.copies.cancel(claim)):
             await self._executor.cancel(claim, save)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
@@ -329,8 +283,18 @@ class Worker:
         tell(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
+        asks = isinstance(message, Done) and not self._asks_with_outcome and not self._draining.is_set()
+        if isinstance(message, Done) and asks:
+            self._asks_with_outcome = True
+            self._newest_ask += 1
+            message = msgspec.structs.replace(message, ask=self._wanted())
         self._changed.set()
-        recorded = not isinstance(message, Stopped) and await self._report(message)
+        try:
+            recorded = not isinstance(message, Stopped) and await self._report(message)
+        finally:
+            if asks:
+                self._asks_with_outcome = False
+                self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
             self._objects.share(lease, message)
         if self._keeper:
@@ -346,20 +310,22 @@ class Worker:
                 return False
             log.warning("an outcome was refused", reason=answer.message, **about(message.claim))
             await asyncio.sleep(PAUSE_S)
+        if isinstance(answer, Granted):
+            await self._take(answer)
         return True
 
     async def _beat(self, objects: Objects, ended: set[Claim]) -> None:
         """Say that we live; the answer comes when there is news, or when it is time to say so again."""
         await asyncio.sleep(BEAT_PAUSE_S)
         held = tuple(self._active.keys() - ended)
-        moved = objects.tally.take()
+        moved = objects.copies.tally.take()
         usage, holding = objects.usage(), tuple(objects.holding())
         waits = self._executor.unwritten if self._executor else 0
         beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits)
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
-            objects.tally.put_back(moved)
+            objects.copies.tally.put_back(moved)
             return
         if not isinstance(pulse, Pulse):
             await asyncio.sleep(self._beat_s)
