@@ -172,10 +172,10 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     worker._link = Line()
     worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))
     usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
-    objects: Any = SimpleNamespace(tally=Tally(), usage=usage, holding=list)
+    objects: Any = SimpleNamespace(copies=SimpleNamespace(served_at={}, tally=Tally()), usage=usage, holding=list)
     with capture_logs() as logs:
         worker._background.forever("beating", partial(worker._beat, objects, set()))
-        worker._background.forever("asking", partial(worker._pull, None, objects))
+        worker._background.forever("asking", worker._pull)
         while not (beaten.is_set() and asked.is_set()):
             worker._changed.set()
             await asyncio.sleep(0)

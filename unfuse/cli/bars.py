@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress as RichProgress, TaskID, TextColumn, TimeElapsedColumn
 from rich.spinner import Spinner
 from rich.text import Text
+from typing_extensions import override
 
 from unfuse.cli.terminal import Progress, Status, Terminal, retried
 from unfuse.core.event import Event
@@ -51,8 +52,8 @@ class Bars(Progress):
         self._terminal.draws = False
         self._live.stop()
 
+    @override
     def show(self, event: Event) -> None:
-        """See Progress."""
         stage = event.stage
         if not stage:
             return

@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Self
 
+from typing_extensions import override
+
 from unfuse.cli.terminal import Progress, Status, Terminal, retried
 from unfuse.core.event import Event
 
@@ -30,8 +32,9 @@ class Hidden(Progress):
     def __init__(self, status: Status) -> None:
         self.status = status
 
+    @override
     def show(self, event: Event) -> None:
-        """See Progress."""
+        pass
 
     def __exit__(self, *_: object) -> None:
         """Nothing was shown."""
@@ -56,8 +59,8 @@ class Lines(Progress):
         self._over.set()
         self._thread.join()
 
+    @override
     def show(self, event: Event) -> None:
-        """See Progress."""
         stage, now = event.stage, time.monotonic()
         began = self._began.setdefault(stage, now)
         if event.type == "stage_completed":

@@ -20,16 +20,8 @@ class Clock(Protocol):
         ...
 
 
-class AlarmClock(ABC):
+class AlarmClock(Clock, ABC):
     """A Clock that calls back when its own time comes. One without alarms is as fast as the event loop's time."""
-
-    @abstractmethod
-    def now(self) -> float:
-        """See Clock."""
-
-    @abstractmethod
-    def wall(self) -> float:
-        """See Clock."""
 
     @abstractmethod
     def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
@@ -49,12 +50,12 @@ class LocalLauncher(Launcher):
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 
+    @override
     def start(self) -> None:
-        """See Launcher."""
         self._keepers = [asyncio.create_task(self._keep(number)) for number in range(len(self._specs))]
 
+    @override
     async def stop(self, drain_timeout: float) -> None:
-        """See Launcher."""
         self._stopping = True
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import xxhash
 from msgspec.structs import asdict, replace
+from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
@@ -95,8 +96,8 @@ class DiffusersFamily(Family):
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
 
+    @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        """See Family."""
         model, serving = ModelFolder(folder), Serving.read(folder)
         dtypes = choose_dtypes(dtype, self.components(model))
         standard = {**call_defaults(*self.source), **self.standard(model)}
@@ -117,8 +118,8 @@ class DiffusersFamily(Family):
             takes_lora=self.takes_lora,
         )
 
+    @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
-        """See Family."""
         model = ModelFolder(folder)
         return self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
 

@@ -62,11 +62,11 @@ class FlowDenoiser:
         self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
 
     def verify(self, params: Params) -> None:
-        """See Denoiser."""
+        """Raise PermanentError for a size that does not fit."""
         self._sizes(params)
 
     def guidance(self, params: Params) -> float:
-        """See Denoiser."""
+        """By the true guidance scale: these models were not distilled with one."""
         return true_cfg_scale(params)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
@@ -80,11 +80,11 @@ class FlowDenoiser:
         return {}
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """See Denoiser: so many times the way from the one to the other."""
+        """So many times the way from the one to the other."""
         return away + scale * (towards - away)
 
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See Denoiser: as they are."""
+        """As they are."""
         return latents
 
     def _fresh(self, latents: Tensor, **given: Any) -> NoiseScheduler:

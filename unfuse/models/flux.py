@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
@@ -68,8 +70,8 @@ class FluxDenoiser(PackedDenoiser):
         super().__init__(loader, shape)
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
 
+    @override
     def verify(self, params: Params) -> None:
-        """See Denoiser."""
         super().verify(params)
         need(params, "guidance_scale", float)
 
@@ -140,8 +142,8 @@ class Flux(PackedFamily):
     vae = FluxVae
     packing = Shape.of
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See DiffusersFamily."""
         shape = Shape.of(folder)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_2"]
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder"]})

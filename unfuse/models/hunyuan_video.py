@@ -16,6 +16,8 @@ from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
@@ -96,8 +98,8 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
         self.masks = {"prompt_attention_mask": (1, None)}
 
+    @override
     def verify(self, params: Params) -> None:
-        """See Denoiser."""
         super().verify(params)
         need(params, "guidance_scale", float)
 
@@ -109,7 +111,7 @@ class HunyuanVideoDenoiser(FlowDenoiser):
         return {"guidance": torch.tensor([scale], dtype=self.dtype, device=self.device) * 1000.0}
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """See Denoiser."""
+        """Evenly spaced noise levels, from all to none."""
         import numpy as np
 
         return self._fresh(latents, sigmas=np.linspace(1.0, 0.0, need(params, "num_inference_steps", int) + 1)[:-1])
@@ -158,12 +160,14 @@ class HunyuanVideo(DiffusersFamily):
     denoiser = HunyuanVideoDenoiser
     vae = partial(HunyuanVideoVae, channels="latent_channels")
 
+    @override
     def standard(self, folder: ModelFolder) -> Params:
-        """See DiffusersFamily. There is no negative prompt unless one is given, not even an empty one."""
+        """There is no negative prompt unless one is given, not even an empty one."""
         return {"fps": FPS, "negative_prompt": None}
 
+    @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """See DiffusersFamily: twice the default length of a video at most."""
+        """Twice the default length of a video at most."""
         shape = Shape.of(folder)
         multiple = lcm(PIXEL_MULTIPLE, shape.spatial * shape.patch)
         return Limits(
@@ -174,8 +178,8 @@ class HunyuanVideo(DiffusersFamily):
             max_sequence_length=need(defaults, "max_sequence_length", int),
         )
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See DiffusersFamily."""
         shape = Shape.of(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})

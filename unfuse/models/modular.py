@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 from msgspec.structs import replace
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import Limits, Room
@@ -89,8 +90,8 @@ class BlockStage(Stage):
         """All that it is given: tasks that differ gain nothing from waiting for each other."""
         return tuple(params.get(name) for name in self._needs)
 
+    @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """See Stage."""
         import torch
 
         with torch.no_grad():
@@ -142,25 +143,26 @@ class Modular(PackedFamily):
         self._served, self.source, self.classes = served, served.source, served.classes
         self.name = f"modular {served.source[1]}"
 
+    @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """See DiffusersFamily."""
         index = folder.index()
         for name, value in self._served.fixed.items():
             if index.get(name, value) != value:
                 raise ConfigError(f"model {folder.path}: {name} is {index[name]}, and what is served is {value}")
         return super().components(folder)
 
+    @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """See DiffusersFamily."""
         return dict.fromkeys(("text_encoder", "transformer"), "distilled") if index.get("is_distilled") else {}
 
+    @override
     def standard(self, folder: ModelFolder) -> Params:
-        """See PackedFamily; what the call has is left as it is."""
+        """What the call has is left as it is."""
         call = call_defaults(*self.source)
         return {name: value for name, value in super().standard(folder).items() if name not in call}
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See DiffusersFamily."""
         served, transformer, packing = self._served, folder.config("transformer"), Packing.of(folder)
         distilled = bool(folder.index().get("is_distilled"))
         with folder.reading("transformer"):
@@ -177,8 +179,9 @@ class Modular(PackedFamily):
         )
         return with_encoders((text,), Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
 
+    @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
-        """See Family. Raises ConfigError with --offload, which a block's choice of device would not follow."""
+        """Raises ConfigError with --offload, which a block's choice of device would not follow."""
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import DiffusersFamily, Loader
@@ -72,7 +74,7 @@ class PackedDenoiser(FlowDenoiser):
         return packed.reshape(1, rows * columns, -1)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """See Denoiser; the more patches, the longer it stays at high noise."""
+        """The more patches, the longer it stays at high noise."""
         import numpy as np
 
         steps, config = need(params, "num_inference_steps", int), self._scheduler.config
@@ -88,12 +90,12 @@ class PackedFamily(DiffusersFamily):
 
     packing: Callable[[ModelFolder], Packing]
 
+    @override
     def standard(self, folder: ModelFolder) -> Params:
-        """See DiffusersFamily."""
         side = DEFAULT_CELLS * self.packing(folder).scale
         return {"width": side, "height": side, "num_frames": 1, "negative_prompt": None}
 
+    @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """See DiffusersFamily."""
         multiple, length = self.packing(folder).scale * PATCH, need(defaults, "max_sequence_length", int)
         return Limits(size_multiple=multiple, min_size=multiple, frame_multiple=1, max_sequence_length=length)

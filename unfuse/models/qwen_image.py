@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
@@ -95,8 +97,9 @@ class QwenImageDenoiser(PackedDenoiser):
         )[0]
         return velocity
 
+    @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """See Denoiser: each patch as long as the prompt alone would have it."""
+        """Each patch as long as the prompt alone would have it."""
         import torch
 
         combined = super().combine(towards, away, scale, timestep, params)
@@ -139,8 +142,8 @@ class QwenImage(PackedFamily):
     vae = QwenImageVae
     packing = Shape.of
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See DiffusersFamily."""
         shape = Shape.of(folder)
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         text = text_stage({"prompt_embeds": length * width, "prompt_embeds_mask": length * DTYPES["int64"]})

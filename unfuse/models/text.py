@@ -53,7 +53,7 @@ class TruthfulText:
         self._device = loader.device
 
     def guidance(self, params: Params) -> float:
-        """See TextEncoder."""
+        """By the true guidance scale: these models were not distilled with one."""
         return true_cfg_scale(params)
 
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:

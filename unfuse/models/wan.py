@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
@@ -144,7 +146,7 @@ class WanText:
         self._device = loader.device
 
     def guidance(self, params: Params) -> float:
-        """See TextEncoder."""
+        """By the guidance scale."""
         return guidance_scale(params)
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -186,18 +188,18 @@ class WanDenoiser(FlowDenoiser):
             channels = shape.condition if shape.pictured else shape.channels
             self.conditions = sees | {"condition": (1, channels, None, None, None)}
 
+    @override
     def verify(self, params: Params) -> None:
-        """See Denoiser."""
         super().verify(params)
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
 
+    @override
     def guidance(self, params: Params) -> float:
-        """See Denoiser."""
         return guidance_scale(params)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """See Denoiser."""
+        """Timesteps as the configuration spaces them."""
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
@@ -211,14 +213,16 @@ class WanDenoiser(FlowDenoiser):
                 velocity[rows] = self._velocity(transformer, latents[rows], timestep[rows], own)
         return velocity
 
+    @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
-        """See Denoiser; at low noise by the second scale, if there is one."""
+        """At low noise by the second scale, if there is one."""
         if self._low is not None and params.get(SECOND) is not None and bool(timestep < self._boundary):
             scale = need(params, SECOND, float)
         return super().combine(towards, away, scale, timestep, params)
 
+    @override
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """See Denoiser; a first frame that is given was never noise."""
+        """A first frame that is given was never noise."""
         return self._with_first(latents, inputs) if self._shape.expand else latents
 
     def _velocity(self, transformer: Any, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -280,32 +284,33 @@ class Wan(DiffusersFamily):
     denoiser = WanDenoiser
     vae = WanVae
 
+    @override
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """See DiffusersFamily."""
         second = {} if index.get("boundary_ratio") is None else {"transformer_2": self.classes["transformer"]}
         return {**self.classes, **second}
 
+    @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """See DiffusersFamily."""
         said = {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name)}
         return {"transformer": f"{said}{self.takes_image}"} if said else {}
 
+    @override
     def standard(self, folder: ModelFolder) -> Params:
-        """See DiffusersFamily."""
         shape = Shape.of(folder)
         second: Params = {} if shape.boundary is None else {SECOND: None}
         return {"fps": EXPANDED_FPS if shape.expand else FPS, "negative_prompt": "", **second}
 
+    @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """See DiffusersFamily."""
         shape = Shape.of(folder)
         if shape.pictured != (self.takes_image and not shape.expand):
             wants = "a picture, and its class is not" if shape.pictured else "no picture, and its class is"
             raise ConfigError(f"model {folder.path}: the transformer takes {wants} for image to video")
         return shape.limits(defaults)
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See DiffusersFamily. Raises ConfigError when serving.json goes further than the transformer."""
+        """Raises ConfigError when serving.json goes further than the transformer."""
         shape = Shape.of(folder)
         shape.need_room(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 from msgspec.structs import replace
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import PIXELS, Limits, Room
@@ -46,11 +47,11 @@ class WanPicture:
         self._vae, self._shape = WanVae(loader), Shape.of(loader.folder)
 
     def verify(self, params: Params) -> None:
-        """See ImageEncoder."""
+        """Raise PermanentError for a size that does not fit."""
         self._shape.latents(params)
 
     def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
-        """See WanDenoiser for the two."""
+        """The `condition` for the denoiser, and where the model sees pictures `image_embeds`, each a row a picture."""
         condition = {"condition": self._condition(pictures, params)}
         if self._clip is None:
             return condition
@@ -94,32 +95,35 @@ class WanImage(Wan):
     }
     takes_image = True
 
+    @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
-        """See Wan. What was called Fast when it was saved has lost that word since."""
+        """What was called Fast when it was saved has lost that word since."""
         found = super().components(folder)
         renamed = {part: (found[part][0], found[part][1].removesuffix("Fast")) for part in found if "image" in part}
         return found | renamed
 
+    @override
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """See Wan; CLIP's two parts go together."""
+        """CLIP's two parts go together."""
         found = super().served(index)
         sees = any(index.get("image_encoder") or ())
         return {part: known for part, known in found.items() if sees or not part.startswith("image")}
 
+    @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """See DiffusersFamily: a first frame alone is encoded otherwise by an equal VAE."""
+        """A first frame alone is encoded otherwise by an equal VAE."""
         found = super().settings(index)
         return {**found, "vae": "first frame"} if index.get("expand_timesteps") else found
 
+    @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """See DiffusersFamily."""
         if folder.config("transformer").get("pos_embed_seq_len") is not None:
             raise ConfigError(f"model {folder.path} goes from a first picture to a last one, which is not served yet")
         limits = super().limits(folder, defaults)
         return structs.replace(limits, frame_multiple=lcm(limits.frame_multiple, ENCODED_FRAMES))
 
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        """See Wan."""
         text, denoise, _ = super().pipeline(folder, limits, widths).stages
         shape, sees = Shape.of(folder), [part for part in self.components(folder) if part.startswith("image")]
         if shape.image_dim is not None and not sees:
@@ -137,8 +141,9 @@ class WanImage(Wan):
         )
         return with_encoders((text, picture), denoise.room, denoise.components[:-1])
 
+    @override
     def stage(self, kind: str, loader: Loader) -> Stage:
-        """See Wan. The image encoder reads the transformer's configuration too, not its weights."""
+        """The image encoder reads the transformer's configuration too, not its weights."""
         from unfuse.stages.image_encode import ImageEncode
 
         if kind != "image_encode":

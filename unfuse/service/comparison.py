@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any, Protocol, Self
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
@@ -62,7 +63,7 @@ class Figures(msgspec.Struct, frozen=True):
     digests: list[Digests]
 
 
-class Pipeline:
+class Pipeline(Side):
     """The undivided pipeline in a process of its own, which takes one request after the other.
 
     `hear` is told each line that it writes.
@@ -94,8 +95,8 @@ class Pipeline:
         self._process.communicate()
         self._output.close()
 
+    @override
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
-        """See Side."""
         if not self._best and not alike:
             self._best = min(self._choices, key=lambda threads: self._seconds(threads, cases[0]))
         return [self._answer((self._alike if alike else self._best, case.params)) for case in cases]
@@ -107,8 +108,8 @@ class Pipeline:
         self._answer((threads, case.params))
         return time.perf_counter() - began
 
+    @override
     def memory(self) -> tuple[list[int], int]:
-        """See Side."""
         return [_peak(self._process.pid)], 0
 
     def _answer(self, asked: object) -> Digests:
@@ -120,20 +121,20 @@ class Pipeline:
         raise PermanentError("the undivided pipeline failed; its message is above")
 
 
-class Pools:
+class Pools(Side):
     """Workers of our own, which take all requests at once."""
 
     def __init__(self, client: Client, image: Path | None) -> None:
         self._client = client
         self._picture: dict[str, Any] = {} if image is None else {"image": image}
 
+    @override
     def make(self, cases: Sequence[Case], alike: bool = False) -> list[Digests]:
-        """See Side."""
         requests = [self._client.submit(**case.given, **self._picture, cache=False) for case in cases]
         return [tuple(hashlib.sha256(data).hexdigest() for data in request.result().data) for request in requests]
 
+    @override
     def memory(self) -> tuple[list[int], int]:
-        """See Side."""
         workers = self._client.workers()
         parents = [int(worker["pid"]) for worker in workers]
         children = [Path(f"/proc/{pid}/task/{pid}/children").read_text().split() for pid in parents]

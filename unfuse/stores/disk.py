@@ -11,6 +11,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
 
@@ -37,8 +39,8 @@ class DiskShelf(Shelf):
         except OSError as error:
             raise ConfigError(f"nothing can be kept in {path}: {error.strerror}; choose another folder") from error
 
+    @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        """See Shelf."""
         fsync = durable if self._fsync is None else self._fsync
         try:
             try:
@@ -51,8 +53,8 @@ class DiskShelf(Shelf):
                 f"make room under {self._root}"
             ) from error
 
+    @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        """See Shelf."""
         path = self.path(folder, name)
         with _explained(path):
             return path.stat().st_size, _parts(path)
@@ -61,18 +63,18 @@ class DiskShelf(Shelf):
         """Where the file is, if there is one."""
         return self._root / folder / name
 
+    @override
     def remove(self, folder: str, name: str) -> None:
-        """See Shelf."""
         with suppress(OSError):
             self.path(folder, name).unlink()
             self.path(folder, name).parent.rmdir()
 
+    @override
     def drop(self, folder: str) -> None:
-        """See Shelf."""
         shutil.rmtree(self._root / folder, ignore_errors=True)
 
+    @override
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """See Shelf."""
         for folder, _, names in os.walk(self._root / under):
             for name in names:
                 with suppress(FileNotFoundError):  # removed meanwhile

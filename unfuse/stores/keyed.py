@@ -10,6 +10,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
+from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
@@ -46,16 +47,17 @@ class KeyedBackend(StorageBackend):
         self._generations = count(1)
         self._held = self._high_water = 0
 
+    @override
     def create(self, nbytes: int, request: str) -> Draft:
-        """See StorageBackend."""
         self._admit(nbytes)
         memory = np.empty(nbytes, np.uint8)
         draft = Draft(secrets.token_hex(16), secrets.token_bytes(16), next(self._generations), memory)
         self._writing[draft.id] = draft, request
         return draft
 
+    @override
     def seal(self, id: str) -> None:
-        """See StorageBackend. Raises TransientError when the shelf cannot take it; nothing is kept then."""
+        """Raises TransientError when the shelf cannot take it; nothing is kept then."""
         draft, request = self._writing.get(id) or (None, "")
         if draft is not None:
             folder, name = self._folder(self._owner, request), _name(draft)
@@ -69,8 +71,8 @@ class KeyedBackend(StorageBackend):
             self._shelf.remove(folder, name)
         raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
 
+    @override
     def abort(self, id: str) -> None:
-        """See StorageBackend."""
         self._writing.pop(id, None)
 
     def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
@@ -83,8 +85,9 @@ class KeyedBackend(StorageBackend):
         """Fill `memory` with what is kept of an object of this owner, not verified. Raises NotFound, TransientError."""
         self._read(self._folder(self._owner, object.request), object, memory)
 
+    @override
     def hold(self, ref: ObjectRef) -> Hold:
-        """See StorageBackend. Raises ObjectLost also when a byte is not the one that was written."""
+        """Raises ObjectLost also when a byte is not the one that was written."""
         try:
             memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
         except (NotFound, TransientError) as error:
@@ -93,35 +96,37 @@ class KeyedBackend(StorageBackend):
             self._held += ref.nbytes
         return Hold(memory, partial(self._turn.post, partial(self._let_go, ref.nbytes)))
 
+    @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """See StorageBackend: whose objects are on this shelf can be read without."""
+        """Whose objects are on this shelf can be read without."""
 
+    @override
     def delete(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         if self._owner in ("", ref.owner):
             self._shelf.remove(self._folder(self._owner, ref.request), _name(ref))
 
+    @override
     def release(self, request: str) -> None:
-        """See StorageBackend."""
         for id in [id for id, (_, other) in tuple(self._writing.items()) if other == request]:
             self.abort(id)
         self._shelf.drop(self._folder(self._owner, request))
 
+    @override
     def holding(self) -> frozenset[str]:
-        """See StorageBackend."""
         begun = {request for _, request in tuple(self._writing.values())}
         return frozenset(begun | {last_part(entry.folder) for entry in self._shelf.entries(self._folder(self._owner))})
 
+    @override
     def usage(self) -> Usage:
-        """See StorageBackend."""
         used = self._used()
         self._high_water = max(self._high_water, used + self._held)
         free = max(0, self._capacity - used)
         used += self._held
         return Usage(self._capacity, used, used, free, free, self._high_water)
 
+    @override
     def close(self) -> None:
-        """See StorageBackend. What is sealed stays."""
+        """What is sealed stays."""
 
     def clear(self) -> None:
         """Forget every object of this owner."""

@@ -9,6 +9,7 @@ from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent, ObjectTable
@@ -50,53 +51,55 @@ class MemoryBackend(StorageBackend):
         self._heap = _Heap(capacity)
         self._objects = ObjectTable(self._heap)
 
+    @override
     def create(self, nbytes: int, request: str) -> Draft:
-        """See StorageBackend."""
         extent = self._objects.create(nbytes, request)
         return Draft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
 
+    @override
     def seal(self, id: str) -> None:
-        """See StorageBackend."""
         self._objects.seal(id)
 
+    @override
     def abort(self, id: str) -> None:
-        """See StorageBackend."""
         self._objects.abort(id)
 
+    @override
     def hold(self, ref: ObjectRef) -> Hold:
-        """See StorageBackend."""
         extent = self._objects.hold(ref.id, ref.key, ref.generation, ref.nbytes)
         return Hold(self._heap.buffers[extent.offset], partial(self._objects.unhold, ref.id))
 
+    @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """See StorageBackend: no other owner's memory can be reached."""
+        """No other owner's memory can be reached."""
 
+    @override
     def delete(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         self._objects.delete(ref.id)
 
+    @override
     def release(self, request: str) -> None:
-        """See StorageBackend."""
         self._objects.release(request)
 
+    @override
     def holding(self) -> frozenset[str]:
-        """See StorageBackend."""
         return self._objects.requests()
 
+    @override
     def idle(self) -> list[Extent]:
-        """See StorageBackend."""
         return self._objects.idle()
 
+    @override
     def spill(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         self._objects.spill(ref.id)
 
+    @override
     def usage(self) -> Usage:
-        """See StorageBackend."""
         return self._objects.usage()
 
+    @override
     def close(self) -> None:
-        """See StorageBackend."""
+        pass
 
 
 def open_memory(options: StoreOptions) -> MemoryBackend:

@@ -10,6 +10,8 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
 
@@ -52,8 +54,8 @@ class RedisShelf(Shelf):
             socket_connect_timeout=5,
         )
 
+    @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        """See Shelf."""
         path, view = f"{folder}/{name}", memoryview(data)  # type: ignore[arg-type]  # an array is a buffer
         draft = f"{self._prefix}:{path}:{secrets.token_hex(8)}"
         with self._explained(f"take {path} ({len(data)} bytes)"):
@@ -70,8 +72,8 @@ class RedisShelf(Shelf):
                     self._redis.unlink(draft)
                 raise
 
+    @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        """See Shelf."""
         path = f"{folder}/{name}"
         with self._explained(f"say whether it has {path}"):
             found = self._redis.hget(self._list, path)
@@ -80,20 +82,20 @@ class RedisShelf(Shelf):
         nbytes = int(found.split()[0])
         return nbytes, self._parts(path, nbytes)
 
+    @override
     def remove(self, folder: str, name: str) -> None:
-        """See Shelf."""
         with self._explained("forget"), self._redis.pipeline() as together:
             together.unlink(f"{self._prefix}:{folder}/{name}")
             together.hdel(self._list, f"{folder}/{name}")
             together.execute()
 
+    @override
     def drop(self, folder: str) -> None:
-        """See Shelf."""
         for entry in list(self.entries(folder)):
             self.remove(entry.folder, entry.name)
 
+    @override
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """See Shelf."""
         with self._explained("say what it has"):
             for path, value in self._redis.hscan_iter(self._list, f"{under}/*" if under else None, 1000):
                 (folder, _, name), (nbytes, modified) = path.decode().rpartition("/"), map(float, value.split())

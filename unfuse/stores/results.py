@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.request import ResultFile
 from unfuse.stores.disk import DiskShelf
@@ -107,15 +109,15 @@ class DiskResults(ResultStore):
 
     _shelf: DiskShelf
 
+    @override
     def path(self, request: str, index: int) -> Path:
-        """See ResultStore."""
         path = self._shelf.path(_folder(request), str(index))
         if not path.is_file():
             raise _none(request, f"result {index}")
         return path
 
+    @override
     def check(self) -> None:
-        """See ResultStore."""
         with _told():
             self._shelf.require_room(LEAST_ROOM)
 
@@ -126,11 +128,12 @@ class RemoteResults(ResultStore):
     One that is asked for as a file is copied to this machine, for an hour, to be read in ranges.
     """
 
+    @override
     def check(self) -> None:
-        """See ResultStore."""
+        pass
 
+    @override
     def path(self, request: str, index: int) -> Path:
-        """See ResultStore."""
         self._near.forget(time.time() - COPY_S)
         self._near.put(request, index, "", self.read(request, index))
         return self._near.path(request, index)

@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError, NotFound, TransientError
 from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
 
@@ -50,13 +52,13 @@ class S3Shelf(Shelf):
             retry_config={"max_retries": 3, "retry_timeout": AGAIN},
         )
 
+    @override
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        """See Shelf."""
         with self._explained(f"written to {folder}/{name} ({len(data)} bytes)"):
             obstore.put(self._store, f"{folder}/{name}", memoryview(data))  # type: ignore[arg-type]
 
+    @override
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        """See Shelf."""
         try:
             with self._explained(f"read from {folder}/{name}"):
                 found = obstore.get(self._store, f"{folder}/{name}")
@@ -64,17 +66,17 @@ class S3Shelf(Shelf):
             raise NotFound(f"there is no {folder}/{name} in {self._place}") from None
         return found.meta["size"], self._parts(found)
 
+    @override
     def remove(self, folder: str, name: str) -> None:
-        """See Shelf."""
         self._delete([f"{folder}/{name}"])
 
+    @override
     def drop(self, folder: str) -> None:
-        """See Shelf."""
         if paths := [f"{entry.folder}/{entry.name}" for entry in self.entries(folder)]:
             self._delete(paths)
 
+    @override
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """See Shelf."""
         with self._explained(f"listed under {under or '/'}"):
             for page in obstore.list(self._store, under or None, chunk_size=1000):
                 for meta in page:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
 from unfuse.arena.client import ArenaClient
@@ -52,22 +54,22 @@ class SharedMemoryBackend(StorageBackend):
         self._owner, self._home = options.owner, home
         self._readers = Readers(Path(options.run_dir) if options.run_dir else None)
 
+    @override
     def create(self, nbytes: int, request: str) -> Draft:
-        """See StorageBackend."""
         extent = self._home.create(nbytes, request)
         memory = self._home.memory[extent.offset : extent.offset + nbytes]
         return Draft(extent.id, extent.key, extent.generation, memory)
 
+    @override
     def seal(self, id: str) -> None:
-        """See StorageBackend."""
         self._home.seal(id)
 
+    @override
     def abort(self, id: str) -> None:
-        """See StorageBackend."""
         self._home.abort(id)
 
+    @override
     def hold(self, ref: ObjectRef) -> Hold:
-        """See StorageBackend."""
         reader: Reader = self._home if ref.owner == self._owner else self._readers.find(ref)
         try:
             extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
@@ -77,40 +79,40 @@ class SharedMemoryBackend(StorageBackend):
             raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
         return Hold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
 
+    @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """See StorageBackend."""
         self._readers.learn(peers)
 
+    @override
     def reaches(self, owner: str) -> bool:
-        """See StorageBackend."""
         return self._readers.reaches(owner)
 
+    @override
     def delete(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         self._home.delete(ref.id)
 
+    @override
     def release(self, request: str) -> None:
-        """See StorageBackend."""
         self._home.release(request)
 
+    @override
     def holding(self) -> frozenset[str]:
-        """See StorageBackend."""
         return self._home.requests()
 
+    @override
     def idle(self) -> list[Extent]:
-        """See StorageBackend."""
         return self._home.idle()
 
+    @override
     def spill(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         self._home.spill(ref.id)
 
+    @override
     def usage(self) -> Usage:
-        """See StorageBackend."""
         return self._home.usage()
 
+    @override
     def close(self) -> None:
-        """See StorageBackend."""
         self._readers.close()
         self._home.close()
 
@@ -126,8 +128,8 @@ class OwnedSharedMemory(SharedMemoryBackend):
         self._server = ArenaServer(self.arena, token, folder, options.owner)
         super().__init__(options, self.arena, self._server.address, token)
 
+    @override
     def close(self) -> None:
-        """See StorageBackend."""
         self._server.close()
         if self._own_folder:
             self._own_folder.cleanup()

@@ -10,6 +10,7 @@ from time import time
 from typing import TypeVar
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
@@ -40,59 +41,63 @@ class SpillBackend(StorageBackend):
         if self.arena:
             self.arena.recall = self._recall
 
+    @override
     def create(self, nbytes: int, request: str) -> Draft:
-        """See StorageBackend. Raises TransientError when there is no room because the slow store takes no more."""
+        """Raises TransientError when there is no room because the slow store takes no more."""
         return self._place(nbytes, partial(self._fast.create, nbytes, request))
 
+    @override
     def reserve(self, nbytes: int, request: str) -> Extent:
-        """See StorageBackend."""
         assert self.arena
         return self._place(nbytes, partial(self.arena.create, nbytes, request))
 
+    @override
     def seal(self, id: str) -> None:
-        """See StorageBackend."""
         self._fast.seal(id)
 
+    @override
     def abort(self, id: str) -> None:
-        """See StorageBackend."""
         self._fast.abort(id)
 
+    @override
     def hold(self, ref: ObjectRef) -> Hold:
-        """See StorageBackend."""
         try:
             return self._fast.hold(ref)
         except ObjectLost:
             return self._slow.hold(ref)
 
+    @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """See StorageBackend."""
         self._fast.learn(peers)
 
+    @override
     def reaches(self, owner: str) -> bool:
-        """See StorageBackend."""
         return self._fast.reaches(owner)
 
+    @override
     def delete(self, ref: ObjectRef) -> None:
-        """See StorageBackend."""
         self._fast.delete(ref)
         self._slow.delete(ref)
 
+    @override
     def release(self, request: str) -> None:
-        """See StorageBackend. The fast one first: what is on its way to the slow one is then not left there."""
+        """The fast one first: what is on its way to the slow one is then not left there."""
         self._fast.release(request)
         self._slow.release(request)
 
+    @override
     def holding(self) -> frozenset[str]:
-        """See StorageBackend."""
         return self._fast.holding() | self._slow.holding()
 
+    @override
     def usage(self) -> Usage:
-        """See StorageBackend: both together."""
+        """Both together."""
         fast, slow = (msgspec.structs.astuple(store.usage()) for store in (self._fast, self._slow))
         return Usage(*map(sum, zip(fast, slow, strict=True)))
 
+    @override
     def close(self) -> None:
-        """See StorageBackend. With its owner's arena, what was moved out of it goes, too."""
+        """With its owner's arena, what was moved out of it goes, too."""
         if self.arena:
             self.arena.recall = None
         self._fast.close()

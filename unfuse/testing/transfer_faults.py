@@ -11,6 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost
@@ -70,20 +71,20 @@ class FaultyEngine(TransferEngine):
         self.injected: list[str] = []
         self.pulls = 0
 
+    @override
     def serve(self, arena: Arena) -> str:
-        """See TransferEngine."""
         return self._engine.serve(arena)
 
+    @override
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """See TransferEngine."""
         self._engine.register(memory)
 
+    @override
     def connect(self, address: str) -> Link:
-        """See TransferEngine."""
         return FaultyLink(self._engine.connect(address), self)
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         self._engine.close()
 
     def draw(self) -> tuple[set[str], Random]:
@@ -117,8 +118,8 @@ class FaultyLink(Link):
         self._link, self._engine = link, engine
         self._dead = False
 
+    @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See Link."""
         drawn, random = self._engine.draw()
         seconds = self._engine.faults.seconds
         self._dead |= "dead" in drawn
@@ -142,17 +143,17 @@ class FaultyLink(Link):
                     raise LinkBroken("cut on purpose")
                 yield filled
 
+    @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """See Link."""
         self.ping()
         return self._link.written(ref, known, wait)
 
+    @override
     def ping(self) -> None:
-        """See Link."""
         if self._dead:
             raise LinkBroken("dead on purpose")
         self._link.ping()
 
+    @override
     def close(self) -> None:
-        """See Link."""
         self._link.close()

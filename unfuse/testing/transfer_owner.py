@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import numpy as np
+from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
@@ -63,7 +64,7 @@ class Owner(Protocol):
         ...
 
 
-class ArenaOwner:
+class ArenaOwner(Owner):
     """An owner of this process."""
 
     def __init__(self, open_engine: Callable[[], TransferEngine]) -> None:
@@ -72,54 +73,54 @@ class ArenaOwner:
         self.arena = Arena(CAPACITY)
         self._extents: dict[str, tuple[Extent, NDArray[np.uint8]]] = {}
 
+    @override
     def start(self) -> str:
-        """See Owner."""
         self._engine = self._open()
         return self._engine.serve(self.arena)
 
+    @override
     def stop(self) -> None:
-        """See Owner."""
         if self._engine:
             self._engine.close()
         self._engine = None
 
+    @override
     def put(self, seed: int, nbytes: int) -> ObjectRef:
-        """See Owner."""
         ref = self.begin(seed, nbytes)
         extent, data = self._extents[ref.id]
         self.arena.memory[extent.offset : extent.offset + nbytes] = data
         self.arena.seal(ref.id)
         return msgspec.structs.replace(ref, checksums=checksums_of(data))
 
+    @override
     def begin(self, seed: int, nbytes: int) -> ObjectRef:
-        """See Owner."""
         extent = self.arena.create(nbytes, request := new_request_id())
         self._extents[extent.id] = extent, pattern(seed, nbytes)
         return ObjectRef(
             extent.id, "owner", "node", request, "s", 1, extent.generation, nbytes, (), (), extent.key, 0.0
         )
 
+    @override
     def write(self, ref: ObjectRef, chunks: int) -> None:
-        """See Owner."""
         extent, data = self._extents[ref.id]
         end = min(chunks * CHUNK_BYTES, ref.nbytes)
         self.arena.memory[extent.offset : extent.offset + end] = data[:end]
         self.arena.announce(ref.id, checksums_of(data)[:chunks])
 
+    @override
     def seal(self, ref: ObjectRef) -> None:
-        """See Owner."""
         self.arena.seal(ref.id)
 
+    @override
     def abort(self, ref: ObjectRef) -> None:
-        """See Owner."""
         self.arena.abort(ref.id)
 
+    @override
     def delete(self, ref: ObjectRef) -> None:
-        """See Owner."""
         self.arena.delete(ref.id)
 
+    @override
     def used(self) -> int:
-        """See Owner."""
         return self.arena.usage().used
 
 

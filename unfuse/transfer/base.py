@@ -91,7 +91,7 @@ class Link(ABC):
 
     @abstractmethod
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """See ObjectTable, for a `ref` whose checksums are not all known. Raises ObjectLost when it was given up."""
+        """What ObjectTable.written says, for a `ref` whose checksums are not all known. Raises ObjectLost."""
 
     @abstractmethod
     def ping(self) -> None:

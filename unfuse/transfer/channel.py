@@ -14,6 +14,8 @@ from threading import Lock, Thread, current_thread
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+from typing_extensions import override
+
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.arena.sockets import exactly
@@ -36,7 +38,7 @@ from unfuse.transfer.messages import (
     refusal,
     watch,
 )
-from unfuse.transfer.pool import PooledLink
+from unfuse.transfer.pool import Asks, PooledLink
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,7 +148,7 @@ class Owner:
             self._arena.unhold(pull.id)
 
 
-class Connection:
+class Connection(Asks):
     """A reader's end. Raises OSError or ProtocolError if there is no owner at the address, or not one of ours."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
@@ -162,8 +164,8 @@ class Connection:
             self.socket.close()
             raise
 
+    @override
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        """See Asks."""
         send(self.socket, message)
         reply: FromOwner = decode(read(self.socket), FromOwner)
         check_refusal(reply, id)
@@ -171,8 +173,9 @@ class Connection:
             raise ProtocolError(f"the owner answered {type(reply).__name__} to {type(message).__name__}")
         return reply
 
+    @override
     def is_alive(self) -> bool:
-        """See Asks: an owner that was not asked has nothing to say."""
+        """An owner that was not asked has nothing to say."""
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -181,12 +184,13 @@ class Connection:
             return False
         return False
 
+    @override
     def interrupt(self) -> None:
-        """See Asks."""
         hang_up(self.socket)
 
+    @override
     def close(self) -> None:
-        """See Asks. The owner hears of it at once, also where it waits to send more, and holds nothing for it."""
+        """The owner hears of it at once, also where it waits to send more, and holds nothing for it."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -209,8 +213,8 @@ class ChannelLink(PooledLink[Connection]):
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         """Fill `into` with what lies at an offset of the owner's arena, held meanwhile; yields how much is there."""
 
+    @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See Link."""
         pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
         with self.one() as connection:
             coming = connection.ask(pull, Coming, ref.id)

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+from typing_extensions import override
+
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
@@ -31,18 +33,18 @@ class FakeEngine(TransferEngine):
         super().__init__(options)
         self._address = f"fake:{secrets.token_hex(8)}"
 
+    @override
     def serve(self, arena: Arena) -> str:
-        """See TransferEngine."""
         self.arena = arena
         _SERVING[self._address] = self
         return self._address
 
+    @override
     def connect(self, address: str) -> Link:
-        """See TransferEngine."""
         return FakeLink(address)
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         _SERVING.pop(self._address, None)
 
 
@@ -52,8 +54,8 @@ class FakeLink(Link):
     def __init__(self, address: str) -> None:
         self._address = address
 
+    @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See Link."""
         arena = self._owner().arena
         extent = place(arena, Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop))
         try:
@@ -65,19 +67,19 @@ class FakeLink(Link):
         finally:
             arena.unhold(ref.id)
 
+    @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """See Link."""
         owner = self._owner()
         asked = Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait)
         answer = watch(owner.arena, asked, owner.options.heartbeat_s)
         return answer.checksums, answer.whole
 
+    @override
     def ping(self) -> None:
-        """See Link."""
         self._owner()
 
+    @override
     def close(self) -> None:
-        """See Link."""
         self._address = ""
 
     def _owner(self) -> FakeEngine:

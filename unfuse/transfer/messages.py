@@ -51,7 +51,7 @@ class Coming(msgspec.Struct, frozen=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """See ObjectTable.written."""
+    """What ObjectTable.written says of an object."""
 
     checksums: tuple[int, ...]
     whole: bool

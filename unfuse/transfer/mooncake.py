@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.onesided import OneSidedEngine
@@ -33,23 +35,24 @@ class MooncakeEngine(OneSidedEngine):
         self._registered: list[int] = []
         _check(self._library.initialize(options.host, "P2PHANDSHAKE", PROTOCOL, ""), "start")
 
+    @override
     def publish(self) -> bytes:
-        """See OneSidedEngine: the port that was asked for is not the one that listens."""
+        """The port that was asked for is not the one that listens."""
         return f"{self.options.host}:{self._library.get_rpc_port()}".encode()
 
+    @override
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """See TransferEngine."""
         _check(self._library.register_memory(memory.ctypes.data, memory.nbytes), "register memory")
         self._registered.append(memory.ctypes.data)
 
+    @override
     def read(self, name: bytes, address: int, to: int, count: int) -> None:
-        """See OneSidedEngine."""
         code = self._library.transfer_sync_read(name.decode(), to, address, count)
         if code != 0:
             raise LinkBroken(f"Mooncake could not read from {name.decode()}: code {code}")
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         super().close()
         while self._registered:
             _check(self._library.unregister_memory(self._registered.pop()), "let go of memory")

@@ -6,6 +6,8 @@ import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import LinkBroken, TransferOptions
 from unfuse.transfer.onesided import OneSidedEngine
@@ -35,17 +37,17 @@ class NixlEngine(OneSidedEngine):
         self._agent = nixl_agent(secrets.token_hex(8), nixl_agent_config(backends=["UCX"], enable_prog_thread=True))
         self._registered: list[Any] = []
 
+    @override
     def publish(self) -> bytes:
-        """See OneSidedEngine."""
         metadata: bytes = self._agent.get_agent_metadata()
         return metadata
 
+    @override
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """See TransferEngine."""
         self._registered.append(self._agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM"))
 
+    @override
     def read(self, name: bytes, address: int, to: int, count: int) -> None:
-        """See OneSidedEngine."""
         try:
             owner = self._agent.add_remote_agent(name)
             ours, theirs = (self._agent.get_xfer_descs([(place, count, 0)], "DRAM") for place in (to, address))
@@ -62,8 +64,8 @@ class NixlEngine(OneSidedEngine):
         if state != "DONE":
             raise LinkBroken(f"NIXL could not read: {state}")
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         super().close()
         while self._registered:
             self._agent.deregister_memory(self._registered.pop())

@@ -7,6 +7,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Link, TransferEngine
@@ -42,19 +43,19 @@ class OneSidedEngine(TransferEngine):
     def read(self, name: bytes, address: int, to: int, count: int) -> None:
         """Copy `count` bytes from an address of the process that published `name` to one of ours, or LinkBroken."""
 
+    @override
     def serve(self, arena: Arena) -> str:
-        """See TransferEngine."""
         self.register(arena.view)
         about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
         self._owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)
         return self._owner.address
 
+    @override
     def connect(self, address: str) -> Link:
-        """See TransferEngine."""
         return _OneSidedLink(address, self)
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         if self._owner:
             self._owner.close()
 
@@ -66,8 +67,8 @@ class _OneSidedLink(ChannelLink):
         super().__init__(address, engine.options)
         self._engine = engine
 
+    @override
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See ChannelLink."""
         owner = msgspec.msgpack.decode(connection.about, type=About)
         for start in range(0, into.nbytes, PIECE):
             count = min(PIECE, into.nbytes - start)

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from threading import BoundedSemaphore, Lock
 from typing import Generic, Protocol, TypeVar
 
+from typing_extensions import override
+
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferOptions
@@ -69,20 +71,20 @@ class PooledLink(Link, Generic[C]):
             except self.errors as error:
                 raise LinkBroken(f"the owner at {self._address} is not reached: {error}") from error
 
+    @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """See Link."""
         with self.one() as connection:
             answer = connection.ask(Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait), Written, ref.id)
         return answer.checksums, answer.whole
 
+    @override
     def ping(self) -> None:
-        """See Link."""
         if len(self._busy) < self._queues:
             with self.one() as connection:
                 connection.ask(Ping(), Pong)
 
+    @override
     def close(self) -> None:
-        """See Link."""
         with self._lock:
             self._closed = True
             for connection in self._busy:

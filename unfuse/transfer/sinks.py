@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from threading import Condition
 from typing import TYPE_CHECKING, Protocol
 
+from typing_extensions import override
+
 from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.objects import Extent
@@ -37,7 +39,7 @@ class Sink(Protocol):
         ...
 
 
-class ArenaSink:
+class ArenaSink(Sink):
     """Makes the object anew in an arena: `extent` says where, once the session is done, and it is sealed there.
 
     `create` finds room for it, as the arena's own does.
@@ -50,18 +52,19 @@ class ArenaSink:
     ) -> None:
         self._arena, self._ref, self._create = arena, ref, create or arena.create
 
+    @override
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        """See Sink."""
         if self.extent is None:
             self.extent = self._create(self._ref.nbytes, self._ref.request)
         offset = self.extent.offset
         return (self._arena.memory[offset + start : offset + self._ref.nbytes],)
 
+    @override
     def verified(self, stop: int) -> None:
-        """See Sink: nobody reads it before it is whole."""
+        """Nobody reads it before it is whole."""
 
+    @override
     def finish(self) -> None:
-        """See Sink."""
         assert self.extent
         try:
             self._arena.seal(self.extent.id)
@@ -69,14 +72,14 @@ class ArenaSink:
             self.extent = None
             raise
 
+    @override
     def fail(self, error: Exception) -> None:
-        """See Sink."""
         if self.extent:
             self._arena.abort(self.extent.id)
             self.extent = None
 
 
-class Window:
+class Window(Sink):
     """A ring for an object of any length: iterating gives it piece after piece, each valid until the next.
 
     `buffer` must have room for one chunk of the object, since nothing is given out that is not verified; it is the
@@ -91,8 +94,8 @@ class Window:
         self._error: Exception | None = None
         self._moved = Condition()
 
+    @override
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        """See Sink."""
         with self._moved:
             free, size = self._buffer.nbytes - (start - self._taken), self._buffer.nbytes
         if not size:
@@ -100,17 +103,18 @@ class Window:
         place = start % size
         return self._buffer[place : place + free], self._buffer[: max(0, place + free - size)]
 
+    @override
     def verified(self, stop: int) -> None:
-        """See Sink."""
         with self._moved:
             self._verified = stop
             self._moved.notify_all()
 
+    @override
     def finish(self) -> None:
-        """See Sink."""
+        pass
 
+    @override
     def fail(self, error: Exception) -> None:
-        """See Sink."""
         with self._moved:
             self._error = error
             self._moved.notify_all()

@@ -7,6 +7,8 @@ from collections.abc import Generator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from typing_extensions import override
+
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.transfer.base import TransferEngine
@@ -28,17 +30,17 @@ class TcpEngine(TransferEngine):
 
     _owner: Owner | None = None
 
+    @override
     def serve(self, arena: Arena) -> str:
-        """See TransferEngine."""
         self._owner = Owner(arena, self.options, partial(_send, arena.view))
         return self._owner.address
 
+    @override
     def connect(self, address: str) -> TcpLink:
-        """See TransferEngine."""
         return TcpLink(address, self.options)
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         if self._owner:
             self._owner.close()
 
@@ -46,8 +48,8 @@ class TcpEngine(TransferEngine):
 class TcpLink(ChannelLink):
     """Pulls over the connections themselves."""
 
+    @override
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See ChannelLink."""
         view, done = into.data, 0
         while done < len(view):
             got = connection.socket.recv_into(view[done : done + PIECE], 0, socket.MSG_WAITALL)

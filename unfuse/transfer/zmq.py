@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
+from typing_extensions import override
 from zmq.utils import z85
 
 from unfuse.arena.arena import Arena
@@ -31,7 +32,7 @@ from unfuse.transfer.messages import (
     refusal,
     watch,
 )
-from unfuse.transfer.pool import PooledLink, Reply
+from unfuse.transfer.pool import Asks, PooledLink, Reply
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -60,17 +61,17 @@ class ZmqEngine(TransferEngine):
             raise ConfigError("transfer over zmq needs CURVE keys: make some by `unfuse keys new DIR`")
         self._context = zmq.Context()
 
+    @override
     def serve(self, arena: Arena) -> str:
-        """See TransferEngine."""
         self._owner = _Owner(arena, self._context, self.options)
         return self._owner.address
 
+    @override
     def connect(self, address: str) -> Link:
-        """See TransferEngine."""
         return _ZmqLink(lambda: _Connection(address, self._context, self.options), address, self.options)
 
+    @override
     def close(self) -> None:
-        """See TransferEngine."""
         if self._owner:
             self._owner.stop()
         self._context.destroy(linger=0)
@@ -153,7 +154,7 @@ class _Owner:
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
 
-class _Connection:
+class _Connection(Asks):
     """A reader's end. Answers come in the order of questions, so one that is not read spoils it."""
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
@@ -172,8 +173,8 @@ class _Connection:
             self.close()
             raise
 
+    @override
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        """See Asks."""
         self.tell(message)
         return self.answer(kind, id)[0]
 
@@ -200,16 +201,16 @@ class _Connection:
             raise ProtocolError(f"the owner answered {type(reply).__name__}")
         return reply, rest
 
+    @override
     def is_alive(self) -> bool:
-        """See Asks."""
         return not (self.waiting or self._monitor.poll(0))
 
+    @override
     def interrupt(self) -> None:
-        """See Asks."""
         self._interrupted = True
 
+    @override
     def close(self) -> None:
-        """See Asks."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
@@ -220,8 +221,8 @@ class _ZmqLink(PooledLink[_Connection]):
 
     errors = (OSError, ProtocolError, zmq.ZMQError)
 
+    @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """See Link."""
         ends = [*range(start + PIECE, stop, PIECE), stop]
         asked = iter(zip([start, *ends], ends, strict=False))
         with self.one() as connection:

@@ -11,12 +11,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import structlog
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.pace import Pace, Seldom
 from unfuse.wire.address import unix_path
 from unfuse.wire.unix_socket import BACKLOG, leave, listening
-from unfuse.wire.visit import Bounds, Side, Visit
+from unfuse.wire.visit import Bounds, Host, Side, Visit
 
 AT_ONCE = 16
 """Connections accepted before others have their turn."""
@@ -33,7 +34,7 @@ CREDENTIALS = struct.Struct("3i")
 log = structlog.get_logger(__name__)
 
 
-class Door:
+class Door(Host):
     """Lets those in who connect to `listener`, one connection to the unix socket `inside` for each of theirs.
 
     Who does not keep the bounds is dropped and told of in the log, a reason at most once a second. On a unix socket
@@ -66,25 +67,26 @@ class Door:
         for visit in list(self._visits):
             visit.end()
 
+    @override
     async def lead_in(self, side: Side) -> None:
-        """See Host."""
         await self._loop.create_unix_connection(lambda: side, self._inside)
 
+    @override
     def crowded(self) -> None:
-        """See Host: who takes most room leaves."""
+        """Who takes most room leaves."""
         max(self._visits, key=lambda visit: visit.owed).drop("too much of what is said is unanswered")
 
+    @override
     def through(self, visit: Visit) -> None:
-        """See Host."""
         self._waiting.pop(visit, None)
 
+    @override
     def left(self, visit: Visit) -> None:
-        """See Host."""
         self._visits.discard(visit)
         self._waiting.pop(visit, None)
 
+    @override
     def tell(self, reason: str, peer: str) -> None:
-        """See Host."""
         if times := self._seldom.times(reason):
             log.warning("dropped a connection to the control port", reason=reason, peer=peer, times=times)
 

@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 from typing import Protocol, cast
 
 import msgspec
+from typing_extensions import override
 
 from unfuse.core.codec import MAX_BYTES
 from unfuse.core.pace import Pace
@@ -75,27 +76,27 @@ class Side(asyncio.Protocol):
     def __init__(self, visit: Visit) -> None:
         self._visit = visit
 
+    @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See asyncio.Protocol."""
         self.transport = cast(asyncio.Transport, transport)
         self._visit.arrived(self)
 
+    @override
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._visit.heard(self, data)
 
+    @override
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         if (other := self.other.transport) and not other.is_closing():
             other.pause_reading()
 
+    @override
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         if (other := self.other.transport) and not other.is_closing():
             other.resume_reading()
 
+    @override
     def connection_lost(self, error: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self.transport = None
         self._visit.lost()
 

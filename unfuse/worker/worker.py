@@ -287,7 +287,8 @@ class Worker:
         if isinstance(message, Done) and asks:
             self._asks_with_outcome = True
             self._newest_ask += 1
-            message = msgspec.structs.replace(message, ask=self._wanted())
+            with self._background.besides("asking for work"):
+                message = msgspec.structs.replace(message, ask=self._wanted())
         self._changed.set()
         try:
             recorded = not isinstance(message, Stopped) and await self._report(message)
