@@ -29,7 +29,7 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues import open as open_queue
 from unfuse.queues.base import Limits
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.service.logs import Logs
 from unfuse.wire.dealer import Dealer
@@ -53,8 +53,8 @@ async def control(url: str, card: ModelCard) -> tuple[Scheduler, Router]:
     """A scheduler over that queue, and where its workers come in; what it logs goes to standard error."""
     Logs().open_log()
     scheduler = Scheduler(open_queue(url), limits=Limits(10**6, 10**6), cards=[card])
-    desk = Desk(scheduler, [], Places(""))
-    router = Router(unix_address(), desk.answer, desk.undelivered)
+    dispatcher = Dispatcher(scheduler, [], Places(""))
+    router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()
     return scheduler, router
 

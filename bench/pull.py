@@ -39,10 +39,10 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.checksums import checksums_of
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.channel import Connection
 from unfuse.transfer.onesided import About, OneSidedEngine
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
+from unfuse.transfer.tcp_connection import Connection
 
 MIB = 1 << 20
 SIZES = (1, 4, 16, 64, 256, 1024)

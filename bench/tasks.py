@@ -1,10 +1,10 @@
 """Tasks a second, and how long one takes from submit to complete: each queue of ours, and arq, taskiq and Celery.
 
-Ours goes all the way: scheduler, desk and wire in one process, and in another a worker that asks for up to 32 tasks at
-once and completes them at once; it computes nothing, as the tasks of the others do nothing. All that use Redis use the
-same server. Sides are started anew in every round, one at a time, and each is measured twice: with many clients that
-wait for their task before they submit the next, and with one. A task is complete for us when the commit that ends its
-request is acknowledged, for the others when their worker has stored its result.
+Ours goes all the way: scheduler, dispatcher and wire in one process, and in another a worker that asks for up to 32
+tasks at once and completes them at once; it computes nothing, as the tasks of the others do nothing. All that use
+Redis use the same server. Sides are started anew in every round, one at a time, and each is measured twice: with many
+clients that wait for their task before they submit the next, and with one. A task is complete for us when the commit
+that ends its request is acknowledged, for the others when their worker has stored its result.
 
 The others are installed where `--peers` says, once, each for itself; `--peers none` leaves them out. Their settings are
 in `bench/peers/`; with `--defaults` arq is measured as it comes, too.

@@ -11,12 +11,12 @@ from tests.integration.pictures import made_pair
 from tests.stores.servers import S3Server
 from tools.redis_server import RedisServer
 from tools.server import own_run_folder, serving, unfuse, until
-from unfuse.stores.shelf import open_shelf
+from unfuse.stores.blobs import open_blobs
 
 
 def kept(url: str) -> list[str]:
     """What is in a place, and not a result."""
-    return [f"{entry.folder}/{entry.name}" for entry in open_shelf(url).entries()]
+    return [f"{entry.folder}/{entry.name}" for entry in open_blobs(url).entries()]
 
 
 def test_outputs_in_redis_copies_and_results_in_s3(

@@ -15,7 +15,7 @@ from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.pool import declared
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.router import Router
 
@@ -24,9 +24,9 @@ from unfuse.wire.router import Router
 async def test_a_worker_names_its_pools_as_the_scheduler_knows_them(tmp_path: Path, by_outcome: bool) -> None:
     queue = MemoryQueue(SystemClock())
     scheduler = Scheduler(queue)
-    desk = Desk(scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], Places(f"disk:{tmp_path}/results"))
-    desk._welcome = msgspec.structs.replace(desk._welcome, by_outcome=by_outcome)
-    router = Router(unix_address(), desk.answer, desk.undelivered)
+    dispatcher = Dispatcher(scheduler, [("unfuse/shapes", "unfuse/shapes", "auto")], Places(f"disk:{tmp_path}/results"))
+    dispatcher._welcome = msgspec.structs.replace(dispatcher._welcome, by_outcome=by_outcome)
+    router = Router(unix_address(), dispatcher.answer, dispatcher.undelivered)
     command = unfuse("worker", "--role", "encoder", "--scheduler", router.address, "--arena", "8MiB")
     process = subprocess.Popen(command, env=environment(tmp_path), stdout=subprocess.DEVNULL)
     try:

@@ -113,7 +113,7 @@ async def test_a_scrape_runs_as_many_commands_in_redis(redis_queue: TaskQueue, s
 
     async def commands() -> dict[str, int]:
         server.client.config_resetstat()
-        assert (await redis_queue.stats(["p", "q"])).lines["p"].left_s > 0
+        assert (await redis_queue.stats(["p", "q"])).pools["p"].left_s > 0
         stats = server.client.info("commandstats")
         return {name: told["calls"] for name, told in stats.items() if "info" not in name and "config" not in name}
 

@@ -21,8 +21,8 @@ from unfuse.queues import memory
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.index import Entry
 from unfuse.queues.leases import Held, Leases
-from unfuse.queues.lines import Rank
 from unfuse.queues.memory import MemoryQueue
+from unfuse.queues.pool_queues import Rank
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Offer, Wanted

@@ -23,8 +23,8 @@ from unfuse.core.event import Event
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
+from unfuse.queues.remote_waiters import TOGETHER
 from unfuse.queues.script import pushed
-from unfuse.queues.waiting import TOGETHER
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

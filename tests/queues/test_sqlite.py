@@ -28,7 +28,7 @@ from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, Proto
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
-from unfuse.queues.base import MOST_RETURNS, Filter, Limits, Line, Stats
+from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.row import Standing
 from unfuse.queues.sqlite import SqliteQueue
@@ -468,9 +468,9 @@ async def test_how_long_a_task_waits_is_known_after_a_restart(queue: SqliteQueue
     lease = await leased(queue)
     before = await queue.stats(["p"])
     queue = await again(queue, clock)
-    assert await queue.stats(["p"]) == before == Stats(2, {"p": Line(1, 5.0, 3.0)})
+    assert await queue.stats(["p"]) == before == Stats(2, {"p": PoolStats(1, 5.0, 3.0)})
     await queue.hand_back(lease.claim)
-    assert (await queue.stats(["p"])).lines == {"p": Line(2, 10.0, 3.0)}
+    assert (await queue.stats(["p"])).pools == {"p": PoolStats(2, 10.0, 3.0)}
     await queue.close()
 
 

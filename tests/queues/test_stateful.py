@@ -268,8 +268,8 @@ class Histories(RuleBasedStateMachine):
                 for stage in context.plan.stages
                 if stage.pool == pool and context.stages[stage.name].status != "done"
             ]
-            assert stats.lines[pool].left_s == float(sum(left))
-            assert stats.lines[pool].waiting == self.do(self.queue.size(pool))
+            assert stats.pools[pool].left_s == float(sum(left))
+            assert stats.pools[pool].waiting == self.do(self.queue.size(pool))
 
     @invariant()
     def nothing_is_lost_and_nothing_is_there_twice(self) -> None:

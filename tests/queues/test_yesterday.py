@@ -99,11 +99,11 @@ class Stored:
         with patch.object(queue, "load", side_effect=AssertionError("a record was loaded")):
             assert await queue.stats([*left]) == first
         assert first.active == len(active) == 7
-        assert {pool: line.left_s for pool, line in first.lines.items()} == pytest.approx(left)
-        assert {pool: line.waiting for pool, line in first.lines.items()} == {
+        assert {pool: line.left_s for pool, line in first.pools.items()} == pytest.approx(left)
+        assert {pool: line.waiting for pool, line in first.pools.items()} == {
             pool: await queue.size(pool) for pool in left
         }
-        assert max(line.oldest_s for line in first.lines.values()) >= 3500
+        assert max(line.oldest_s for line in first.pools.values()) >= 3500
 
     async def test_a_repeat_joins_what_was_stored(self, queue: TaskQueue) -> None:
         for place, id in enumerate(STATES):
@@ -238,8 +238,8 @@ def test_the_earlier_version_beside_this_one(server: Server) -> None:
         async def stats(self, side: Any) -> Stats:
             """It does not keep when a task was first pushed."""
             found = await super().stats(side)
-            lines = {name: msgspec.structs.replace(line, oldest_s=0.0) for name, line in found.lines.items()}
-            return msgspec.structs.replace(found, lines=lines)
+            lines = {name: msgspec.structs.replace(line, oldest_s=0.0) for name, line in found.pools.items()}
+            return msgspec.structs.replace(found, pools=lines)
 
     many = 1_000_000  # returns: the earlier version's leases do not count them
     with patch.object(redis, "MOST_RETURNS", many), patch.object(returned, "MOST_RETURNS", many):
@@ -292,16 +292,16 @@ async def test_what_the_earlier_version_does_is_in_the_sums(server: Server) -> N
     old, new = Yesterdays.at(server.url, ManualClock()), queues.open(server.url, ManualClock())
     for name in "abc":
         await new.submit(request(name, plan=planned(p=0.5, q=1.0)), [], [], LIMITS)
-    assert (await new.stats(["p"])).lines["p"].left_s == 1.5
+    assert (await new.stats(["p"])).pools["p"].left_s == 1.5
     await old.submit(request("d", plan=planned(p=2.0)), [], [], LIMITS)
-    assert (await new.stats(["p"])).lines["p"].left_s == 3.5
+    assert (await new.stats(["p"])).pools["p"].left_s == 3.5
     record = await new.load("a")
     stages = record.context.stages | {"p": StageState("done", attempt=1)}
     await old.commit(change(record, stages=stages))
-    assert (await new.stats(["p"])).lines["p"].left_s == 3.0
+    assert (await new.stats(["p"])).pools["p"].left_s == 3.0
     await old.commit(change(await new.load("b"), status="failed", completed_at=1.0))
     await new.commit(change(await new.load("c"), status="failed", completed_at=1.0))
     found = await new.stats(["p", "q"])
-    assert (found.active, found.lines["p"].left_s, found.lines["q"].left_s) == (2, 2.0, 1.0)
+    assert (found.active, found.pools["p"].left_s, found.pools["q"].left_s) == (2, 2.0, 1.0)
     for queue in (old, new):
         await queue.close()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
-from tests.scheduler.test_flow import BIG, MIB, ROOMS
+from tests.scheduler.test_backpressure import BIG, MIB, ROOMS
 from tests.scheduler.test_scheduler import info, scheduling
 from tools.asking import asking
 from unfuse.core.errors import InvalidParameter
@@ -25,10 +25,10 @@ def plan(n: int = 1) -> ExecutionPlan:
     return compile_plan(BIG.pipeline, BIG.pools(), params(), [{"seed": seed, "index": seed} for seed in range(n)])
 
 
-def workers(pools: list[frozenset[str]], *rooms: int) -> list[WorkerInfo]:
+def workers(pools: list[frozenset[str]], *output_sizes: int) -> list[WorkerInfo]:
     return [
         msgspec.structs.replace(info(f"w{number}", *sorted(served)), room=room)
-        for number, (served, room) in enumerate(zip(pools, rooms, strict=True))
+        for number, (served, room) in enumerate(zip(pools, output_sizes, strict=True))
     ]
 
 
@@ -50,7 +50,7 @@ async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | 
 
 
 @pytest.mark.parametrize(
-    ("pools", "rooms", "n", "says"),
+    ("pools", "output_sizes", "n", "says"),
     [
         (EACH, (6 * MIB, 20 * MIB, 4096), 1, ""),
         (EACH, (6 * MIB, 20 * MIB - 4096, 4096), 1, f"{20 * MIB} bytes, and an arena holds {20 * MIB - 4096}"),
@@ -70,9 +70,9 @@ async def refusal(plan: ExecutionPlan, live: list[WorkerInfo], arenas: Arenas | 
     ],
 )
 async def test_what_can_never_fit_is_refused_with_the_sum(
-    pools: list[frozenset[str]], rooms: tuple[int, ...], n: int, says: str
+    pools: list[frozenset[str]], output_sizes: tuple[int, ...], n: int, says: str
 ) -> None:
-    found = await refusal(plan(n), workers(pools, *rooms))
+    found = await refusal(plan(n), workers(pools, *output_sizes))
     assert says in found and bool(says) == bool(found)
 
 

@@ -179,7 +179,7 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
         await scheduler.review.workers()
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
-        assert {name for devices in scheduler._costs._laws.values() for name in devices} == {"gpu"}
+        assert {name for devices in scheduler._costs._models.values() for name in devices} == {"gpu"}
 
 
 async def test_what_was_learned_is_there_after_a_restart(tmp_path: Path) -> None:

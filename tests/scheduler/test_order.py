@@ -18,8 +18,8 @@ from unfuse.core.request import ResultFile, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.desk import Desk
-from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.backpressure import Dispatch
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.order import NO_HURRY_S, PATIENCE, Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.stages import specs
@@ -181,21 +181,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Waiting:
+class RemoteWaiters:
     """Two workers of one pool on two nodes, whose Asks wait while tasks come one by one."""
 
     def __init__(self, dispatch: Dispatch) -> None:
         clock = ManualClock()
         self.scheduler = Scheduler(MemoryQueue(clock), clock=clock)
-        self.desk = Desk(self.scheduler, [], Places(""), dispatch=dispatch)
+        self.dispatcher = Dispatcher(self.scheduler, [], Places(""), dispatch=dispatch)
 
     async def join(self, name: str, slots: int) -> None:
         worker = msgspec.structs.replace(info(name, DENOISE), node=f"node of {name}", slots=slots)
-        await self.desk.answer(name.encode(), Hello(worker, (CARD,)))
+        await self.dispatcher.answer(name.encode(), Hello(worker, (CARD,)))
 
     def ask(self, name: str, slots: int) -> asyncio.Task[list[Lease]]:
         async def asking() -> list[Lease]:
-            granted = await self.desk.answer(name.encode(), Ask(slots, None, 20.0))
+            granted = await self.dispatcher.answer(name.encode(), Ask(slots, None, 20.0))
             assert isinstance(granted, Granted)
             return list(granted.leases)
 
@@ -217,7 +217,7 @@ class Waiting:
     [("round_robin", ["few", "many", "few", "many"]), ("max_free_slots", ["many", "many", "many", "few"])],
 )
 async def test_who_waits_is_served_by_turns_or_by_free_slots(dispatch: Dispatch, served: list[str]) -> None:
-    waiting = Waiting(dispatch)
+    waiting = RemoteWaiters(dispatch)
     free = {"few": 1, "many": 4}
     asks = {}
     for name, slots in free.items():
@@ -234,13 +234,13 @@ async def test_who_waits_is_served_by_turns_or_by_free_slots(dispatch: Dispatch,
         asks[name] = waiting.ask(name, free[name])
         await settle()
     for name in free:
-        waiting.desk._leave(name.encode())
+        waiting.dispatcher._leave(name.encode())
     await asyncio.wait(asks.values())
     assert by == served
 
 
 async def test_locality_gives_each_worker_what_lies_on_its_node() -> None:
-    waiting = Waiting("locality")
+    waiting = RemoteWaiters("locality")
     for name in ("a", "b"):
         await waiting.join(name, 2)
     lies = [await waiting.encoded(f"node of {name}") for name in "abba"]

@@ -17,8 +17,8 @@ from unfuse.core.pool import declared, manned, outcome_of
 from unfuse.core.request import RequestContext, Timings
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration
-from unfuse.scheduler.desk import Desk
-from unfuse.scheduler.flow import AHEAD
+from unfuse.scheduler.backpressure import AHEAD
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 
 CPU, GPU = f"{DENOISE}@cpu", f"{DENOISE}@gpu"
@@ -71,10 +71,10 @@ class TestNames:
 class TestWhoGetsIt:
     async def test_a_request_that_came_before_its_workers_is_theirs(self) -> None:
         async with scheduling() as (scheduler, _):
-            desk = Desk(scheduler, [], Places("memory"))
+            dispatcher = Dispatcher(scheduler, [], Places("memory"))
             before = (await scheduler.submit(*asking(CARD, params()))).context
             assert pools_of(before) == [ENCODE, DENOISE, DECODE]
-            await desk.answer(b"w", Hello(info(WORKER, f"{ENCODE}@1", CPU, f"{DECODE}@1"), (CARD,)))
+            await dispatcher.answer(b"w", Hello(info(WORKER, f"{ENCODE}@1", CPU, f"{DECODE}@1"), (CARD,)))
             after = await waits_in(scheduler, before.id, f"{ENCODE}@1")
             assert pools_of(after) == [f"{ENCODE}@1", DENOISE, DECODE]
             for pool in (f"{ENCODE}@1", CPU, f"{DECODE}@1"):
@@ -210,15 +210,15 @@ class TestWhoIsExpected:
     async def test_work_piles_up_before_one_that_sleeps_as_far_as_it_would_awake(self) -> None:
         async with scheduling() as (scheduler, _):
             await scheduler.queue.declare("operator", Declaration((CARD,), {DENOISE: 3}))
-            desk = Desk(scheduler, [], Places("memory"))
+            dispatcher = Dispatcher(scheduler, [], Places("memory"))
             worker = msgspec.structs.replace(info(WORKER, ENCODE), slots=99)
-            await desk.answer(b"w", Hello(worker, (CARD,)))
+            await dispatcher.answer(b"w", Hello(worker, (CARD,)))
             for seed in range(20):
                 await scheduler.submit(*asking(CARD, params(seed)))
             given = 0
-            while isinstance(granted := await desk.answer(b"w", Ask(1, None, 0.0)), Granted) and granted.leases:
+            while isinstance(granted := await dispatcher.answer(b"w", Ask(1, None, 0.0)), Granted) and granted.leases:
                 (lease,) = granted.leases
-                await desk.answer(b"w", done(lease))
+                await dispatcher.answer(b"w", done(lease))
                 given += 1
             assert given == AHEAD * 3 + 1
 

@@ -16,7 +16,7 @@ from tools.asking import asking
 from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import review, scheduler as module
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.supervision import supervisor
@@ -40,37 +40,37 @@ async def fails_later(*args: object, **more: object) -> None:
     fails()
 
 
-def failing(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    """A desk and scheduler, of which nothing works that comes after a commit."""
+def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
+    """A dispatcher and scheduler, of which nothing works that comes after a commit."""
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=1 << 20)
     scheduler.observer = Failing()
     for part, name, how in (
-        ("_rooms", "learn", fails), ("_costs", "learn", fails), ("_costs", "ended", fails),
+        ("_output_sizes", "learn", fails), ("_costs", "learn", fails), ("_costs", "ended", fails),
         ("_cache", "keep", fails_later), ("_cache", "lost", fails_later),
     ):  # fmt: skip
         monkeypatch.setattr(getattr(scheduler, part), name, how)
-    return Desk(scheduler, (), Places(""))
+    return Dispatcher(scheduler, (), Places(""))
 
 
 async def test_what_was_committed_is_a_success_whatever_fails_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given that nothing works which comes after a commit, when a request is submitted, a lost input reported, every
     stage completed and another request cancelled, then each call says that it worked; each cause is told once."""
-    desk = failing(monkeypatch)
-    scheduler = desk.scheduler
+    dispatcher = failing(monkeypatch)
+    scheduler = dispatcher.scheduler
     with capture_logs() as logs:
-        await desk.answer(PEER, Hello(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
+        await dispatcher.answer(PEER, Hello(info(WORKER, ENCODE, DENOISE, DECODE), (SHARING,)))
         record = await scheduler.submit(*asking(SHARING, params()))
         other = await scheduler.submit(*asking(SHARING, params(), cache=False, priority=-1))
         for kind in ("text_encode", "denoise", "again", "denoise", "vae_decode"):
             (lease,) = await take(scheduler)
             if kind == "denoise" and lease.task.attempt == 1:
                 lost = Failed(lease.claim, "object_lost", "gone", object_id=lease.task.inputs[0].id)
-                assert await desk.answer(PEER, lost) == Accepted()
+                assert await dispatcher.answer(PEER, lost) == Accepted()
             else:
-                assert await desk.answer(PEER, done(lease)) == Accepted()
+                assert await dispatcher.answer(PEER, done(lease)) == Accepted()
         assert (await scheduler.cancel(other.context.id)).context.status == "cancelled"
-        pulse = await desk.answer(PEER, Beat(moved={"tcp": Moved(1, 1.0)}))
+        pulse = await dispatcher.answer(PEER, Beat(moved={"tcp": Moved(1, 1.0)}))
         await scheduler.close()
     assert (await scheduler.queue.load(record.context.id)).context.status == "completed"
     assert isinstance(pulse, Pulse)
@@ -88,17 +88,17 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
 ) -> None:
     """Given a lease whose worker cannot be told of it, then the task is back in its place, and nothing is charged."""
     clock = ManualClock()
-    desk = Desk(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), Places(""))
-    await desk.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
-    record = await desk.scheduler.submit(*asking(SHARING, params()))
+    dispatcher = Dispatcher(Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock), (), Places(""))
+    await dispatcher.answer(PEER, Hello(info(WORKER, ENCODE), (SHARING,)))
+    record = await dispatcher.scheduler.submit(*asking(SHARING, params()))
     with monkeypatch.context() as patch:
-        patch.setattr(desk.scheduler if part == "resumed" else desk.scheduler.registry, part, fails_later)
+        patch.setattr(dispatcher.scheduler if part == "resumed" else dispatcher.scheduler.registry, part, fails_later)
         with pytest.raises(OSError, match="No space"):
-            await desk.answer(PEER, Ask(1, None, 0.0))
-    granted = await desk.answer(PEER, Ask(1, None, 0.0))
+            await dispatcher.answer(PEER, Ask(1, None, 0.0))
+    granted = await dispatcher.answer(PEER, Ask(1, None, 0.0))
     assert isinstance(granted, Granted)
     assert [lease.task.key for lease in granted.leases] == [(record.context.id, "text_encode")]
-    await desk.scheduler.close()
+    await dispatcher.scheduler.close()
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tests.disks import fill, small_disk
 from tests.server.served import MOVING, PICTURES, WORKER, Served, picture, serve
 from unfuse.core.messages import Beat, Failed, Hello, Places
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.testing.queue_samples import wanted
 
 EDITS, MADE = "/v1/images/edits", "/v1/images/generations"
@@ -57,14 +57,14 @@ def test_a_full_disk_is_503_for_probes_and_for_uploads(tmp_path: Path) -> None:
 def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> None:
     """Given a worker that cannot keep what it made, which the gateway cannot know by itself, then its word counts."""
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
-        desk = Desk(served.scheduler, [], Places(""))
-        served.run(desk.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
         assert http.get("/ready").status_code == 200
-        served.run(desk.answer(b"w", Beat(unwritten=3)))
+        served.run(dispatcher.answer(b"w", Beat(unwritten=3)))
         assert http.get("/ready").status_code == 503
         assert gauges(http) == {"writable": 0.0, "waiting": 3.0}
         assert http.get("/v1/workers").json()["data"][0]["unwritten"] == 3
-        served.run(desk.answer(b"w", Beat()))
+        served.run(dispatcher.answer(b"w", Beat()))
         assert http.get("/ready").status_code == 200
 
 

@@ -21,7 +21,7 @@ from unfuse.core.errors import Overloaded
 from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places
 from unfuse.core.request import Timings
 from unfuse.queues.base import Limits
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.testing.queue_samples import wanted
 
 URL = "/v1/images/generations"
@@ -287,8 +287,8 @@ def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:
 
 def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_path: Path) -> None:
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        desk = Desk(served.scheduler, [], Places(""))
-        served.run(desk.answer(b"w", Hello(WORKER, (PICTURES,))))
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        served.run(dispatcher.answer(b"w", Hello(WORKER, (PICTURES,))))
         encode, denoise = (PICTURES.pools()[name] for name in ("text_encode", "denoise"))
         ids = [http.post(URL, json=ASKED, headers=ASYNC).json()["id"] for _ in range(2)]
         plan = served.run(served.queue.load(ids[0])).context.plan
@@ -298,10 +298,10 @@ def test_what_is_left_to_compute_and_what_was_handed_out_is_told_by_pool(tmp_pat
         )
         assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') is None
 
-        (lease,) = served.run(desk.answer(b"w", Ask(1, None, 1.0))).leases
+        (lease,) = served.run(dispatcher.answer(b"w", Ask(1, None, 1.0))).leases
         made = replace(object_for(lease.claim), owner=WORKER.id)
         done = Done(lease.claim, made, (), Timings(run_s=1.0))
-        served.run(desk.answer(b"w", done))
+        served.run(dispatcher.answer(b"w", done))
 
         assert sample(http, f'unfuse_tasks_dispatched_total{{outcome="",pool="{encode}"}}') == 1
         assert sample(http, f'unfuse_pool_predicted_seconds{{outcome="",pool="{encode}"}}') == pytest.approx(
@@ -337,11 +337,11 @@ def test_a_worker_that_falls_silent_is_set_aside_and_its_leases_are_counted(tmp_
 def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Path) -> None:
     """Given beats of a worker, when metrics are read, then what it pulled is summed by engine."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
-        desk = Desk(served.scheduler, [], Places(""))
-        served.run(desk.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
         for moved in (Moved(1000, 0.5), Moved(24, 0.25, 1)):
             beat = Beat(used=1024, high_water=3072, fragmentation=0.125, moved={"tcp": moved})
-            served.run(desk.answer(b"w", beat))
+            served.run(dispatcher.answer(b"w", beat))
         told = {
             name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
             for name in ("bytes", "seconds", "failures")

@@ -19,9 +19,9 @@ from tools.redis_server import RedisServer
 from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
+from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.keyed import open_copies
 from unfuse.stores.results import open_results
-from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
 from unfuse.stores.tensor_store import TensorStore
 
 MIB = 1 << 20
@@ -38,8 +38,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def shelf(place: str) -> Shelf:
-    return open_shelf(place)
+def blobs(place: str) -> BlobStore:
+    return open_blobs(place)
 
 
 def put(store: TensorStore, value: int, nbytes: int = 1000, request: str = "") -> ObjectRef:
@@ -88,7 +88,7 @@ def test_objects_of_another_owner_are_read_and_left_alone(place: str) -> None:
             two.get(ref)
 
 
-def test_any_text_names_an_owner_and_a_request(shelf: Shelf, place: str) -> None:
+def test_any_text_names_an_owner_and_a_request(blobs: BlobStore, place: str) -> None:
     for odd in ("../../etc", "..", "a/b", "~", "%2E", "ü x\n", "."):
         with TensorStore.create(place, owner=odd, capacity=MIB) as store:
             ref = put(store, 1, request=odd)
@@ -99,31 +99,31 @@ def test_any_text_names_an_owner_and_a_request(shelf: Shelf, place: str) -> None
         assert last_part(folder_of("a", odd)) == odd and ".." not in folder_of(odd)
 
 
-def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(shelf: Shelf) -> None:
+def test_a_shelf_keeps_whole_things_until_it_is_told_otherwise(blobs: BlobStore) -> None:
     def read(folder: str, name: str) -> bytes:
-        nbytes, parts = shelf.read(folder, name)
+        nbytes, parts = blobs.read(folder, name)
         data = b"".join(parts)
         assert nbytes == len(data)
         return data
 
     large = os.urandom(9 * MIB)
     for data in (b"first", b"", large, b"last"):
-        shelf.write("shelf/a", "x", data)
-        assert read("shelf/a", "x") == data
-    shelf.write("shelf/a", "y", b"12")
-    shelf.write("shelf/b", "x", b"123")
-    assert sorted((entry.folder, entry.name, entry.nbytes) for entry in shelf.entries("shelf")) == [
-        ("shelf/a", "x", 4), ("shelf/a", "y", 2), ("shelf/b", "x", 3)]  # fmt: skip
-    shelf.remove("shelf/a", "x")
-    shelf.remove("shelf/a", "x")
-    shelf.drop("shelf/b")
-    shelf.drop("shelf/b")
-    for folder in ("shelf/a", "shelf/b"):
+        blobs.write("blobs/a", "x", data)
+        assert read("blobs/a", "x") == data
+    blobs.write("blobs/a", "y", b"12")
+    blobs.write("blobs/b", "x", b"123")
+    assert sorted((entry.folder, entry.name, entry.nbytes) for entry in blobs.entries("blobs")) == [
+        ("blobs/a", "x", 4), ("blobs/a", "y", 2), ("blobs/b", "x", 3)]  # fmt: skip
+    blobs.remove("blobs/a", "x")
+    blobs.remove("blobs/a", "x")
+    blobs.drop("blobs/b")
+    blobs.drop("blobs/b")
+    for folder in ("blobs/a", "blobs/b"):
         with pytest.raises(NotFound):
             read(folder, "x")
-    assert [entry.name for entry in shelf.entries("shelf")] == ["y"]
-    shelf.drop("shelf")
-    assert list(shelf.entries("shelf")) == []
+    assert [entry.name for entry in blobs.entries("blobs")] == ["y"]
+    blobs.drop("blobs")
+    assert list(blobs.entries("blobs")) == []
 
 
 def test_a_part_that_redis_lost_is_an_object_lost(redis_server: RedisServer) -> None:
@@ -399,16 +399,16 @@ def test_copies_objects_and_results_at_one_place_leave_each_other_alone(
         copies.release(over)
 
 
-def test_a_damaged_copy_is_never_read(durable: Durable, shelf: Shelf) -> None:
+def test_a_damaged_copy_is_never_read(durable: Durable, blobs: BlobStore) -> None:
     store = durable()
     ref = put(store, 1)
     store.save(ref)
     store.delete(ref)
-    (entry,) = (entry for entry in shelf.entries() if entry.name.startswith(ref.id))
-    shelf.write(entry.folder, entry.name, bytes(999) + b"\1")
+    (entry,) = (entry for entry in blobs.entries() if entry.name.startswith(ref.id))
+    blobs.write(entry.folder, entry.name, bytes(999) + b"\1")
     with pytest.raises(ObjectLost):
         store.get(ref)
-    shelf.drop(entry.folder)
+    blobs.drop(entry.folder)
 
 
 def test_an_object_that_is_damaged_is_read_from_its_copy(durable: Durable) -> None:

@@ -15,8 +15,8 @@ from unfuse.core.errors import ConfigError, ObjectLost
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import new_request_id
 from unfuse.stores.base import Draft, Hold, StoreOptions
+from unfuse.stores.blobs import Entry, open_blobs
 from unfuse.stores.memory import MemoryBackend
-from unfuse.stores.shelf import Entry, open_shelf
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.testing import check_store
 
@@ -51,13 +51,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def behind_the_back(place: str) -> Callable[[ObjectRef, bytes | None], None]:
     """Replace what a place keeps of an object, as somebody does who is not the store."""
-    shelf, found = open_shelf(place), dict[str, Entry]()
+    blobs, found = open_blobs(place), dict[str, Entry]()
 
     def overwrite(ref: ObjectRef, data: bytes | None) -> None:
         if ref.id not in found:
-            (found[ref.id],) = (entry for entry in shelf.entries() if entry.name.startswith(ref.id))
+            (found[ref.id],) = (entry for entry in blobs.entries() if entry.name.startswith(ref.id))
         folder, name, *_ = found[ref.id]
-        shelf.remove(folder, name) if data is None else shelf.write(folder, name, data, durable=False)
+        blobs.remove(folder, name) if data is None else blobs.write(folder, name, data, durable=False)
 
     return overwrite
 

@@ -30,7 +30,7 @@ from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
 from unfuse.worker import executor as executing
-from unfuse.worker.channel import Stepped
+from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.executor import Executor
 from unfuse.worker.worker import Worker

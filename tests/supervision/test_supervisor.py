@@ -8,9 +8,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core.errors import TransientError
-from unfuse.core.pace import TELL_S
+from unfuse.core.token_bucket import TELL_S
 from unfuse.supervision import supervisor
-from unfuse.supervision.causes import Causes
+from unfuse.supervision.repeated_errors import RepeatedErrors
 from unfuse.supervision.supervisor import Supervisor
 
 
@@ -65,7 +65,7 @@ def test_a_cause_is_told_once_a_second_and_says_how_often_it_came_meanwhile() ->
     """Given an error that comes a thousand times within a second, each time in other words, then it is one line; the
     next one after that second counts the others. Another cause is not kept waiting."""
     now = 0.0
-    causes = Causes(lambda: now)
+    causes = RepeatedErrors(lambda: now)
     with capture_logs() as logs:
         for number in range(1000):
             causes.tell("reading", ValueError(f"record {number}"), request="a")

@@ -14,9 +14,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferEngine
-from unfuse.transfer.channel import Connection
-from unfuse.transfer.messages import Coming, Ping, Pong, Pull
 from unfuse.transfer.onesided import OneSidedEngine
+from unfuse.transfer.owner_messages import Coming, Ping, Pong, Pull
+from unfuse.transfer.tcp_connection import Connection
 
 MUCH = 40 << 20
 """More than the kernel takes before anybody reads."""

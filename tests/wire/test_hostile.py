@@ -42,7 +42,7 @@ from unfuse.core.messages import (
 from unfuse.core.task import Lease
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.address import INSECURE, endpoint
 from unfuse.wire.dealer import Dealer
@@ -103,9 +103,9 @@ class Site:
 @asynccontextmanager
 async def open_site(keys: Path | None = None, offered: str = "auto") -> AsyncIterator[Site]:
     scheduler = Scheduler(MemoryQueue(SystemClock()), limits=Limits(100_000, 100_000), cards=[CARD])
-    desk = Desk(scheduler, [(CARD.name, CARD.source, offered)], Places("disk:/results"))
+    dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, offered)], Places("disk:/results"))
     folder, address = str(keys or ""), "tcp://127.0.0.1:0" if keys else unix_address()
-    router = Router(address, desk.answer, desk.undelivered, read(folder, "scheduler"))
+    router = Router(address, dispatcher.answer, dispatcher.undelivered, read(folder, "scheduler"))
     await scheduler.start()
     honest = Dealer(router.address, read(folder, "worker"))
     try:

@@ -8,15 +8,15 @@ import sys
 from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Places
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.router import Router
 
 
 async def main() -> None:
     scheduler = Scheduler(MemoryQueue(SystemClock()))
-    desk = Desk(scheduler, [("none", "none", "auto")], Places("disk:/nowhere"))
-    router = Router(sys.argv[1], desk.answer, desk.undelivered)
+    dispatcher = Dispatcher(scheduler, [("none", "none", "auto")], Places("disk:/nowhere"))
+    router = Router(sys.argv[1], dispatcher.answer, dispatcher.undelivered)
     await scheduler.start()
     sys.stdout.write(router.address + "\n")
     sys.stdout.flush()

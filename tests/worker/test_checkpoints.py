@@ -19,8 +19,8 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Cancel, Run, StateSaved, Stepped, Stopped
 from unfuse.worker.checkpoints import FAILS_S, Policy, packed, unpacked
+from unfuse.worker.compute_messages import Cancel, Run, StateSaved, Stepped, Stopped
 from unfuse.worker.step_loop import StepLoop
 
 

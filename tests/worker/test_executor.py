@@ -20,7 +20,7 @@ from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.compute_messages import Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
 
 SHAPES = "unfuse/shapes"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from unfuse.core.plan import StageSpec
-from unfuse.worker.channel import Loaded, Loading
 from unfuse.worker.compute import LoadProgress
+from unfuse.worker.compute_messages import Loaded, Loading
 
 
 def test_bytes_of_files_are_counted_once_and_end_at_their_sum(tmp_path: Path) -> None:

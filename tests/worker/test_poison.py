@@ -25,7 +25,7 @@ from unfuse.core.request import new_request_id
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.models import find
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Load, Ready, Stepped, Stopped
+from unfuse.worker.compute_messages import Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
 
 MEMORY_LIMIT = 512 << 20

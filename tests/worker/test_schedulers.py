@@ -34,7 +34,7 @@ from unfuse.core.messages import (
 from unfuse.models import find
 from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler.desk import Desk
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.wire.router import Router
 from unfuse.worker.link import Link
@@ -67,7 +67,7 @@ class Town:
     async def open(self, address: str = "") -> Router:
         number = len(self.routers)
         scheduler = Scheduler(self.queue, cards=[self.card])
-        desk = Desk(scheduler, self.offered, Places(self.results))
+        dispatcher = Dispatcher(scheduler, self.offered, Places(self.results))
 
         async def answer(peer: bytes, message: ToScheduler) -> ToWorker | None:
             self.heard.append((number, message))
@@ -75,14 +75,14 @@ class Town:
                 self.refuse_first = None
                 return Refused("the scheduler failed on this message")
             try:
-                return await desk.answer(peer, message)
+                return await dispatcher.answer(peer, message)
             except asyncio.CancelledError:  # with its process ends what it asked of the queue
-                await desk.undelivered(peer, Accepted())
+                await dispatcher.undelivered(peer, Accepted())
                 raise
 
         await scheduler.start()
         self.schedulers.append(scheduler)
-        self.routers.append(Router(address or unix_address(), answer, desk.undelivered))
+        self.routers.append(Router(address or unix_address(), answer, dispatcher.undelivered))
         return self.routers[-1]
 
     async def kill(self, number: int) -> None:

@@ -24,7 +24,7 @@ from unfuse.stages.base import Media, OneStep, Stage, StageInput, StageOutput, S
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
-from unfuse.worker.channel import Cancel, FromCompute, Run, Stepped, Stopped, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stepped, Stopped, Waits
 from unfuse.worker.step_loop import StepLoop, Turn
 
 
@@ -364,14 +364,14 @@ class Full:
     """A result store whose place has no room, for writing or for reading, until it is made."""
 
     def __init__(self, loop: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.room, self._shelf = False, loop.results._shelf
+        self.room, self._blobs = False, loop.results._blobs
         monkeypatch.setattr(step_loop, "PAUSE_S", 0.001)
-        monkeypatch.setattr(loop.results, "_shelf", self)
+        monkeypatch.setattr(loop.results, "_blobs", self)
 
     def __getattr__(self, name: str) -> Any:
         if not self.room:
             raise TransientError("/srv/results: no space left on device")
-        return getattr(self._shelf, name)
+        return getattr(self._blobs, name)
 
 
 def waits(loop: Bench, lease: Lease, tries: int = 1) -> None:

@@ -74,7 +74,7 @@ class PatchHeads(torch.nn.Module):
         self._covered = torch.stack([covered.get(place, torch.ones_like(row, dtype=torch.bool)) for place in PLACES])
         self._felt: dict[int, torch.Tensor] = {}
         for index in {*self.WHERE, *self.WHAT}:
-            blocks[index].register_forward_hook(self._keeper(index))
+            blocks[index].register_forward_hook(self._saved_states(index))
 
     def loss(self, layouts: torch.Tensor) -> torch.Tensor:
         """What the patches of the last (B, ...) latents do not know, given their (B, 2, 3) layouts."""
@@ -90,7 +90,7 @@ class PatchHeads(torch.nn.Module):
             losses += [cross_entropy(*both, ignore_index=UNKNOWN) for both in zip(halves, wanted.T, strict=True)]
         return torch.stack(losses).sum()
 
-    def _keeper(self, index: int) -> Callable[[torch.nn.Module, object, torch.Tensor], None]:
+    def _saved_states(self, index: int) -> Callable[[torch.nn.Module, object, torch.Tensor], None]:
         def keep(_block: torch.nn.Module, _given: object, felt: torch.Tensor) -> None:
             self._felt[index] = felt
 

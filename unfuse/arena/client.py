@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from unfuse.arena.arena import map_bytes
 from unfuse.arena.buddy import Usage
+from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
 from unfuse.arena.protocol import (
     MAX_MESSAGE,
@@ -36,7 +37,6 @@ from unfuse.arena.protocol import (
     frame,
 )
 from unfuse.arena.sockets import ABSTRACT, exactly, peer_of, where
-from unfuse.arena.turn import Turn
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 from unfuse.core.framing import HEADER_BYTES, length_of
@@ -64,7 +64,7 @@ class ArenaClient:
     def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
         name = where(address, folder)
         self._address = address
-        self._turn = Turn()
+        self._lock = FinalizerLock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         for direction in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # Python must see it as blocking, for MSG_WAITALL
             self._socket.setsockopt(socket.SOL_SOCKET, direction, struct.pack("ll", ANSWER_WITHIN_S, 0))
@@ -88,7 +88,7 @@ class ArenaClient:
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
-        self._turn.post(partial(self._tell, Unhold(id)))
+        self._lock.post(partial(self._tell, Unhold(id)))
 
     def create(self, nbytes: int, request: str) -> Extent:
         """Make room for an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
@@ -128,7 +128,7 @@ class ArenaClient:
 
     def close(self) -> None:
         """End the connection and with it every hold and everything half-written; what is mapped stays readable."""
-        with self._turn:
+        with self._lock:
             self._hang_up()
             self._socket.close()
 
@@ -157,7 +157,7 @@ class ArenaClient:
         return reply.extent
 
     def _ask(self, message: ToOwner, id: str = "") -> FromOwner:
-        with self._turn:
+        with self._lock:
             try:
                 self._socket.sendall(frame(message))
                 reply, fd = self._receive()

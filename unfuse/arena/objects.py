@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from unfuse.arena.buddy import BLOCK, Usage
-from unfuse.arena.turn import Turn
+from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 
 State = Literal["writing", "sealed", "spilled", "deleted"]
@@ -86,14 +86,14 @@ class ObjectTable:
 
     def __init__(self, space: Space) -> None:
         self._space = space
-        self._turn = Turn()
+        self._lock = FinalizerLock()
         self._entries: dict[str, _Entry] = {}
         self._generation = 0
         self._changed = Condition()
 
     def create(self, nbytes: int, request: str) -> Extent:
         """Make room for an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
-        with self._turn:
+        with self._lock:
             offset = self._place(nbytes)
             self._generation += 1
             extent = Extent(secrets.token_hex(16), secrets.token_bytes(16), self._generation, offset, nbytes, request)
@@ -102,7 +102,7 @@ class ObjectTable:
 
     def seal(self, id: str) -> None:
         """Make an object readable; it must not change any more. Raises ObjectLost if it was released meanwhile."""
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             released = entry.state == "deleted"
             if not released:
@@ -115,7 +115,7 @@ class ObjectTable:
 
     def abort(self, id: str) -> None:
         """Give up an object that is being written."""
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             if entry.state != "deleted":
                 self._move(entry, "deleted")
@@ -127,7 +127,7 @@ class ObjectTable:
 
         Each call names all chunks written so far. Raises ObjectLost if the object was released meanwhile.
         """
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
                 raise _lost(id)
@@ -141,7 +141,7 @@ class ObjectTable:
         """
         with self._changed:
             self._changed.wait_for(lambda: self._news(id, known), wait)
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted" and not entry.whole:
                 raise ObjectLost(f"object {id} was given up while it was written", id)
@@ -153,7 +153,7 @@ class ObjectTable:
         With `announced`, also one that is announced; what of it may be read is what `written` says. A spilled one is
         then brought back first, and ArenaFull raised while there is no room for it.
         """
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             extent = entry.extent
             known = hmac.compare_digest(extent.key, key) and (extent.generation, extent.nbytes) == (generation, nbytes)
@@ -169,11 +169,11 @@ class ObjectTable:
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits and never fails, so that finalizers may call it."""
-        self._turn.post(partial(self._drop, id))
+        self._lock.post(partial(self._drop, id))
 
     def spill(self, id: str) -> None:
         """Free the room of a sealed object that is kept elsewhere now, unless somebody holds it. Raises ObjectLost."""
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
                 raise _lost(id)
@@ -186,24 +186,24 @@ class ObjectTable:
 
         Raises ArenaFull, what `fill` raises, and ObjectLost if it was deleted meanwhile; it is as before then.
         """
-        with self._turn:
+        with self._lock:
             offset = self._place(self._entry(id).extent.nbytes)
         try:
             fill(offset)
-            with self._turn:
+            with self._lock:
                 entry = self._entry(id)
                 self._move(entry, "sealed")
                 entry.holds, entry.extent = 1, msgspec.structs.replace(entry.extent, offset=offset)
                 self._entries[id] = self._entries.pop(id)
                 return entry.extent
         except BaseException:
-            with self._turn:
+            with self._lock:
                 self._space.free(offset)
             raise
 
     def delete(self, id: str) -> None:
         """No new holds from now on; the room is free when the last hold ends. An unknown id changes nothing."""
-        with self._turn:
+        with self._lock:
             if id in self._entries:
                 self._delete(self._entries[id])
 
@@ -212,7 +212,7 @@ class ObjectTable:
 
         Without its request it is spare: when room is short, the least recently used of those are deleted first.
         """
-        with self._turn:
+        with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
                 raise _lost(id)
@@ -224,7 +224,7 @@ class ObjectTable:
 
         One that is spilled goes all the same: it was moved under the name of that request.
         """
-        with self._turn:
+        with self._lock:
             for entry in [*self._entries.values()]:
                 if request in entry.shared:
                     entry.shared.remove(request)
@@ -235,19 +235,19 @@ class ObjectTable:
 
     def requests(self) -> frozenset[str]:
         """Ids of the requests, and other names, that objects exist for, deleted ones not counted."""
-        with self._turn:
+        with self._lock:
             alive = [entry for entry in self._entries.values() if entry.state != "deleted"]
             return frozenset(name for entry in alive for name in (entry.extent.request, *entry.shared))
 
     def idle(self) -> list[Extent]:
         """Sealed objects that nobody holds, least recently used first: the first MOST_IDLE. Spare ones go otherwise."""
-        with self._turn:
+        with self._lock:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def usage(self) -> Usage:
         """How full the space is. What spare objects take is free, though not in one piece with the rest."""
-        with self._turn:
+        with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
         taken, asked = sum(max(1, -(-size // BLOCK)) * BLOCK for size in sizes), sum(sizes)
         fields = {"used": usage.used - taken, "requested": usage.requested - asked, "free": usage.free + taken}
@@ -267,7 +267,7 @@ class ObjectTable:
                 self._delete(entry)
 
     def _news(self, id: str, known: int) -> bool:
-        with self._turn:
+        with self._lock:
             entry = self._entries.get(id)
             return entry is None or entry.state != "writing" or len(entry.written or ()) > known
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.asked import asks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
+from unfuse.cli.parameter_flags import asks
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from unfuse.cli import reach, requests, show as shown
+from unfuse.cli import connecting, requests, show as shown
 from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.cli.requests import After, Id, Limit
 from unfuse.cli.verbs import Verbs
@@ -18,7 +18,7 @@ def ls(
     json: Json = False,
 ) -> None:  # fmt: skip
     """List what cannot be read of the queue, and requests that were given up, newest first."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         rows = client.dead(limit, after)
     columns = ["id", "completed_at", "stage", "code", "message", "model"]
     shown.listing(rows if json else [row | row["error"] for row in rows], columns, "no request was given up", json)
@@ -27,14 +27,14 @@ def ls(
 @app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Show one request that was given up, with the evidence: how it ended, the last lines of its log."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         requests.tell(client.get(f"/v1/dead/{id}"), json)
 
 
 @app.verb()
 def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Forget a request that was given up, or what cannot be read."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         client.forget_dead(id)
     shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is forgotten")
 
@@ -42,5 +42,5 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
 @app.verb()
 def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Ask for the same again, as a new request; prints that one."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         requests.tell(client.retry(id).view, json)

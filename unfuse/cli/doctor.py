@@ -11,7 +11,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.serve import tell
-from unfuse.service import remains
+from unfuse.service import leftovers
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
@@ -34,8 +34,8 @@ def doctor(
 
     Reads files and headers only; no weights are loaded.
     """
+    from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
-    from unfuse.service.meeting import AT_RISK, running
     from unfuse.service.plan import plan_for, wanted
     from unfuse.service.transfers import transfers
 
@@ -44,7 +44,7 @@ def doctor(
     ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
     machine = look((serve.port, *ports))
     found = plan_for(models, serve.revision, wanted(loaded.settings), devices()) if models else None
-    removed = remains.clean(loaded.settings) if clean else []
+    removed = leftovers.clean(loaded.settings) if clean else []
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),

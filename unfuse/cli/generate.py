@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from unfuse.cli import show
-from unfuse.cli.asked import asks, check_numbers
 from unfuse.cli.files import kind_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
+from unfuse.cli.parameter_flags import asks, check_numbers
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from unfuse.cli import reach, show
+from unfuse.cli import connecting, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.service.settings import DEFAULT, load
@@ -22,7 +22,7 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
     """
     served: list[dict[str, Any]] = []
     try:
-        with reach.client(server, api_key, config) as client:
+        with connecting.client(server, api_key, config) as client:
             served = client.models()
     except TransientError as error:
         if load({"server": server}, config).origins["server"] != DEFAULT:

@@ -20,7 +20,7 @@ def progress_on(terminal: Terminal, status: Status) -> Progress:
     if terminal.quiet:
         return Hidden(status)
     if not terminal.interactive:
-        return Lines(terminal, status)
+        return PoolQueues(terminal, status)
     from unfuse.cli.bars import Bars
 
     return Bars(terminal, status)
@@ -40,7 +40,7 @@ class Hidden(Progress):
         """Nothing was shown."""
 
 
-class Lines(Progress):
+class PoolQueues(Progress):
     """A line for each stage that ends, and one on what goes on whenever there was none for a while."""
 
     def __init__(self, terminal: Terminal, status: Status) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unfuse.cli import reach, show as shown
+from unfuse.cli import connecting, show as shown
 from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.cli.verbs import Verbs
 
@@ -28,7 +28,7 @@ def ls(
     json: Json = False,
 ) -> None:
     """List requests, newest first, finished ones included."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         rows = client.requests(status=status, limit=limit, after=after)
     columns = ["id", "status", "stage", "step", "steps", "model", "created_at"]
     shown.listing(rows, columns, "no request", json)
@@ -37,14 +37,14 @@ def ls(
 @app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Show one request with its stages."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         tell(client.request(id).view, json)
 
 
 @app.verb()
 def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """Cancel a request; what runs of it stops at the next step."""
-    with reach.client(server, api_key, config) as client:
+    with connecting.client(server, api_key, config) as client:
         tell(client.request(id).cancel(), json)
 
 

@@ -74,7 +74,7 @@ def run(options: ServeOptions, terminal: Terminal) -> None:
 
         import uvloop
 
-        from unfuse.service.meeting import invitations
+        from unfuse.service.addresses import invitations
         from unfuse.service.options import key_notes
         from unfuse.service.service import Service, plan
 

@@ -45,14 +45,14 @@ class LocalLauncher(Launcher):
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
-        self._keepers: list[asyncio.Task[None]] = []
+        self._watching: list[asyncio.Task[None]] = []
         self._stopping = False
         self._background = Supervisor()
         self.failed = asyncio.get_running_loop().create_future()
 
     @override
     def start(self) -> None:
-        self._keepers = [asyncio.create_task(self._keep(number)) for number in range(len(self._specs))]
+        self._watching = [asyncio.create_task(self._keep(number)) for number in range(len(self._specs))]
 
     @override
     async def stop(self, drain_timeout: float) -> None:
@@ -60,11 +60,11 @@ class LocalLauncher(Launcher):
         self._signal(signal.SIGTERM)
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout):
-                await asyncio.gather(*(asyncio.shield(keeper) for keeper in self._keepers), return_exceptions=True)
+                await asyncio.gather(*(asyncio.shield(watching) for watching in self._watching), return_exceptions=True)
         self._signal(signal.SIGKILL)
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        for watching in self._watching:
+            watching.cancel()
+        await asyncio.gather(*self._watching, return_exceptions=True)
         await asyncio.gather(*(process.wait() for process in self._processes.values()))
         self.failed.cancel()
         await asyncio.to_thread(self._output.close)

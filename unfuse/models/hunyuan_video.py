@@ -22,7 +22,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
-from unfuse.models.flow import FlowDenoiser, GridVae, need_channels
+from unfuse.models.flow_matching import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage
 from unfuse.stages.base import need

@@ -22,36 +22,36 @@ def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn
     if how == "sequential" and not hasattr(model, "decode"):
         apply_group_offloading(model, device, offload_type="leaf_level", use_stream=device.type == "cuda")
         return model
-    resting: torch.nn.Module = add_hook_to_module(model, _Guest(model, _seat(device)))
+    resting: torch.nn.Module = add_hook_to_module(model, _OffloadHook(model, _device_of(device)))
     return resting
 
 
-class _Seat:
+class _Device:
     """The one place on a device that the models of this process take in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.guest: _Guest | None = None
+        self.guest: _OffloadHook | None = None
 
 
 @cache
-def _seat(device: torch.device) -> _Seat:
-    return _Seat(device)
+def _device_of(device: torch.device) -> _Device:
+    return _Device(device)
 
 
-class _Guest(ModelHook):  # type: ignore[misc]
+class _OffloadHook(ModelHook):  # type: ignore[misc]
     """Brings a model's weights to the device before it runs; they do not change, so nothing is ever copied back."""
 
-    def __init__(self, model: torch.nn.Module, seat: _Seat) -> None:
+    def __init__(self, model: torch.nn.Module, seat: _Device) -> None:
         pin = seat.device.type == "cuda"
         self._tensors = [*model.parameters(), *model.buffers()]
         self._resting = [tensor.data.pin_memory() if pin else tensor.data for tensor in self._tensors]
-        self._seat = seat
+        self._device_of = seat
         self._leave()
 
     def pre_forward(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Take the seat; also called when a VAE encodes or decodes."""
-        seat = self._seat
+        seat = self._device_of
         if seat.guest is not self:
             if seat.guest:
                 seat.guest._leave()

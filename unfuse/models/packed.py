@@ -11,7 +11,7 @@ from typing_extensions import override
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow import FlowDenoiser
+from unfuse.models.flow_matching import FlowDenoiser
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import need
 

@@ -25,7 +25,7 @@ from unfuse.core.media import PIXELS, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader, with_encoders
-from unfuse.models.flow import norm
+from unfuse.models.flow_matching import norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
 from unfuse.stages.base import Stage

@@ -105,7 +105,7 @@ class Declaration(msgspec.Struct, frozen=True):
     asleep: dict[str, int] = {}
 
 
-class Line(msgspec.Struct, frozen=True):
+class PoolStats(msgspec.Struct, frozen=True):
     """What waits in a pool: how many tasks, and how many seconds ago the first of the first FRONT in line was pushed.
 
     `left_s` is how many seconds were predicted for all stages of the pool, of active requests, that are not done.
@@ -120,7 +120,7 @@ class Stats(msgspec.Struct, frozen=True):
     """How many requests are not over, and the lines of the pools that were asked for."""
 
     active: int
-    lines: dict[str, Line]
+    pools: dict[str, PoolStats]
 
 
 FRONT = 4

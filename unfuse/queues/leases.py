@@ -13,7 +13,7 @@ import msgspec
 from unfuse.core.request import Running
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.base import Renewal
-from unfuse.queues.lines import Rank
+from unfuse.queues.pool_queues import Rank
 from unfuse.queues.returned import Key
 
 

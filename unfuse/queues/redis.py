@@ -33,17 +33,17 @@ from unfuse.queues.base import (
     Declaration,
     Filter,
     Limits,
-    Line,
     Member,
+    PoolStats,
     Renewal,
     Stats,
     TaskQueue,
     check_storable,
 )
-from unfuse.queues.damage import Met
 from unfuse.queues.history import MAX_EVENTS
-from unfuse.queues.left import NANOSECONDS
-from unfuse.queues.waiting import RETRY_S, TOGETHER, Background, Waiter, Waiting
+from unfuse.queues.remaining import NANOSECONDS
+from unfuse.queues.remote_waiters import RETRY_S, TOGETHER, Background, RemoteWaiters, Waiter
+from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
 try:
@@ -52,8 +52,8 @@ try:
     from redis.backoff import NoBackoff
     from redis.exceptions import NoScriptError, RedisError
 
-    from unfuse.queues.hearing import Hearing
-    from unfuse.queues.reach import address, obstacle
+    from unfuse.queues.obstacles import address, obstacle
+    from unfuse.queues.subscription import Subscription
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
@@ -82,9 +82,9 @@ class RedisQueue(TaskQueue):
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
         self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
         self._background = Background()
-        self._met = Met()
-        self._waiting = Waiting(self._call, self._background, clock, self._met)
-        self._hearing = Hearing(self._redis, f"{self._tag}:changes", self._waiting)
+        self._unreadable = Unreadable()
+        self._waiting = RemoteWaiters(self._call, self._background, clock, self._unreadable)
+        self._hearing = Subscription(self._redis, f"{self._tag}:changes", self._waiting)
         self._closed = False
         self._latest = 0.0
 
@@ -158,7 +158,7 @@ class RedisQueue(TaskQueue):
         check_storable(change.context, *change.push, *change.events)
         asking = Waiter(worker, wanted, ttl, patient=False)
         record, now, claims = await self._call("commit_and_lease", **script.changed(change), ask=asking.ask)
-        return script.record(record), asking.leases(claims, float(now), self._met)
+        return script.record(record), asking.leases(claims, float(now), self._unreadable)
 
     async def hand_back(self, claim: Claim) -> bool:
         """Put a leased task back where it stood."""
@@ -171,7 +171,9 @@ class RedisQueue(TaskQueue):
     async def expired(self, ttl: float) -> list[Lease]:
         """Leases whose time has passed; none after a gap, which all of them are forgiven."""
         found = await self._call("expired", ttl=ttl)
-        leases = (self._met.sound("lease", script.shown_text(one[5]), partial(script.lease, *one)) for one in found)
+        leases = (
+            self._unreadable.sound("lease", script.shown_text(one[5]), partial(script.lease, *one)) for one in found
+        )
         return [lease for lease in leases if lease]
 
     async def load(self, request: str) -> Record:
@@ -179,7 +181,7 @@ class RedisQueue(TaskQueue):
         try:
             return script.record(await self._call("load", id=request))
         except (ProtocolError, TypeError, Damaged) as error:
-            self._met.note("request", request, str(error))
+            self._unreadable.note("request", request, str(error))
             raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it") from error
 
     async def list(
@@ -195,11 +197,12 @@ class RedisQueue(TaskQueue):
             left = limit - len(found)
             last, page, damaged = await self._call("list", **asks, after=after, beyond=beyond, limit=left)
             records = (
-                self._met.sound("request", script.shown_text(one[3]), partial(script.record, one)) for one in page
+                self._unreadable.sound("request", script.shown_text(one[3]), partial(script.record, one))
+                for one in page
             )
             found += [record for record in records if record]
             for id in damaged:
-                self._met.note("request", script.shown_text(id), "it is not what is stored of a request")
+                self._unreadable.note("request", script.shown_text(id), "it is not what is stored of a request")
             after, beyond = None, last and last.decode()
         return found
 
@@ -221,7 +224,7 @@ class RedisQueue(TaskQueue):
             if not uncounted:
                 break
             await asyncio.gather(*(self._count(id) for id in uncounted))
-        shown = (Line(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
+        shown = (PoolStats(int(size), float(oldest), int(left) / NANOSECONDS) for size, oldest, left in lines)
         return Stats(int(active), dict(zip(pools, shown, strict=True)))
 
     async def _count(self, request: bytes) -> None:
@@ -234,7 +237,7 @@ class RedisQueue(TaskQueue):
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
         """The tasks that would be leased next."""
         found = await self._call("peek", pool=pool, limit=limit)
-        return [one for kept in found if (one := self._met.sound("task", pool, partial(script.task, *kept)))]
+        return [one for kept in found if (one := self._unreadable.sound("task", pool, partial(script.task, *kept)))]
 
     async def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
         """Follow a request's history."""
@@ -254,7 +257,7 @@ class RedisQueue(TaskQueue):
                     continue
                 is_known, is_over = True, over == b"1"
                 for event in events:
-                    found = self._met.sound("event", request, partial(decode, event, Event))
+                    found = self._unreadable.sound("event", request, partial(decode, event, Event))
                     if found:
                         yield found
                         after = found.seq
@@ -272,7 +275,7 @@ class RedisQueue(TaskQueue):
         """Look handles up."""
         found = await self._call("cached", keys=keys, use=use)
         kept = {key: partial(decode, ref, ObjectRef) for key, ref in zip(keys, found, strict=True) if ref}
-        refs = {key: self._met.sound("cached output", key, read) for key, read in kept.items()}
+        refs = {key: self._unreadable.sound("cached output", key, read) for key, read in kept.items()}
         return {key: ref for key, ref in refs.items() if ref}
 
     async def cached_bytes(self) -> int:
@@ -300,7 +303,7 @@ class RedisQueue(TaskQueue):
         """All of it that can be read."""
         stored = await self._call("declared")
         named = [(script.shown_text(by), data) for by, data in zip(stored[::2], stored[1::2], strict=True)]
-        read = {by: self._met.sound("declaration", by, partial(script.declaration, data)) for by, data in named}
+        read = {by: self._unreadable.sound("declaration", by, partial(script.declaration, data)) for by, data in named}
         return {by: found for by, found in read.items() if found}
 
     async def workers(self) -> Sequence[Member]:
@@ -308,28 +311,28 @@ class RedisQueue(TaskQueue):
         found: list[Member] = []
         for id, info, brought, seen, leased in await self._call("workers"):
             name = script.shown_text(id)
-            cards = self._met.sound("card", name, partial(script.cards, brought)) if brought else ()
-            member = self._met.sound("worker", name, partial(script.member, info, cards or (), seen, leased))
+            cards = self._unreadable.sound("card", name, partial(script.cards, brought)) if brought else ()
+            member = self._unreadable.sound("worker", name, partial(script.member, info, cards or (), seen, leased))
             found += [member] if member else []
         return found
 
     async def damaged(self) -> Sequence[Damage]:
         """What was met, as far as it is still there, and what the scripts have put aside."""
         await self.workers()
-        for one in [one for one in self._met.all() if one.kind == "request"]:
+        for one in [one for one in self._unreadable.all() if one.kind == "request"]:
             with suppress(Damaged):
                 with suppress(NotFound):
                     await self.load(one.id)
-                self._met.forget(one.id)
+                self._unreadable.forget(one.id)
         aside = await self._call("damaged")
         pairs = zip(aside[::2], aside[1::2], strict=True)
         found = [Damage(script.shown_text(name), kind.decode(), "its task is not whole") for name, kind in pairs]
-        return [*(one for one in self._met.all() if one.kind in script.DROPPABLE), *found]
+        return [*(one for one in self._unreadable.all() if one.kind in script.DROPPABLE), *found]
 
     async def discard(self, id: str) -> None:
         """Drop it, whatever it is."""
         await self._call("discard", id=script.stored(id))
-        self._met.forget(id)
+        self._unreadable.forget(id)
 
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that were over before `before`."""

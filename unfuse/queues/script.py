@@ -20,7 +20,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Member
-from unfuse.queues.left import left_of
+from unfuse.queues.remaining import remaining_of
 
 PARTS = ("common", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
@@ -149,5 +149,5 @@ UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}
 
 def counted(context: RequestContext) -> dict[str, Any]:
     """What is left of a request, by pool and as it is stored, and the version at which that is so."""
-    left = left_of(context)
+    left = remaining_of(context)
     return {"left": left, "packed": raw(msgspec.msgpack.encode(left)), "counted": text(context.version)}

@@ -19,14 +19,14 @@ from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, Filter, Limits, Line, Member, Renewal, Stats, check_storable
+from unfuse.queues.base import FRONT, Filter, Limits, Member, PoolStats, Renewal, Stats, check_storable
 from unfuse.queues.cached import Cached
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
 from unfuse.queues.leases import Leases
-from unfuse.queues.left import NANOSECONDS, left_of
-from unfuse.queues.lines import Lines, Rank
-from unfuse.queues.registry import Registry
+from unfuse.queues.members import Registry
+from unfuse.queues.pool_queues import PoolQueues, Rank
+from unfuse.queues.remaining import NANOSECONDS, remaining_of
 from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, Standing
 from unfuse.queues.wanted import Wanted
@@ -49,7 +49,7 @@ class QueueState:
         self._cost = 0.0
         self._left = Counter[str]()
         self._pushed: dict[Key, float] = {}
-        self._lines = Lines()
+        self._pool_queues = PoolQueues()
         self._leases = Leases()
         self._returned = Returned()
         self._arrivals = 0
@@ -72,8 +72,8 @@ class QueueState:
         """The task that such a worker takes, having used so much; pools that feed a full one are held back."""
         self.ripen(self._clock.now())
         fed = ((pool, name, most) for pool, offer in wanted.pools.items() for name, most in offer.behind.items())
-        full = frozenset(pool for pool, name, most in fed if self._lines.size(name) > most)
-        return self._lines.next(wanted, full, self._returned.kept_from(worker), self._clock.now(), used)
+        full = frozenset(pool for pool, name, most in fed if self._pool_queues.size(name) > most)
+        return self._pool_queues.next(wanted, full, self._returned.kept_from(worker), self._clock.now(), used)
 
     def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
         """Claim tasks."""
@@ -82,7 +82,7 @@ class QueueState:
         while len(leases) < wanted.slots and (rank := self.first(worker, wanted, used)) is not None:
             task = rank[3]
             used.update(task.resources)
-            self._lines.remove(task.key)
+            self._pool_queues.remove(task.key)
             at = self._clock.wall()
             leases.append(self._leases.give(rank, worker, self._clock.now() + ttl, at))
             entry = self.requests[task.request]
@@ -171,8 +171,8 @@ class QueueState:
         if running:
             return Record(entry.context, running)
         self.ripen(self._clock.now())
-        waiting = [rank for key in keys if (rank := self._lines.rank(key))]
-        position = min((self._lines.position(rank) for rank in waiting), default=None)
+        waiting = [rank for key in keys if (rank := self._pool_queues.rank(key))]
+        position = min((self._pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position)
 
     def over(self, requests: Sequence[str]) -> builtins.list[str]:
@@ -189,22 +189,22 @@ class QueueState:
 
     def size(self, pool: str) -> int:
         """Tasks that wait, their time come or not."""
-        return self._lines.size(pool)
+        return self._pool_queues.size(pool)
 
     def stats(self, pools: Sequence[str]) -> Stats:
         """How much there is to do."""
         self.ripen(self._clock.now())
         return Stats(self._active, {pool: self._line(pool) for pool in pools})
 
-    def _line(self, pool: str) -> Line:
+    def _line(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
-        oldest = max((wall - self._pushed[rank[3].key] for rank in self._lines.front(pool, FRONT)), default=0.0)
-        return Line(self._lines.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
+        oldest = max((wall - self._pushed[rank[3].key] for rank in self._pool_queues.front(pool, FRONT)), default=0.0)
+        return PoolStats(self._pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
 
     def peek(self, pool: str, limit: int) -> Sequence[Task]:
         """The tasks that would be leased next."""
         self.ripen(self._clock.now())
-        return [rank[3] for rank in self._lines.front(pool, limit)]
+        return [rank[3] for rank in self._pool_queues.front(pool, limit)]
 
     def workers(self) -> Sequence[Member]:
         """The registry, in order of arrival."""
@@ -227,11 +227,11 @@ class QueueState:
 
     def ripen(self, now: float) -> None:
         """Tasks whose time has come by then may be leased."""
-        self.pools |= dict.fromkeys(self._lines.ripen(now))
+        self.pools |= dict.fromkeys(self._pool_queues.ripen(now))
 
     def ripens(self) -> float | None:
         """When the next task's time comes."""
-        return self._lines.ripens()
+        return self._pool_queues.ripens()
 
     def end(self) -> None:
         """Nothing more will come of any request."""
@@ -246,7 +246,7 @@ class QueueState:
         standing = []
         for key in ((context.id, stage) for stage in entry.stages):
             returned = dict(self._returned.by(key))
-            if rank := self._lines.rank(key):
+            if rank := self._pool_queues.rank(key):
                 standing.append(Standing(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
             if held := self._leases.of(key):
                 lease, since = held.lease, held.running.since
@@ -297,7 +297,7 @@ class QueueState:
                 f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
             )
         for pool, more in Counter(task.pool for task in tasks).items():
-            size = self._lines.size(pool)
+            size = self._pool_queues.size(pool)
             if size + more > limits.max_queue:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
 
@@ -306,7 +306,7 @@ class QueueState:
         change = (not entry.context.over) - was_active
         self._active += change
         self._cost = self._cost + change * entry.context.cost if self._active else 0.0
-        was, entry.left = entry.left, left_of(entry.context)
+        was, entry.left = entry.left, remaining_of(entry.context)
         for pool in was.keys() | entry.left.keys():
             self._left[pool] += entry.left.get(pool, 0) - was.get(pool, 0)
             if not self._left[pool]:
@@ -326,7 +326,7 @@ class QueueState:
             self._put((-task.priority, task.order, self._arrival(), task))
 
     def _put(self, rank: Rank) -> None:
-        self._lines.put(rank, self._clock.now())
+        self._pool_queues.put(rank, self._clock.now())
         self.pools[rank[3].pool] = None
 
     def _drop(self, key: Key) -> None:
@@ -334,7 +334,7 @@ class QueueState:
         self._leases.end(key)
         self._returned.forget(key)
         self._pushed.pop(key, None)
-        if rank := self._lines.remove(key):
+        if rank := self._pool_queues.remove(key):
             self.pools[rank[3].pool] = None
 
     def _alter(self, entry: Entry) -> None:

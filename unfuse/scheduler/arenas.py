@@ -96,8 +96,8 @@ def _require_sum(stages: Sequence[PlannedStage], serving: dict[str, list[WorkerI
     if needed > there:
         raise _too_large("its outputs together take", needed, "the arenas hold", there, -(-needed // len(arenas)))
     for pool in {stage.pool for stage in stages}:
-        rooms = [stage.room for stage in stages if stage.pool == pool]
-        least, count = min(rooms), len(rooms)
+        output_sizes = [stage.room for stage in stages if stage.pool == pool]
+        least, count = min(output_sizes), len(output_sizes)
         if least * count > sum(worker.room // least * least for worker in serving[pool]):
             fit = -(-count // len(serving[pool])) * least
             raise _too_large(f"its {count} outputs of stage kind {pool.partition(':')[0]} take",

@@ -22,7 +22,7 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.pool import declared
 from unfuse.core.request import Record, RequestContext
-from unfuse.scheduler.law import Law
+from unfuse.scheduler.time_model import TimeModel
 
 UNMEASURED_S = 1e-7
 """Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""
@@ -55,7 +55,7 @@ class _Saved(msgspec.Struct):
 
 
 class Costs:
-    """A law for each pool and each device it was computed on, and the pace of late.
+    """A time model for each pool and each device it was computed on, and the pace of late.
 
     `workers` are the registered ones, by id: they tell what device a stage ran on, and which it may run on. What was
     learned is kept in the file `saved`, if any; one that cannot be read is told of, and replaced.
@@ -64,7 +64,7 @@ class Costs:
     def __init__(self, saved: Path | None = None) -> None:
         self.workers: Mapping[str, WorkerInfo] = {}
         self._path, self._is_saved = saved, True
-        self._laws: dict[str, dict[str, Law]] = {}
+        self._models: dict[str, dict[str, TimeModel]] = {}
         self._learned: dict[str, None] = {}
         self._ended: deque[tuple[float, float]] = deque(maxlen=REMEMBERED)
         if saved and saved.exists():
@@ -75,16 +75,18 @@ class Costs:
                 return
             self._learned = dict.fromkeys(found.learned)
             for pool, devices in found.times.items():
-                self._laws[pool] = {device: Law(times) for device, times in devices.items()}
+                self._models[pool] = {device: TimeModel(times) for device, times in devices.items()}
 
     async def settle(self) -> None:
         """Fit and write what was learned since the last time; a reader finds the old file or the new one."""
-        for law in (law for devices in self._laws.values() for law in devices.values()):
-            law.fit()
+        for model in (model for devices in self._models.values() for model in devices.values()):
+            model.fit()
         if self._path and not self._is_saved:
             self._is_saved = True
-            laws = self._laws.items()
-            times = {pool: {name: list(law.times.items()) for name, law in devices.items()} for pool, devices in laws}
+            models = self._models.items()
+            times = {
+                pool: {name: list(model.times.items()) for name, model in devices.items()} for pool, devices in models
+            }
             data = msgspec.json.encode(_Saved(1, list(self._learned), times))
             await asyncio.to_thread(_write, self._path, data)
 
@@ -107,11 +109,11 @@ class Costs:
                 made = (
                     timings.steps / (timings.steps + timings.resumed) if timings.steps > 0 <= timings.resumed else 1.0
                 )
-                devices = self._laws[stage.pool] = self._laws.pop(stage.pool, {})
-                if len(self._laws) > POOLS:
-                    del self._laws[next(iter(self._laws))]
+                devices = self._models[stage.pool] = self._models.pop(stage.pool, {})
+                if len(self._models) > POOLS:
+                    del self._models[next(iter(self._models))]
                 device = timings.device or (worker.device if worker else "")
-                devices.setdefault(device, Law()).add((forwards * made, size), seconds)
+                devices.setdefault(device, TimeModel()).add((forwards * made, size), seconds)
 
     def ended(self, context: RequestContext, now: float) -> None:
         """A request made room at this time of a monotonic clock."""
@@ -161,14 +163,14 @@ class Costs:
         With none of these, over the devices that were; for a pool that was not, over those that could serve in its
         place. None where nothing was.
         """
-        laws = self._laws.get(pool)
-        if not laws:
-            others = (laws for other, laws in self._laws.items() if declared(other) == declared(pool))
-            measured = [law for laws in others for law in laws.values()]
+        models = self._models.get(pool)
+        if not models:
+            others = (models for other, models in self._models.items() if declared(other) == declared(pool))
+            measured = [model for models in others for model in models.values()]
         else:
             devices = [worker.device for worker in self.workers.values() if pool in worker.pools]
-            measured = [laws[name] for name in devices if name in laws] or list(laws.values())
-        return fmean(law.seconds(work) for law in measured) if measured else None
+            measured = [models[name] for name in devices if name in models] or list(models.values())
+        return fmean(model.seconds(work) for model in measured) if measured else None
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -25,15 +25,15 @@ from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
-from unfuse.scheduler.ahead import Ahead
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
+from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
+from unfuse.scheduler.output_sizes import OutputSizes
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.review import Review
-from unfuse.scheduler.rooms import Rooms
 from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 0.5
@@ -79,15 +79,20 @@ class Scheduler:
         self._limits = limits or Limits()
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._rooms, self._arenas, self.ahead = Costs(costs), Rooms(), arenas or Arenas(), Ahead()
+        self._costs, self._output_sizes, self._arenas, self.in_flight = (
+            Costs(costs),
+            OutputSizes(),
+            arenas or Arenas(),
+            InFlight(),
+        )
         self.resized: Callable[[], None] = lambda: None
-        """Called when `ahead` has changed, and before that lets anything be queued."""
+        """Called when `in_flight` has changed, and before that lets anything be queued."""
         self.registry = Registry(queue, lease_ttl, cards)
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._background = Supervisor()
-        self.review = Review(self.registry, queue, self._costs, lease_ttl, self._meet, self.ahead.sweep)
+        self.review = Review(self.registry, queue, self._costs, lease_ttl, self._meet, self.in_flight.sweep)
 
     async def start(self) -> None:
         """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
@@ -154,13 +159,13 @@ class Scheduler:
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
-        push = self._rooms.given(admitted.push)
-        self.ahead.begin(context)
+        push = self._output_sizes.given(admitted.push)
+        self.in_flight.begin(context)
         self.resized()
         try:
             record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
         except Overloaded as error:
-            self.ahead.end(context.id)
+            self.in_flight.end(context.id)
             error.retry_after = self._costs.until_room(context.cost, self._clock.now())
             raise
         if record.context == admitted.context:
@@ -178,7 +183,7 @@ class Scheduler:
         """
         could = {name: self.registry.manned(pool) for name, (pool, _) in wanted.items()}
         several = sorted({pool for pools in could.values() if len(pools) > 1 for pool in pools})
-        lines = (await self.queue.stats(several)).lines if several else {}
+        lines = (await self.queue.stats(several)).pools if several else {}
 
         def finish(name: str, pool: str) -> tuple[float, str]:
             return lines[pool].left_s / could[name][pool] + (self._costs.seconds(pool, wanted[name][1]) or 0.0), pool
@@ -237,7 +242,7 @@ class Scheduler:
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
             with self._background.besides("learning from an output"):
-                self._rooms.learn(stage.pool, done.output.nbytes)
+                self._output_sizes.learn(stage.pool, done.output.nbytes)
             with self._background.besides("keeping an output for other requests"):
                 await self._cache.keep(stage, done.output)
         return record, leases
@@ -319,7 +324,7 @@ class Scheduler:
             change = decide(before)
             if change is None:
                 return before, False
-            change = msgspec.structs.replace(change, push=self._rooms.given(change.push))
+            change = msgspec.structs.replace(change, push=self._output_sizes.given(change.push))
             change = lifecycle.placed(change, self.registry.home)
             with suppress(Conflict):
                 record = await (commit or self.queue.commit)(change)
@@ -331,7 +336,7 @@ class Scheduler:
             pause = min(CROWD_S, 2 * pause + 0.001)
 
     def _ended(self, context: RequestContext) -> None:
-        self.ahead.end(context.id)
+        self.in_flight.end(context.id)
         self.resized()
         if handle := self._deadlines.pop(context.id, None):
             handle.cancel()
@@ -361,7 +366,7 @@ class Scheduler:
     async def _meet(self, record: Record, now: float) -> None:
         """A request that is not over: know its deadline and what it still needs, and end it if it took too long."""
         self._arm(record.context, now)
-        self.ahead.begin(record.context)
+        self.in_flight.begin(record.context)
         record = await self._settled(record)
         if lifecycle.overran(record.context, self._clock.wall(), record.running):
             with suppress(NotFound):

@@ -17,7 +17,7 @@ from unfuse.server.auth import KEYED, tenant_of
 from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
-from unfuse.server.turns import Turns
+from unfuse.server.throttle import Throttle
 from unfuse.stores.results import ResultStore
 
 
@@ -56,7 +56,7 @@ def create_app(
     app.include_router(health.router)
     install(app)
     app.add_middleware(Guard, access=access or Access(), keyed=bool(keys))
-    app.add_middleware(Turns)
+    app.add_middleware(Throttle)
     app.add_middleware(Edge)
     app.openapi().setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT  # made once, and kept
     return app

@@ -21,7 +21,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from unfuse.core.pace import Seldom
+from unfuse.core.token_bucket import Seldom
 from unfuse.server.access import Access, address_of
 from unfuse.server.errors import Refusal, envelope
 

@@ -133,7 +133,7 @@ class Metrics:
                 "high_water": [info.high_water / info.room for info in infos],
             }.items():
                 self._arenas[name].labels(role).set(max(shares, default=0.0))
-        for pool, line in stats.lines.items():
+        for pool, line in stats.pools.items():
             self._predicted.labels(*_named(pool)).set(line.left_s)
             held = [member.leased > 0 for member in members if pool in member.info.pools]
             self._oldest.labels(*_named(pool)).set(line.oldest_s)

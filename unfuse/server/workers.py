@@ -67,8 +67,8 @@ async def pools(gateway: Served) -> dict[str, object]:
                 "workers": [member.info.id for member in inside],
                 "slots": sum(member.info.slots for member in inside),
                 "leased": sum(member.leased for member in inside),
-                "waiting": stats.lines[pool].waiting,
-                "oldest_s": round(stats.lines[pool].oldest_s, 3),
+                "waiting": stats.pools[pool].waiting,
+                "oldest_s": round(stats.pools[pool].oldest_s, 3),
             }
         )
     return {"object": "list", "data": data}

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.queues.base import Limits
-from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.order import Order
 from unfuse.transfer.base import TransferSettings
 

@@ -13,11 +13,11 @@ import structlog
 
 from unfuse.client import Client
 from unfuse.core.errors import UnfuseError
+from unfuse.service.leftovers import passing_folder
 from unfuse.service.loading import Loading
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
 from unfuse.service.plan import Plan
-from unfuse.service.remains import passing_folder
 from unfuse.service.service import ServeOptions, Service, plan
 from unfuse.service.settings import DEFAULT, Loaded, load
 from unfuse.wire.address import UNIX

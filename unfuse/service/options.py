@@ -14,10 +14,10 @@ from unfuse.core.plan import Params
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
-from unfuse.service.amounts import counts, resources
+from unfuse.service.addresses import keys_folder, listens, trust
 from unfuse.service.groups import Settings
-from unfuse.service.meeting import keys_folder, listens, trust
 from unfuse.service.plan import wanted
+from unfuse.service.resources import counts, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, Loaded
 from unfuse.worker.checkpoints import Policy

@@ -23,8 +23,8 @@ from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
-from unfuse.scheduler.desk import Desk
-from unfuse.scheduler.flow import Dispatch
+from unfuse.scheduler.backpressure import Dispatch
+from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.order import Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
@@ -175,12 +175,12 @@ class Service:
             cache_bytes=options.encoder_cache, costs=options.costs, arenas=self._arenas(),
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
-        desk = Desk(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
+        dispatcher = Dispatcher(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
         folder, routers = open_run_folder(options.run_dir), list[Router]()
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
-                routers.append(Router(address, desk.answer, desk.undelivered, options.trust, folder))
+                routers.append(Router(address, dispatcher.answer, dispatcher.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await queue.reach()
             await scheduler.registry.declare(cards)

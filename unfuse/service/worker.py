@@ -10,9 +10,9 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import asdict
 
-from unfuse.service.amounts import resources
+from unfuse.service.addresses import schedulers, trust
 from unfuse.service.groups import OWN_ARENA, Settings
-from unfuse.service.meeting import schedulers, trust
+from unfuse.service.resources import resources
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 SHELVES = {
-    "disk": "unfuse.stores.disk:DiskShelf",
-    "redis": "unfuse.stores.redis:RedisShelf",
-    "rediss": "unfuse.stores.redis:RedisShelf",
-    "s3": "unfuse.stores.s3:S3Shelf",
+    "disk": "unfuse.stores.disk:DiskBlobs",
+    "redis": "unfuse.stores.redis:RedisBlobs",
+    "rediss": "unfuse.stores.redis:RedisBlobs",
+    "s3": "unfuse.stores.s3:S3Blobs",
 }
 """Places outside of every process, by the beginning of their URL, which opens them."""
 

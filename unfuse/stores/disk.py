@@ -1,4 +1,4 @@
-"""A shelf of files."""
+"""A blob store of files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
 
 if TYPE_CHECKING:
-    from unfuse.stores.shelf import Data
+    from unfuse.stores.blobs import Data
 
 FSYNC = {"yes": True, "no": False, "": None}
 
 
-class DiskShelf(Shelf):
+class DiskBlobs(BlobStore):
     """`disk:PATH[?fsync=yes|no]`: one file for each name, readable by its owner only.
 
     A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without a

@@ -1,4 +1,4 @@
-"""Objects on a shelf: they outlive their owner's process, and are verified whenever they come back."""
+"""Objects on a blob store: they outlive their owner's process, and are verified whenever they come back."""
 
 from __future__ import annotations
 
@@ -13,36 +13,37 @@ import numpy as np
 from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
+from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
-from unfuse.arena.turn import Turn
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores import SHELVES
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
-from unfuse.stores.shelf import Shelf, folder_of, last_part, open_shelf
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OBJECTS, COPIES = "objects", "copies"
-"""Where on a shelf they are."""
+"""Where on a blob store they are."""
 
 
 class KeyedBackend(StorageBackend):
-    """At most `capacity` bytes of one owner's objects on a shelf, where any process that reaches it reads them.
+    """At most `capacity` bytes of one owner's objects on a blob store, where any process that reaches it reads them.
 
-    Without an `owner` they are copies of everybody's, unbounded; neither meets the other, or what else is on the shelf.
+    Without an `owner` they are copies of everybody's, unbounded; neither meets the other, or what else
+    is there.
     What is written, and what is held, lies in this process's memory: `usage` counts it beside what is kept. `full` is
     what is full when no more fits, and what helps.
     """
 
     bounded = False
 
-    def __init__(self, shelf: Shelf, owner: str = "", capacity: int = 0, full: tuple[str, str] = ("", "")) -> None:
-        self._shelf, self._owner, self._capacity, self._full = shelf, owner, capacity, full
+    def __init__(self, blobs: BlobStore, owner: str = "", capacity: int = 0, full: tuple[str, str] = ("", "")) -> None:
+        self._blobs, self._owner, self._capacity, self._full = blobs, owner, capacity, full
         self._folder = partial(folder_of, OBJECTS if owner else COPIES)
-        self._turn = Turn()
+        self._turn = FinalizerLock()
         self._writing: dict[str, tuple[Draft, str]] = {}
         self._generations = count(1)
         self._held = self._high_water = 0
@@ -57,18 +58,18 @@ class KeyedBackend(StorageBackend):
 
     @override
     def seal(self, id: str) -> None:
-        """Raises TransientError when the shelf cannot take it; nothing is kept then."""
+        """Raises TransientError when the blob store cannot take it; nothing is kept then."""
         draft, request = self._writing.get(id) or (None, "")
         if draft is not None:
             folder, name = self._folder(self._owner, request), _name(draft)
             try:
-                self._shelf.write(folder, name, draft.memory, durable=False)
+                self._blobs.write(folder, name, draft.memory, durable=False)
             except TransientError:
                 self.abort(id)
                 raise
             if self._writing.pop(id, None):
                 return
-            self._shelf.remove(folder, name)
+            self._blobs.remove(folder, name)
         raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
 
     @override
@@ -76,10 +77,10 @@ class KeyedBackend(StorageBackend):
         self._writing.pop(id, None)
 
     def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
-        """Keep a sealed object of another store. Raises ArenaFull, or TransientError when the shelf cannot take it."""
+        """Keep a sealed object of another store. Raises ArenaFull, or TransientError when there is no room for it."""
         if self._owner:
             self._admit(ref.nbytes)
-        self._shelf.write(self._folder(self._owner, ref.request), _name(ref), memory, durable=durable)
+        self._blobs.write(self._folder(self._owner, ref.request), _name(ref), memory, durable=durable)
 
     def load(self, object: Extent, memory: NDArray[np.uint8]) -> None:
         """Fill `memory` with what is kept of an object of this owner, not verified. Raises NotFound, TransientError."""
@@ -98,23 +99,23 @@ class KeyedBackend(StorageBackend):
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Whose objects are on this shelf can be read without."""
+        """Whose objects are on this blob store can be read without."""
 
     @override
     def delete(self, ref: ObjectRef) -> None:
         if self._owner in ("", ref.owner):
-            self._shelf.remove(self._folder(self._owner, ref.request), _name(ref))
+            self._blobs.remove(self._folder(self._owner, ref.request), _name(ref))
 
     @override
     def release(self, request: str) -> None:
         for id in [id for id, (_, other) in tuple(self._writing.items()) if other == request]:
             self.abort(id)
-        self._shelf.drop(self._folder(self._owner, request))
+        self._blobs.drop(self._folder(self._owner, request))
 
     @override
     def holding(self) -> frozenset[str]:
         begun = {request for _, request in tuple(self._writing.values())}
-        return frozenset(begun | {last_part(entry.folder) for entry in self._shelf.entries(self._folder(self._owner))})
+        return frozenset(begun | {last_part(entry.folder) for entry in self._blobs.entries(self._folder(self._owner))})
 
     @override
     def usage(self) -> Usage:
@@ -130,16 +131,16 @@ class KeyedBackend(StorageBackend):
 
     def clear(self) -> None:
         """Forget every object of this owner."""
-        self._shelf.drop(self._folder(self._owner))
+        self._blobs.drop(self._folder(self._owner))
 
     def forget(self, before: float) -> None:
         """Forget what was kept before Unix time `before`, whoever its owner is. Raises TransientError."""
-        for entry in [entry for entry in self._shelf.entries(self._folder()) if entry.modified < before]:
-            self._shelf.remove(entry.folder, entry.name)
+        for entry in [entry for entry in self._blobs.entries(self._folder()) if entry.modified < before]:
+            self._blobs.remove(entry.folder, entry.name)
 
     def _used(self) -> int:
         begun: int = sum(draft.memory.nbytes for draft, _ in tuple(self._writing.values()))
-        return begun + sum(entry.nbytes for entry in self._shelf.entries(self._folder(self._owner)))
+        return begun + sum(entry.nbytes for entry in self._blobs.entries(self._folder(self._owner)))
 
     def _admit(self, nbytes: int) -> None:
         used = self._used()
@@ -150,7 +151,7 @@ class KeyedBackend(StorageBackend):
     def _read(
         self, folder: str, object: ObjectRef | Extent, memory: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        nbytes, parts = self._shelf.read(folder, _name(object))
+        nbytes, parts = self._blobs.read(folder, _name(object))
         if nbytes != object.nbytes:
             raise TransientError(f"{nbytes} bytes of {object.nbytes} are there")
         memory, end = np.empty(nbytes, np.uint8) if memory is None else memory, 0
@@ -168,9 +169,9 @@ class KeyedBackend(StorageBackend):
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
-    """The owner's objects on the shelf at the URL. `remedy` is what to do when it is full. Raises ConfigError."""
+    """The owner's objects on the blob store at the URL. `remedy` is what to do when it is full. Raises ConfigError."""
     full = f"the {options.url.partition(':')[0]} store has no room", remedy
-    return KeyedBackend(open_shelf(options.url), options.owner, options.capacity, full)
+    return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
 
 
 def open_copies(url: str) -> KeyedBackend | None:
@@ -178,33 +179,33 @@ def open_copies(url: str) -> KeyedBackend | None:
 
     They last until they are released with their request, by whoever knows that it is over.
     """
-    return None if url == "none" else KeyedBackend(open_shelf(url))
+    return None if url == "none" else KeyedBackend(open_blobs(url))
 
 
 class Remains:
     """All that is kept for requests in one place, objects and copies, whoever keeps them and whether that one lives."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
 
     def requests(self) -> dict[str, set[str]]:
         """The folders of each request. Raises TransientError."""
         found: dict[str, set[str]] = {}
         for root in (OBJECTS, COPIES):
-            for entry in self._shelf.entries(folder_of(root)):
+            for entry in self._blobs.entries(folder_of(root)):
                 found.setdefault(last_part(entry.folder), set()).add(entry.folder)
         return found
 
     def drop(self, folders: Iterable[str]) -> None:
         """Forget what is in them. Raises TransientError."""
         for folder in folders:
-            self._shelf.drop(folder)
+            self._blobs.drop(folder)
 
 
 def remains_at(*urls: str) -> list[Remains]:
     """What stores and copies at these URLs may leave, as far as it lies where others reach it. Raises ConfigError."""
     places = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
-    return [Remains(open_shelf(url)) for url in places if url.partition(":")[0] in SHELVES]
+    return [Remains(open_blobs(url)) for url in places if url.partition(":")[0] in SHELVES]
 
 
 def _name(object: ObjectRef | Extent | Draft) -> str:

@@ -1,4 +1,4 @@
-"""A shelf in Redis (6.2 or later) or Valkey."""
+"""A blob store in Redis (6.2 or later) or Valkey."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
 
 try:
     from redis import Redis
@@ -24,14 +24,14 @@ except ImportError as error:
     raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
 
 if TYPE_CHECKING:
-    from unfuse.stores.shelf import Data
+    from unfuse.stores.blobs import Data
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
 SILENT_S = 30
 """How long a server may say nothing before it counts as gone."""
 
 
-class RedisShelf(Shelf):
+class RedisBlobs(BlobStore):
     """A hash of parts for each name, and one that lists them. All ends after `ttl` seconds (default: a day).
 
     How durable it is until then, is the server's setting.

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.request import ResultFile
-from unfuse.stores.disk import DiskShelf
-from unfuse.stores.shelf import Shelf, open_shelf
+from unfuse.stores.blobs import BlobStore, open_blobs
+from unfuse.stores.disk import DiskBlobs
 
 ATTACHED = "attached-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
@@ -38,13 +38,13 @@ class ResultStore(ABC):
     Every method raises ResultsUnavailable when the place fails, and NotFound for what is not a request's id.
     """
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
+    def __init__(self, blobs: BlobStore) -> None:
+        self._blobs = blobs
 
     def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
         """Keep `data`; it is safe when this returns. Raises ResultsUnavailable, nothing kept, when there is no room."""
         with _told():
-            self._shelf.write(_folder(request), str(index), data)
+            self._blobs.write(_folder(request), str(index), data)
         return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
 
     @abstractmethod
@@ -65,7 +65,7 @@ class ResultStore(ABC):
         Raises ResultsUnavailable when there is no room.
         """
         with _told():
-            self._shelf.write(_folder(request), _attachment(name), data, durable=durable)
+            self._blobs.write(_folder(request), _attachment(name), data, durable=durable)
 
     def attached(self, request: str, name: str) -> bytes:
         """What was attached under that name. Raises NotFound."""
@@ -74,20 +74,20 @@ class ResultStore(ABC):
     def detach(self, request: str) -> None:
         """Forget what was attached to a request, but not its results. Idempotent."""
         with _told():
-            for entry in self._shelf.entries(_folder(request)):
+            for entry in self._blobs.entries(_folder(request)):
                 if entry.name.startswith(ATTACHED):
-                    self._shelf.remove(request, entry.name)
+                    self._blobs.remove(request, entry.name)
 
     def delete(self, request: str) -> None:
         """Forget a request's results and attachments. Idempotent."""
         with _told():
-            self._shelf.drop(_folder(request))
+            self._blobs.drop(_folder(request))
 
     def forget(self, before: float) -> list[str]:
         """Delete the results of requests that got their last one before Unix time `before`; returns their ids."""
         last: dict[str, float] = {}
         with _told():
-            for entry in self._shelf.entries():
+            for entry in self._blobs.entries():
                 if REQUEST_ID.fullmatch(entry.folder):
                     last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
         old = [request for request, modified in last.items() if modified < before]
@@ -99,7 +99,7 @@ class ResultStore(ABC):
         folder = _folder(request)
         try:
             with _told():
-                return b"".join(self._shelf.read(folder, name)[1])
+                return b"".join(self._blobs.read(folder, name)[1])
         except NotFound:
             raise _none(request, what) from None
 
@@ -107,11 +107,11 @@ class ResultStore(ABC):
 class DiskResults(ResultStore):
     """Results as files: one folder per request, one file per index, readable by their owner only."""
 
-    _shelf: DiskShelf
+    _blobs: DiskBlobs
 
     @override
     def path(self, request: str, index: int) -> Path:
-        path = self._shelf.path(_folder(request), str(index))
+        path = self._blobs.path(_folder(request), str(index))
         if not path.is_file():
             raise _none(request, f"result {index}")
         return path
@@ -119,7 +119,7 @@ class DiskResults(ResultStore):
     @override
     def check(self) -> None:
         with _told():
-            self._shelf.require_room(LEAST_ROOM)
+            self._blobs.require_room(LEAST_ROOM)
 
 
 class RemoteResults(ResultStore):
@@ -142,7 +142,7 @@ class RemoteResults(ResultStore):
     def _near(self) -> DiskResults:
         folder = tempfile.mkdtemp(prefix="unfuse-results-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        return DiskResults(DiskShelf(f"disk:{folder}?fsync=no"))
+        return DiskResults(DiskBlobs(f"disk:{folder}?fsync=no"))
 
 
 def open_results(url: str) -> ResultStore:
@@ -152,8 +152,8 @@ def open_results(url: str) -> ResultStore:
     """
     if not url.startswith(("disk:", "s3:")):
         raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
-    shelf = open_shelf(url)
-    return DiskResults(shelf) if isinstance(shelf, DiskShelf) else RemoteResults(shelf)
+    blobs = open_blobs(url)
+    return DiskResults(blobs) if isinstance(blobs, DiskBlobs) else RemoteResults(blobs)
 
 
 @contextmanager

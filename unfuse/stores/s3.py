@@ -1,4 +1,4 @@
-"""A shelf in S3, or in whatever speaks its protocol."""
+"""A blob store in S3, or in whatever speaks its protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.shelf import PART_BYTES, Entry, Shelf
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
 
 try:
     import obstore
@@ -23,7 +23,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
-    from unfuse.stores.shelf import Data
+    from unfuse.stores.blobs import Data
 
 URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.+))?")
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
@@ -33,7 +33,7 @@ AGAIN = timedelta(seconds=10)
 """How long a server that fails is asked again."""
 
 
-class S3Shelf(Shelf):
+class S3Blobs(BlobStore):
     """`s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each name; S3 makes whole and durable ones only.
 
     Credentials, region and endpoint come from the usual AWS_ variables.

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from unfuse.supervision.causes import Causes
+from unfuse.supervision.repeated_errors import RepeatedErrors
 
 PAUSE_S = 0.2
 """Before work that has failed is done again."""
@@ -17,7 +17,7 @@ class Supervisor:
     """The background work of one owner, on one event loop, until `close`."""
 
     def __init__(self) -> None:
-        self._causes = Causes()
+        self._causes = RepeatedErrors()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def forever(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from unfuse.core.errors import Conflict, NotFound, Overloaded
 from unfuse.core.event import Event
-from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, Line, Stats, TaskQueue
+from unfuse.queues.base import FRONT, MAX_CACHED, Filter, Limits, PoolStats, Stats, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -88,40 +88,45 @@ async def what_there_is_to_do_is_told(queue: TaskQueue, clock: ManualClock) -> N
     """Requests that are not over; of each pool that is asked for the tasks that wait, the longest wait of the first
     FRONT that may be leased, through hand-backs too, and the seconds predicted of what is not done.
     """
-    assert await queue.stats(["p"]) == Stats(0, {"p": Line()})
+    assert await queue.stats(["p"]) == Stats(0, {"p": PoolStats()})
     later = await queue.now() + 60
     for name, plan in (("a", {"p": 0.1, "q": 0.2}), ("b", {"p": 0.7, "p2": 1.0, "q": 0.1})):
         tasks = [task(name, "p"), task(name, "later", pool="r", not_before=later)]
         await queue.submit(request(name, plan=planned(**plan)), tasks, [Event("queued")], LIMITS)
         clock.advance(8)
-    everything = {"p": Line(2, 16.0, 1.8), "q": Line(0, 0.0, 0.3), "r": Line(2, 0.0), "nowhere": Line()}
+    everything = {
+        "p": PoolStats(2, 16.0, 1.8),
+        "q": PoolStats(0, 0.0, 0.3),
+        "r": PoolStats(2, 0.0),
+        "nowhere": PoolStats(),
+    }
     assert await queue.stats([*everything]) == Stats(2, everything)
     lease = await leased(queue)
-    assert (await queue.stats(["p"])).lines == {"p": Line(1, 8.0, 1.8)}
+    assert (await queue.stats(["p"])).pools == {"p": PoolStats(1, 8.0, 1.8)}
     await queue.hand_back(lease.claim)
     clock.advance(8)
-    assert (await queue.stats(["p"])).lines == {"p": Line(2, 24.0, 1.8)}
+    assert (await queue.stats(["p"])).pools == {"p": PoolStats(2, 24.0, 1.8)}
     await queue.commit(done(await queue.load("a"), await leased(queue), push=(task("a", "q", pool="q"),)))
-    assert await queue.stats(["q", "p"]) == Stats(2, {"q": Line(1, 0.0, 0.3), "p": Line(1, 16.0, 1.7)})
+    assert await queue.stats(["q", "p"]) == Stats(2, {"q": PoolStats(1, 0.0, 0.3), "p": PoolStats(1, 16.0, 1.7)})
     await queue.commit(change(await queue.load("b"), status="failed", completed_at=1.0))
-    assert await queue.stats(["p", "q"]) == Stats(1, {"p": Line(), "q": Line(1, 0.0, 0.2)})
+    assert await queue.stats(["p", "q"]) == Stats(1, {"p": PoolStats(), "q": PoolStats(1, 0.0, 0.2)})
     await queue.commit(change(await queue.load("b"), dead=False))
     await queue.forget(2.0)
     for number in range(FRONT + 1):
         clock.advance(8)
         await submitted(queue, f"urgent{number}", pool="q", priority=1)
-    assert (await queue.stats(["q"])).lines["q"] == Line(FRONT + 2, 8.0 * FRONT, 0.2)
+    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT + 2, 8.0 * FRONT, 0.2)
     await queue.commit(change(await queue.load("a"), status="cancelled"))
-    assert (await queue.stats(["q"])).lines["q"] == Line(FRONT + 1, 8.0 * FRONT)
+    assert (await queue.stats(["q"])).pools["q"] == PoolStats(FRONT + 1, 8.0 * FRONT)
 
 
 async def a_prediction_that_is_no_time_counts_nothing(queue: TaskQueue, clock: ManualClock) -> None:
     """Neither what is no number, nor infinite, nor less than nothing, nor longer than anybody waits."""
     costs = {f"p{n}": cost for n, cost in enumerate((float("nan"), float("inf"), -1.0, 1e300, 1e-12, 2.0))}
     record = await queue.submit(request("a", plan=planned(**costs)), [], [], LIMITS)
-    assert (await queue.stats(["p"])).lines == {"p": Line(0, 0.0, 2.0)}
+    assert (await queue.stats(["p"])).pools == {"p": PoolStats(0, 0.0, 2.0)}
     await queue.commit(change(record, status="cancelled"))
-    assert (await queue.stats(["p"])).lines == {"p": Line()}
+    assert (await queue.stats(["p"])).pools == {"p": PoolStats()}
 
 
 async def dead_ones_are_found(queue: TaskQueue, clock: ManualClock) -> None:

@@ -114,8 +114,8 @@ async def a_cancelled_waiter_has_claimed_nothing(queue: TaskQueue, clock: Manual
     await submitted(queue, "a")
     first.cancel()
     await asyncio.wait({first})
-    keeper = second if first.cancelled() else first
-    assert [lease.task.request for lease in await keeper] == ["a"]
+    waits = second if first.cancelled() else first
+    assert [lease.task.request for lease in await waits] == ["a"]
     second.cancel()
     third = await started(queue.lease("third", wanted("p"), TTL, wait=60.0))
     third.cancel()

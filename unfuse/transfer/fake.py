@@ -12,7 +12,7 @@ from typing_extensions import override
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
-from unfuse.transfer.messages import Pull, Watch, place, watch
+from unfuse.transfer.owner_messages import Pull, Watch, place, watch
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Link, TransferEngine
-from unfuse.transfer.channel import ChannelLink, Connection, Owner, read, send
-from unfuse.transfer.messages import Got
+from unfuse.transfer.owner_messages import Got
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, send
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,8 +12,8 @@ from typing_extensions import override
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
 from unfuse.transfer.base import TransferEngine
-from unfuse.transfer.channel import ChannelLink, Connection, Owner
-from unfuse.transfer.messages import Pull
+from unfuse.transfer.owner_messages import Pull
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner
 
 if TYPE_CHECKING:
     import numpy as np

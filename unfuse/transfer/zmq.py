@@ -18,7 +18,8 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, TransferEngine, TransferOptions
-from unfuse.transfer.messages import (
+from unfuse.transfer.connection_pool import OwnerConnection, PooledLink, Reply
+from unfuse.transfer.owner_messages import (
     MAX_MESSAGE,
     Coming,
     FromOwner,
@@ -32,7 +33,6 @@ from unfuse.transfer.messages import (
     refusal,
     watch,
 )
-from unfuse.transfer.pool import Asks, PooledLink, Reply
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -154,7 +154,7 @@ class _Owner:
         self._socket.send_multipart([peer, encode(message)], zmq.NOBLOCK)
 
 
-class _Connection(Asks):
+class _Connection(OwnerConnection):
     """A reader's end. Answers come in the order of questions, so one that is not read spoils it."""
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
@@ -217,7 +217,7 @@ class _Connection(Asks):
 
 
 class _ZmqLink(PooledLink[_Connection]):
-    """Asks for pieces a little ahead."""
+    """OwnerConnection for pieces a little ahead."""
 
     errors = (OSError, ProtocolError, zmq.ZMQError)
 

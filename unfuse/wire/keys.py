@@ -17,7 +17,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.pace import Seldom
+from unfuse.core.token_bucket import Seldom
 from unfuse.supervision.supervisor import Supervisor
 
 SIDES = ("scheduler", "worker")
@@ -35,7 +35,7 @@ class Keys(msgspec.Struct, frozen=True):
     peer: str
 
     def secure(self, socket: zmq.asyncio.Socket, server: bool) -> None:
-        """Have a socket encrypt, before it binds or connects; a server's lets nobody in without `keep_door`."""
+        """Have a socket encrypt, before it binds or connects; a server's lets nobody in without `authenticate`."""
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret.encode()))
         if server:
@@ -45,20 +45,20 @@ class Keys(msgspec.Struct, frozen=True):
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.peer.encode())
 
-    def keep_door(self, context: zmq.asyncio.Context) -> asyncio.Task[None]:
+    def authenticate(self, context: zmq.asyncio.Context) -> asyncio.Task[None]:
         """Before bind: have the library's question answered whether a connection may come in."""
-        door = context.socket(zmq.REP)
-        door.bind("inproc://zeromq.zap.01")
-        return Supervisor().forever("letting workers in", partial(self._admit, door, Seldom()))
+        asked = context.socket(zmq.REP)
+        asked.bind("inproc://zeromq.zap.01")
+        return Supervisor().forever("letting workers in", partial(self._admit, asked, Seldom()))
 
-    async def _admit(self, door: zmq.asyncio.Socket, seldom: Seldom) -> None:
+    async def _admit(self, asked: zmq.asyncio.Socket, seldom: Seldom) -> None:
         """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
-        version, number, *question = await door.recv_multipart()
+        version, number, *question = await asked.recv_multipart()
         known = False
         try:
             known = question[3:] == [b"CURVE", z85.decode(self.peer)]
         finally:  # the socket takes no other question before this one is answered
-            await door.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+            await asked.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
         if not known and (times := seldom.times("key")):
             log.warning("refused a connection without the workers' key", times=times)
 

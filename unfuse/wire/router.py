@@ -18,10 +18,10 @@ import zmq.asyncio
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
-from unfuse.core.pace import Seldom
+from unfuse.core.token_bucket import Seldom
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
-from unfuse.wire.door import Door, listen
+from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.unix_socket import private_socket
 
 MAX_PENDING = 64
@@ -31,7 +31,7 @@ MAX_NUMBER = 16
 """Bytes of what numbers a message, which the answer repeats."""
 
 BACKLOG = 1024
-"""Connections that may be on their way from the door; it has fewer that do not speak yet."""
+"""Connections that may be on their way from the listener; it has fewer that do not speak yet."""
 
 Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
 Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
@@ -47,8 +47,8 @@ class Router:
     other router's connection has it. Over TCP who does not hold the workers' key is not heard at all, unless `trust`
     is INSECURE; over a unix socket no other user is.
 
-    Connections come in through a Door; behind it ZMQ listens on a socket in `folder`, which must be this user's alone:
-    the one of the unix socket, or a temporary one, if none is given.
+    Connections come in through a BoundedListener; behind it ZMQ listens on a socket in `folder`, which must be this
+    user's alone: the one of the unix socket, or a temporary one, if none is given.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Router:
             listener, self.address = listen(address)
             if keys:
                 keys.secure(self._socket, server=True)
-                self._tasks.add(keys.keep_door(self._context))
+                self._tasks.add(keys.authenticate(self._context))
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             self._socket.bind(f"ipc://{self._inside}")
         except (ConfigError, zmq.ZMQError) as error:
@@ -84,7 +84,7 @@ class Router:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
-        self._door = Door(listener, self._inside)
+        self._door = BoundedListener(listener, self._inside)
         self._reader = Supervisor().forever("receiving from workers", self._read)
 
     async def close(self) -> None:

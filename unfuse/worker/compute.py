@@ -24,8 +24,8 @@ from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.channel import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run
 from unfuse.worker.checkpoints import Policy
+from unfuse.worker.compute_messages import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run
 from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
 

@@ -17,7 +17,16 @@ from msgspec.structs import asdict
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.errors import ConfigError
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.channel import FromCompute, Load, Loaded, LoadFailed, Loading, ParentChannel, Ready, ToCompute
+from unfuse.worker.compute_messages import (
+    FromCompute,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    ParentChannel,
+    Ready,
+    ToCompute,
+)
 from unfuse.worker.records import read_record, relog
 
 LOG_CHARS = 4000

@@ -12,7 +12,18 @@ from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.messages import Done, Failed, FailureKind
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.worker.channel import Cancel, FromCompute, Load, Ready, Run, StateSaved, Stepped, Stopped, ToCompute, Waits
+from unfuse.worker.compute_messages import (
+    Cancel,
+    FromCompute,
+    Load,
+    Ready,
+    Run,
+    StateSaved,
+    Stepped,
+    Stopped,
+    ToCompute,
+    Waits,
+)
 from unfuse.worker.compute_process import ComputeProcess
 
 RESTART_S = 1.0
@@ -78,7 +89,7 @@ class Executor:
             try:
                 dead = await self._pump()
                 self.ready = False
-                await self._bury(dead)
+                await self._restart_after(dead)
                 log.info("starting compute again")
                 await self._report(await self._start_again())
             finally:
@@ -185,7 +196,7 @@ class Executor:
             return ""
         return f"killed, as it made no progress for {self._stall_s:g} s (--stall-s allows more)"
 
-    async def _bury(self, dead: ComputeProcess) -> None:
+    async def _restart_after(self, dead: ComputeProcess) -> None:
         """Report what died with a process; the others end with it."""
         words = await dead.last_words()
         await self._end()

@@ -41,7 +41,7 @@ class Link:
         self._dealer = Dealer(self._addresses[0], trust)
         self._hello: Hello
         self._welcome: Welcome | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._tried = 0
         self._missed = 0
         self.heard = 0
@@ -89,7 +89,7 @@ class Link:
 
     async def _connected(self) -> tuple[Dealer, Welcome]:
         """The connection to a scheduler that has welcomed us, and its welcome."""
-        async with self._turn:
+        async with self._lock:
             while self._welcome is None:
                 try:
                     answer = await self._dealer.call(self._hello, BEAT_S * MISSES)
@@ -107,7 +107,7 @@ class Link:
 
     async def _leave(self, dealer: Dealer, reason: str) -> None:
         """Turn to the next scheduler, unless another call has already."""
-        async with self._turn:
+        async with self._lock:
             if dealer is self._dealer:
                 await self._next(reason)
 

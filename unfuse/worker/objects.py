@@ -16,7 +16,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease, cached_as
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.worker.channel import Stopped
+from unfuse.worker.compute_messages import Stopped
 from unfuse.worker.copies import Copies
 from unfuse.worker.durable import DurableCopies
 
@@ -93,7 +93,7 @@ class Objects:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))
 
-    async def keep(self, ref: ObjectRef) -> None:
+    async def save_copy(self, ref: ObjectRef) -> None:
         """Write a durable copy of a checkpoint, if there is a place for such."""
         if self.durable.wanted:
             self._elsewhere.add(ref.request)

@@ -23,10 +23,10 @@ from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.channel import Cancel, FromCompute, Run, StateSaved, Stepped, Stopped, Waits
 from unfuse.worker.checkpoints import Policy, packed, unpacked
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, StateSaved, Stepped, Stopped, Waits
 from unfuse.worker.failure import failure
-from unfuse.worker.told import about
+from unfuse.worker.task_log import about
 
 REPORT_S = 0.05
 """At most 20 progress messages a second; each lists the steps since the last."""

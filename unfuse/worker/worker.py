@@ -37,15 +37,15 @@ from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.channel import Load, Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Load, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
-from unfuse.worker.keeper import Keeper
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import WorkerOptions
 from unfuse.worker.orphan import free_when_alone
 from unfuse.worker.registration import Served, serve
-from unfuse.worker.told import about, tell
+from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.task_log import about, log_outcome
 
 WAIT_S = 20.0
 """How long an Ask waits at the scheduler for work."""
@@ -89,7 +89,7 @@ class Worker:
         self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
         self._objects: Objects | None = None
         self._executor: Executor | None = None
-        self._keeper: Keeper | None = None
+        self._saved_states: SavedStates | None = None
         self._background = Supervisor()
 
     async def run(self) -> None:
@@ -148,7 +148,7 @@ class Worker:
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
-        self._keeper = Keeper(objects, self._link)
+        self._saved_states = SavedStates(objects, self._link)
         load = self._load(served, objects, places)
         executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
         started = await executor.start()
@@ -206,8 +206,8 @@ class Worker:
             self._active[lease.claim] = lease
             self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
             self._idle.clear()
-            if self._keeper:
-                self._keeper.begin(lease)
+            if self._saved_states:
+                self._saved_states.begin(lease)
             if self._draining.is_set() or not (self._executor and self._objects):
                 await self._end(Failed(lease.claim, "hand_back", "the worker is about to leave", reason="drain"))
             else:
@@ -247,8 +247,8 @@ class Worker:
             else:
                 log.debug("task began", **about(message.claim))
         elif isinstance(message, StateSaved):
-            if self._keeper:
-                self._background.once("keeping a checkpoint", partial(self._keeper.keep, message))
+            if self._saved_states:
+                self._background.once("keeping a checkpoint", partial(self._saved_states.keep, message))
         else:
             self._background.once("ending a task", partial(self._end, message))
 
@@ -276,11 +276,11 @@ class Worker:
     async def _settle(self, message: Stopped | Done | Failed, lease: Lease | None) -> None:
         if isinstance(message, Stopped) and self._draining.is_set():
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain")
-        if self._keeper and isinstance(message, Failed):
-            await self._keeper.settled()  # whoever tries again is to go on from there
+        if self._saved_states and isinstance(message, Failed):
+            await self._saved_states.settled()  # whoever tries again is to go on from there
         if self._objects and lease:
             message = self._objects.settle(lease, message)
-        tell(message)
+        log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)
         asks = isinstance(message, Done) and not self._asks_with_outcome and not self._draining.is_set()
@@ -298,8 +298,8 @@ class Worker:
                 self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
             self._objects.share(lease, message)
-        if self._keeper:
-            await self._keeper.end(message.claim, recorded and isinstance(message, Done))
+        if self._saved_states:
+            await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
     async def _report(self, message: Done | Failed) -> bool:
         """Have an outcome recorded, or hear that the lease is lost (False): while neither is so, it is said again."""

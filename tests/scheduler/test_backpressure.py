@@ -1,0 +1,250 @@
+"""What workers may take, so that a backlog waits where it holds no memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
+from tests.scheduler.test_scheduler import info
+from tools.asking import asking
+from unfuse.core.card import ModelCard
+from unfuse.core.media import Room
+from unfuse.core.messages import Accepted, Ask, Beat, Done, Granted, Hello, Places, Pulse, ToScheduler, ToWorker
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Pipeline, StageSpec
+from unfuse.core.request import ResultFile, Timings
+from unfuse.core.task import Lease
+from unfuse.queues.base import Limits, Member
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.backpressure import AHEAD, Backpressure
+from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.clock import ManualClock
+
+MIB = 1 << 20
+ARENA = 256 * MIB
+ROOMS = (Room(6 * MIB), Room(20 * MIB), Room())
+"""Of an encoding, latents, and nothing: 42 encodings, or 12 latents, fill an arena."""
+
+BIG = msgspec.structs.replace(
+    CARD,
+    pipeline=Pipeline(
+        tuple(msgspec.structs.replace(s, room=room) for s, room in zip(PIPELINE.stages, ROOMS, strict=True))
+    ),
+)
+
+
+def member(identity: str, *pools: str, slots: int = 1) -> Member:
+    return Member(msgspec.structs.replace(info(identity, *pools), slots=slots, room=ARENA), (), 0.0)
+
+
+class TestWhatAWorkerMayTake:
+    def test_a_pool_is_held_back_by_four_tasks_a_slot_of_the_pools_it_feeds(self) -> None:
+        members = [member("e", ENCODE), member("d", DENOISE, slots=2), member("a", DENOISE, DECODE, slots=3)]
+        flow = Backpressure.of([CARD], members)
+        offers = [flow.wanted(member.info, Ask(1, None, 0.0), {}).pools for member in members]
+        assert offers[0][ENCODE].behind == {DENOISE: AHEAD * 5}
+        assert {pool: offer.behind for pool, offer in offers[2].items()} == {DENOISE: {DECODE: AHEAD * 3}, DECODE: {}}
+
+    def test_later_pools_go_first_and_earlier_ones_leave_them_their_share(self) -> None:
+        everything = member("a", ENCODE, DENOISE, DECODE)
+        flow = Backpressure.of([CARD], [everything])
+        keep = flow.keep(everything.info, InFlight())
+        assert keep == {ENCODE: ARENA // 2, DENOISE: 0}
+        offers = flow.wanted(everything.info, Ask(1, ARENA, 0.0), keep).pools
+        assert {pool: offer.later for pool, offer in offers.items()} == {ENCODE: 0, DENOISE: 1, DECODE: 2}
+        assert {pool: offer.amounts["arena"] for pool, offer in offers.items()} == {
+            ENCODE: ARENA - ARENA // 2, DENOISE: ARENA, DECODE: ARENA
+        }  # fmt: skip
+
+    def test_what_a_worker_has_of_a_resource_is_offered_to_the_pools_that_draw_on_it(self) -> None:
+        stages = tuple(
+            msgspec.structs.replace(stage, needs={"kv": Room(fixed=3)} if stage.kind == "denoise" else {})
+            for stage in CARD.pipeline.stages
+        )
+        card = msgspec.structs.replace(CARD, pipeline=Pipeline(stages))
+        everything = member("a", ENCODE, DENOISE)
+        ask = Ask(1, None, 0.0, amounts={"kv": 7, "other": 9})
+        assert {
+            pool: offer.amounts
+            for pool, offer in Backpressure.of([card], []).wanted(everything.info, ask, {}).pools.items()
+        } == {ENCODE: {"slots": 1}, DENOISE: {"slots": 1, "kv": 7}}
+        without = Backpressure.of([card], []).wanted(everything.info, Ask(1, None, 0.0), {})
+        assert without.pools[DENOISE].amounts == {"slots": 1, "kv": 0}
+
+    def test_who_makes_one_kind_of_object_may_fill_the_arena(self) -> None:
+        encoder = member("e", ENCODE)
+        assert Backpressure.of([CARD], [encoder]).keep(encoder.info, InFlight()) == {ENCODE: 0}
+
+    def test_pools_that_feed_each_other_do_not_wait_for_each_other(self) -> None:
+        def card(*components: str) -> ModelCard:
+            stages = tuple(
+                StageSpec(f"s{n}", "denoise", (name,), (f"v{n - 1}",) if n else (), (f"v{n}",))
+                for n, name in enumerate(components)
+            )
+            names = dict.fromkeys("xy", "")
+            return msgspec.structs.replace(CARD, pipeline=Pipeline(stages), weights={n: n for n in names}, dtypes=names)
+
+        x, y = "denoise:x:", "denoise:y:"
+        flow = Backpressure.of([card("x", "y"), card("y", "x", "x")], [member("a", x, y)])
+        assert flow.depth == {x: 2, y: 1}
+        assert flow.behind == {x: {}, y: {x: AHEAD}}
+
+    def test_dispatch_is_by_what_is_near_by_turns_or_by_free_slots(self) -> None:
+        worker = member("a", DENOISE, slots=4).info
+        flow, ask = Backpressure.of([CARD], []), Ask(3, None, 0.0, affinity="size")
+        told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
+        assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
+            "locality": ("node-1", "size", 0.0),
+            "round_robin": ("", "", 0.0),
+            "max_free_slots": ("", "", -3.0),
+        }
+
+
+class Worker:
+    """A worker with an arena that is counted, not held. It does one task after the other, its slots full if it can."""
+
+    def __init__(self, dispatcher: Dispatcher, name: str, *pools: str) -> None:
+        self.dispatcher, self.peer = dispatcher, name.encode()
+        self.info = msgspec.structs.replace(info(name, *pools), slots=2, room=ARENA)
+        self.active: list[Lease] = []
+        self.objects: dict[str, int] = {}
+        self.peak = 0
+
+    async def say(self, message: ToScheduler) -> ToWorker:
+        answer = await self.dispatcher.answer(self.peer, message)
+        assert answer is not None
+        return answer
+
+    def used(self) -> int:
+        return sum(self.objects.values())
+
+    async def take_part(self) -> bool:
+        """Ask, do one task, beat; whether there was anything to do."""
+        reserved = sum(lease.task.room for lease in self.active)
+        room = ARENA - self.used() - reserved if self.objects or self.active else None
+        granted = await self.say(Ask(self.info.slots - len(self.active), room, 0.0))
+        assert isinstance(granted, Granted)
+        self.active += granted.leases
+        if self.active:
+            await self.finish(self.active.pop(0))
+        pulse = await self.say(Beat(tuple(lease.claim for lease in self.active), tuple(self.objects)))
+        assert isinstance(pulse, Pulse)
+        assert pulse.ended == ()
+        for request in pulse.over:
+            del self.objects[request]
+        return bool(granted.leases or self.active or pulse.over)
+
+    async def finish(self, lease: Lease) -> None:
+        task, output, results = lease.task, None, ()
+        if task.final:
+            results = (ResultFile(int(str(task.params["index"])), "image/png", 1, ""),)
+        else:
+            output = ObjectRef(
+                f"{task.stage}@{task.attempt}", self.info.id, self.info.node, task.request, task.stage, task.attempt,
+                1, task.room, (), (), b"", 0.0,
+            )  # fmt: skip
+            self.objects[task.request] = self.objects.get(task.request, 0) + task.room
+            self.peak = max(self.peak, self.used())
+            assert self.peak <= ARENA
+        assert await self.say(Done(lease.claim, output, results, Timings())) == Accepted()
+
+
+async def serve(workers: Sequence[tuple[str, ...]], requests: int) -> list[Worker]:
+    """Have workers of these pools do that many requests, every tenth for three pictures, all queued before."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[BIG])
+    dispatcher = Dispatcher(scheduler, [], Places(""))
+    here = [Worker(dispatcher, f"worker-{n}", *pools) for n, pools in enumerate(workers)]
+    for worker in here:
+        await worker.say(Hello(worker.info, (BIG,)))
+    ids = [
+        (await scheduler.submit(*asking(BIG, params(), n=1 if number % 10 else 3))).context.id
+        for number in range(requests)
+    ]
+    idle = 0
+    while idle < 3:
+        worked = [await worker.take_part() for worker in here]
+        idle = 0 if any(worked) else idle + 1
+    contexts = [(await scheduler.queue.load(request)).context for request in ids]
+    assert {context.status for context in contexts} == {"completed"}
+    assert {state.attempt for context in contexts for state in context.stages.values()} == {1}
+    assert [worker.used() for worker in here] == [0] * len(here)
+    return here
+
+
+@pytest.mark.parametrize(
+    "workers",
+    [
+        [(ENCODE, DENOISE, DECODE)],
+        [(ENCODE,), (DENOISE,), (DECODE,)],
+        [(ENCODE, DENOISE), (DENOISE, DECODE), (ENCODE, DENOISE, DECODE)],
+    ],
+    ids=["one for all", "one each", "some of each"],
+)
+async def test_a_thousand_requests_go_through_arenas_that_hold_a_dozen(workers: list[tuple[str, ...]]) -> None:
+    here = await serve(workers, 1000 if len(workers[0]) != 2 else 300)
+    if len(workers) == 3 and workers[0] == (ENCODE,):
+        ahead = (AHEAD + 2) * 2 * 2 * ROOMS[0].fixed
+        assert here[0].peak <= ahead < 1000 * ROOMS[0].fixed
+
+
+LARGE = msgspec.structs.replace(
+    BIG,
+    pipeline=Pipeline(
+        tuple(
+            msgspec.structs.replace(s, room=room)
+            for s, room in zip(PIPELINE.stages, (Room(20 * MIB), Room(0, MIB), Room()), strict=True)
+        )
+    ),
+)
+"""Latents of it take a MiB a pixel: of 220 pixels nearly a whole arena."""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("urgent", [0, 5])
+async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: int, urgent: int) -> None:
+    """Given many small requests and some that need more than half of an arena, then all of them complete: what has to
+    stay free for the large ones is not filled with encodings that wait behind them."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    dispatcher = Dispatcher(scheduler, [], Places(""))
+    here = [Worker(dispatcher, f"worker-{n}", ENCODE, DENOISE, DECODE) for n in range(workers)]
+    for worker in here:
+        await worker.say(Hello(worker.info, (LARGE,)))
+    ids = []
+    for number in range(120):
+        size = {7: 220, 3: 150}.get(number % 10, 10)
+        record = await scheduler.submit(
+            *asking(LARGE, params(width=size, height=1), priority=urgent * (size > 10 and number % 20 < 10))
+        )
+        ids.append(record.context.id)
+        for worker in here if number > 20 else ():
+            await worker.take_part()
+    idle = 0
+    while idle < 3:
+        worked = [await worker.take_part() for worker in here]
+        idle = 0 if any(worked) else idle + 1
+    assert {(await scheduler.queue.load(request)).context.status for request in ids} == {"completed"}
+
+
+async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> None:
+    """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
+    then the worker asks anew, and leaves that free."""
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), limits=Limits(10**4, 10**4), clock=clock, cards=[LARGE])
+    dispatcher = Dispatcher(scheduler, [], Places(""))
+    worker = Worker(dispatcher, "worker", ENCODE, DENOISE, DECODE)
+    await worker.say(Hello(worker.info, (LARGE,)))
+    waiting = asyncio.create_task(worker.say(Ask(1, 200 * MIB, 10.0)))
+    await asyncio.sleep(0.01)
+    await scheduler.submit(*asking(LARGE, params(width=220, height=1)))
+    assert await waiting == Granted((), {})
+    waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))
+    granted = await waiting
+    assert isinstance(granted, Granted) and [lease.task.stage for lease in granted.leases] == ["text_encode"]

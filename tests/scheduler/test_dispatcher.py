@@ -1,0 +1,445 @@
+"""What a worker is answered, message by message."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import done, info, scheduling
+from tools.asking import asking
+from unfuse.core.errors import LeaseLost, TransientError
+from unfuse.core.messages import (
+    Accepted,
+    Ask,
+    Beat,
+    Bye,
+    Done,
+    Failed,
+    Granted,
+    Hello,
+    Places,
+    Progress,
+    Pulse,
+    Refused,
+    Stranger,
+    ToWorker,
+    Welcome,
+)
+from unfuse.core.request import Change, Record
+from unfuse.core.task import Lease
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler import dispatcher as dispatcher_module
+from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.clock import ManualClock
+
+PEER, OTHER = b"peer-1", b"peer-2"
+HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
+
+
+@asynccontextmanager
+async def dispatching() -> AsyncIterator[tuple[Dispatcher, ManualClock]]:
+    async with scheduling(lease_ttl=5.0) as (scheduler, clock):
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        await dispatcher.answer(PEER, HELLO)
+        yield dispatcher, clock
+
+
+async def submit(dispatcher: Dispatcher, **options: object) -> str:
+    record = await dispatcher.scheduler.submit(*asking(CARD, params(), **options))  # type: ignore[arg-type]
+    return record.context.id
+
+
+async def granted(dispatcher: Dispatcher, slots: int = 1, wait: float = 0.0, peer: bytes = PEER) -> list[Lease]:
+    reply = await dispatcher.answer(peer, Ask(slots, None, wait))
+    assert isinstance(reply, Granted)
+    return list(reply.leases)
+
+
+async def test_who_comes_without_pools_is_told_what_to_serve_and_not_registered() -> None:
+    async with dispatching() as (dispatcher, _):
+        reply = await dispatcher.answer(OTHER, Hello(info("worker-2")))
+        assert isinstance(reply, Welcome)
+        assert (reply.models, reply.places, reply.lease_ttl) == (
+            ((CARD.name, CARD.source, "auto"),),
+            Places("disk:/results"),
+            5.0,
+        )
+        assert [member.info.id for member in await dispatcher.scheduler.registry.workers()] == ["worker-1"]
+
+
+async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        for message in (Ask(1, None, 0.0), Beat((lease.claim,)), done(lease), Bye()):
+            assert await dispatcher.answer(OTHER, message) == Stranger()
+
+
+async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots() -> None:
+    async with dispatching() as (dispatcher, _):
+        asking = asyncio.create_task(granted(dispatcher, slots=5, wait=20.0))
+        await asyncio.sleep(0)
+        for _ in range(3):
+            await submit(dispatcher)
+        assert len(await asking) == 1
+
+
+async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
+    async with dispatching() as (dispatcher, _):
+        older = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await asyncio.sleep(0)
+        newer = asyncio.create_task(granted(dispatcher, wait=20.0))
+        assert await older == []
+        await submit(dispatcher)
+        assert len(await newer) == 1
+
+
+async def test_an_ask_that_is_dropped_takes_nothing_any_more() -> None:
+    async with dispatching() as (dispatcher, _):
+        asking = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        request = await submit(dispatcher)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert (await dispatcher.scheduler.queue.load(request)).running == ()
+
+
+async def test_who_says_goodbye_gets_nothing_more() -> None:
+    async with dispatching() as (dispatcher, _):
+        asking = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await asyncio.sleep(0)
+        assert await dispatcher.answer(PEER, Bye()) == Accepted()
+        assert await asking == []
+        assert await dispatcher.scheduler.registry.workers() == []
+        assert await dispatcher.answer(PEER, Beat()) == Stranger()
+
+
+async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task() -> None:
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        assert await dispatcher.answer(PEER, Progress(lease.claim, 3, 9, 1)) == Accepted()
+        assert await dispatcher.answer(PEER, Progress(lease.claim, 4, 9, 4)) == Accepted()
+        await dispatcher.scheduler.cancel(request)
+        reply = await dispatcher.answer(PEER, Progress(lease.claim, 5, 9, 5))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+        seen = [event async for event in dispatcher.scheduler.queue.watch(request)]
+        assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
+
+
+async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None:
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        assert await dispatcher.answer(PEER, Progress(lease.claim, 10**15, 10**15, 1)) == Accepted()
+        await dispatcher.scheduler.cancel(request)
+        steps = [event.step async for event in dispatcher.scheduler.queue.watch(request) if event.type == "progress"]
+        assert steps == list(range(10**15 - len(steps) + 1, 10**15 + 1))
+
+
+async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
+    async with dispatching() as (dispatcher, clock):
+        request, other = await submit(dispatcher), await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        clock.advance(4)
+        assert await dispatcher.answer(PEER, Beat((lease.claim,), (request,))) == Pulse((), ())
+        clock.advance(4)
+        assert await dispatcher.scheduler.queue.expired(5.0) == []
+        await dispatcher.scheduler.cancel(request)
+        assert await dispatcher.answer(PEER, Beat((lease.claim,), (request, other))) == Pulse(
+            (lease.claim,), (request,)
+        )
+
+
+async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
+    async with dispatching() as (dispatcher, _):
+        request, other = await submit(dispatcher), await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        beat = Beat((lease.claim,), (request, other), wait=3600.0)
+        waiting = asyncio.create_task(dispatcher.answer(PEER, beat))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        await dispatcher.scheduler.cancel(request)
+        assert await waiting == Pulse((), ())  # something happened: beat again
+        assert await dispatcher.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+
+
+async def test_a_step_with_a_preview_publishes_it_behind_the_step() -> None:
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        await dispatcher.answer(PEER, Progress(lease.claim, 3, 9, 1, previews=(2,)))
+        await dispatcher.scheduler.cancel(request)
+        events = [(event.type, event.step) async for event in dispatcher.scheduler.queue.watch(request) if event.step]
+        assert events == [("progress", 1), ("progress", 2), ("preview", 2), ("progress", 3)]
+
+
+async def test_a_busy_worker_gets_what_is_more_urgent_only() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        urgent = await submit(dispatcher, priority=2)
+        reply = await dispatcher.answer(PEER, Ask(1, None, 0.0, above=1))
+        assert isinstance(reply, Granted)
+        assert [lease.task.request for lease in reply.leases] == [urgent]
+        assert await dispatcher.answer(PEER, Ask(1, None, 0.0, above=0)) == Granted((), {})
+
+
+async def test_an_outcome_is_accepted_once_and_again_but_not_after_the_request_is_over() -> None:
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        assert await dispatcher.answer(PEER, done(lease)) == Accepted()
+        assert await dispatcher.answer(PEER, done(lease)) == Accepted()
+        (lease,) = await granted(dispatcher)
+        await dispatcher.scheduler.cancel(request)
+        reply = await dispatcher.answer(PEER, done(lease))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+
+
+async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        reply: ToWorker | None = await dispatcher.answer(PEER, Ask(1, None, 0.0))
+        assert isinstance(reply, Granted)
+        await dispatcher.undelivered(PEER, reply)
+        assert await dispatcher.answer(PEER, Beat()) == Stranger()
+        await dispatcher.answer(OTHER, HELLO)
+        (lease,) = await granted(dispatcher, peer=OTHER)
+        assert lease.task.attempt == 2
+        assert (await dispatcher.scheduler.queue.load(request)).context.stages["text_encode"].failures == 0
+
+
+async def settle() -> None:
+    """Let everything go on until it waits."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+def secretly(name: str, secret: bytes) -> Hello:
+    return Hello(info(name, ENCODE, DENOISE), (CARD,), secret)
+
+
+async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
+    async with dispatching() as (dispatcher, clock):
+        mine, stolen = secretly("worker-9", b"a" * 16), secretly("worker-9", b"b" * 16)
+        assert isinstance(await dispatcher.answer(OTHER, mine), Welcome)
+        elsewhere = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
+        for place in (dispatcher, elsewhere):
+            for hello in (stolen, Hello(mine.worker, mine.cards)):
+                reply = await place.answer(b"thief", hello)
+                assert isinstance(reply, Refused)
+                assert "registered with another secret" in reply.message
+                assert await place.answer(b"thief", Ask(1, None, 0.0)) == Stranger()
+        assert isinstance(await elsewhere.answer(OTHER, mine), Welcome)
+        (member,) = [m for m in await dispatcher.scheduler.queue.workers() if m.info.id == "worker-9"]
+        assert member.info.proof
+        assert member.info.proof != b"a" * 16
+
+
+async def test_a_worker_has_one_connection_the_newest() -> None:
+    async with dispatching() as (dispatcher, _):
+        asking = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await settle()
+        await dispatcher.answer(OTHER, HELLO)
+        assert await asking == []
+        assert await dispatcher.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        await submit(dispatcher)
+        assert len(await granted(dispatcher, peer=OTHER)) == 1
+
+
+async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
+    async with dispatching() as (dispatcher, clock):
+        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        before = await dispatcher.scheduler.queue.load(request)
+        stolen = msgspec.structs.replace(done(lease), output=None)
+        kinds = ("transient", "permanent", "crash", "object_lost", "hand_back")
+        failures = [Failed(lease.claim, kind, "no") for kind in kinds]
+        for message in (done(lease), stolen, *failures, Progress(lease.claim, 1, 9, 1)):
+            reply = await dispatcher.answer(OTHER, message)
+            assert isinstance(reply, Refused)
+            assert reply.lease_lost
+        clock.advance(4)
+        assert await dispatcher.answer(OTHER, Beat((lease.claim,))) == Pulse((lease.claim,), ())
+        after = await dispatcher.scheduler.queue.load(request)
+        assert after == before
+        assert await dispatcher.answer(PEER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await dispatcher.answer(PEER, done(lease)) == Accepted()
+
+
+async def test_a_worker_goes_on_at_another_scheduler() -> None:
+    async with dispatching() as (dispatcher, clock):
+        await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        other = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0), [], Places(""))
+        await other.answer(OTHER, HELLO)
+        assert await other.answer(OTHER, Progress(lease.claim, 1, 9, 1)) == Accepted()
+        assert await other.answer(OTHER, Beat((lease.claim,))) == Pulse((), ())
+        assert await other.answer(OTHER, done(lease)) == Accepted()
+
+
+async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_its_next_heartbeat() -> None:
+    async with dispatching() as (dispatcher, clock):
+        other = Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        beat = Beat((lease.claim,), (request,), wait=3600.0)
+        waiting = asyncio.create_task(dispatcher.answer(PEER, beat))
+        await settle()
+        await other.cancel(request)
+        assert await waiting == Pulse((), ())  # its time is up after a beat, whatever it asked for
+        assert await dispatcher.answer(PEER, beat) == Pulse((lease.claim,), (request,))
+
+
+async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
+    async with dispatching() as (dispatcher, clock):
+        quick = Dispatcher(Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=0.04), [], Places(""))
+        welcome = await quick.answer(PEER, HELLO)
+        assert isinstance(welcome, Welcome)
+        assert BEATS_MISSED * welcome.beat < 0.04
+        asking = asyncio.create_task(granted(quick, wait=20.0))
+        assert await asking == []
+        await submit(dispatcher)
+        assert await dispatcher.scheduler.queue.size(ENCODE) == 1
+        assert await quick.answer(PEER, Ask(1, None, 0.0)) == Stranger()
+        await quick.answer(PEER, HELLO)
+        assert len(await granted(quick)) == 1
+
+
+class Away(MemoryQueue):
+    """A queue whose server is away for some commits, and does not say whether it applied them."""
+
+    commits = 0
+
+    async def commit(self, change: Change) -> Record:
+        record = await super().commit(change)
+        self.commits -= 1
+        if self.commits >= 0:
+            raise TransientError("the queue does not answer")
+        return record
+
+
+@pytest.mark.parametrize("away, answer", [(3, Accepted()), (99, None)])
+async def test_an_outcome_waits_for_the_queue_to_be_back(
+    monkeypatch: pytest.MonkeyPatch, away: int, answer: Accepted | None
+) -> None:
+    monkeypatch.setattr(dispatcher_module, "QUEUE_PAUSE_S", 0.0)
+    clock = ManualClock()
+    queue = Away(clock)
+    dispatcher = Dispatcher(Scheduler(queue, clock=clock), [], Places(""))
+    await dispatcher.answer(PEER, HELLO)
+    await submit(dispatcher)
+    (lease,) = await granted(dispatcher)
+    queue.commits = away
+    assert await dispatcher.answer(PEER, done(lease)) == answer
+    queue.commits = 0
+    assert await dispatcher.answer(PEER, done(lease)) == Accepted()
+    assert await queue.size(DENOISE) == 1
+
+
+async def test_a_task_that_another_took_over_is_answered_as_lost() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        await dispatcher.scheduler.fail(Failed(lease.claim, "hand_back", ""), "worker-1")
+        (second,) = await granted(dispatcher)
+        reply = await dispatcher.answer(PEER, done(lease))
+        assert isinstance(reply, Refused)
+        assert reply.lease_lost
+        with pytest.raises(LeaseLost):
+            await dispatcher.scheduler.complete(done(lease), "worker-1")
+        assert await dispatcher.answer(PEER, done(second)) == Accepted()
+
+
+async def test_a_worker_that_says_it_leaves_gets_nothing_more() -> None:
+    """Given a worker that hands back as it leaves, which never counts, then it is given no other task, ever so often
+    as it asks; another worker is."""
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        answer = await dispatcher.answer(PEER, Failed(lease.claim, "hand_back", "leaving", reason="drain"))
+        assert answer == Accepted()
+        assert await granted(dispatcher) == []
+        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE), (CARD,)))
+        assert [lease.task.request for lease in await granted(dispatcher, peer=OTHER)] == [request]
+
+
+def asking_on(lease: Lease, slots: int = 1) -> Done:
+    return msgspec.structs.replace(done(lease), ask=Ask(slots, None, 0.0))
+
+
+async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_anybody_who_waits() -> None:
+    """Given another worker that waits for the next stage, then who made its input gets it in the same answer, and an
+    Ask of before is answered with nothing."""
+    async with dispatching() as (dispatcher, _):
+        request = await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        waits = asyncio.create_task(granted(dispatcher, wait=20.0, peer=OTHER))
+        before = asyncio.create_task(granted(dispatcher, wait=20.0))
+        await settle()
+        reply = await dispatcher.answer(PEER, asking_on(lease))
+        assert isinstance(reply, Granted)
+        assert [given.task.stage for given in reply.leases] == ["denoise.0"]
+        assert await before == []
+        assert (await dispatcher.scheduler.queue.load(request)).context.stages["text_encode"].status == "done"
+        assert not waits.done()
+        waits.cancel()
+
+
+async def test_who_asks_with_an_outcome_that_nothing_follows_for_it_hears_that_it_is_recorded() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        (encode,) = await granted(dispatcher)
+        reply = await dispatcher.answer(PEER, asking_on(encode))
+        assert isinstance(reply, Granted)
+        (denoise,) = reply.leases
+        assert await dispatcher.answer(PEER, asking_on(denoise)) == Granted((), {})  # it decodes nothing
+        assert await dispatcher.answer(PEER, asking_on(denoise)) == Granted((), {})
+
+
+async def test_an_outcome_that_is_refused_brings_no_work() -> None:
+    async with dispatching() as (dispatcher, _):
+        first, second = await submit(dispatcher), await submit(dispatcher)
+        (lease,) = await granted(dispatcher)
+        await dispatcher.scheduler.cancel(first)
+        assert isinstance(await dispatcher.answer(PEER, asking_on(lease)), Refused)
+        assert (await dispatcher.scheduler.queue.load(second)).running == ()
+        assert [lease.task.request for lease in await granted(dispatcher)] == [second]
+
+
+async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queued_again() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        (encode,) = await granted(dispatcher)
+        reply = await dispatcher.answer(PEER, asking_on(encode))
+        assert isinstance(reply, Granted) and reply.leases
+        await dispatcher.undelivered(PEER, reply)
+        await dispatcher.answer(OTHER, HELLO)
+        (lease,) = await granted(dispatcher, peer=OTHER)
+        assert (lease.task.stage, lease.task.attempt) == ("denoise.0", 2)
+
+
+async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
+    async with dispatching() as (whoever, clock):
+        await submit(whoever)
+        dispatcher = Dispatcher(Scheduler(whoever.scheduler.queue, clock=clock), [], Places(""), dispatch="round_robin")
+        await dispatcher.answer(PEER, HELLO)
+        await dispatcher.answer(OTHER, Hello(info("worker-2", DENOISE), (CARD,)))
+        (encode,) = await granted(dispatcher)
+        waits = asyncio.create_task(granted(dispatcher, wait=20.0, peer=OTHER))
+        await settle()
+        assert await dispatcher.answer(PEER, asking_on(encode)) == Granted((), {})
+        assert [lease.task.stage for lease in await waits] == ["denoise.0"]

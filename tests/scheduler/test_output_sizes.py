@@ -1,0 +1,75 @@
+"""Room for outputs of which the pipeline says nothing: by what their pool made of late."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
+from tests.scheduler.test_scheduler import done, scheduling, take
+from tools.asking import asking
+from unfuse.core.media import Room
+from unfuse.core.plan import Pipeline
+from unfuse.core.task import Task
+from unfuse.scheduler.output_sizes import REMEMBERED, OutputSizes
+from unfuse.scheduler.scheduler import Scheduler
+
+TEXT, *OTHERS = CARD.pipeline.stages
+UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=Room()), *OTHERS)))
+"""A model that does not say how long its embeddings are."""
+
+
+async def room_of_next(scheduler: Scheduler, nbytes: int) -> int:
+    """Have a request encoded into so many bytes; returns the room that was kept for it."""
+    await scheduler.submit(*asking(UNSAID, params()))
+    (lease,) = await take(scheduler, ENCODE)
+    report = done(lease)
+    assert report.output
+    output = msgspec.structs.replace(report.output, nbytes=nbytes)
+    await scheduler.complete(msgspec.structs.replace(report, output=output), lease.worker)
+    return lease.task.room
+
+
+async def test_room_follows_what_the_pool_made() -> None:
+    async with scheduling() as (scheduler, _):
+        assert [await room_of_next(scheduler, nbytes) for nbytes in (300, 100, 200)] == [0, 300, 300]
+        for _ in range(REMEMBERED):
+            await room_of_next(scheduler, 50)
+        assert await room_of_next(scheduler, 50) == 50
+
+
+async def test_one_in_twenty_may_be_longer() -> None:
+    async with scheduling() as (scheduler, _):
+        for nbytes in [10_000, 20_000, 30_000, *range(1, REMEMBERED - 2)]:
+            await room_of_next(scheduler, nbytes)
+        assert await room_of_next(scheduler, 1) == REMEMBERED - 3
+
+
+async def test_what_a_pipeline_declares_goes_before_what_is_learned() -> None:
+    async with scheduling() as (scheduler, _):
+        for _ in range(2):
+            await room_of_next(scheduler, 999)
+        (denoise, _) = await take(scheduler, DENOISE, slots=2)
+        assert denoise.task.room == 64 * 64 // 2
+        await scheduler.complete(done(denoise), denoise.worker)
+        (decode,) = await take(scheduler, DECODE)
+        assert decode.task.room == 0
+
+
+async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
+    async with scheduling() as (scheduler, _):
+        await scheduler.submit(*asking(UNSAID, params()))
+        (waiting,) = await take(scheduler, ENCODE)
+        await room_of_next(scheduler, 70)
+        await scheduler._end(waiting)
+        (again,) = await take(scheduler, ENCODE)
+        assert (waiting.task.room, again.task.room) == (0, 70)
+
+
+@pytest.mark.parametrize(("lengths", "room"), [([], 0), ([7], 7), ([1, 2], 2), ([0], 0), (range(1, 101), 97)])
+def test_the_room_is_a_length_that_was_seen(lengths: list[int], room: int) -> None:
+    output_sizes = OutputSizes()
+    for nbytes in lengths:
+        output_sizes.learn("p", nbytes)
+    tasks = (Task("r", "s", 1, "p", "k", "m", {}), Task("r", "s", 1, "q", "k", "m", {}))
+    assert [task.room for task in output_sizes.given(tasks)] == [room, 0]

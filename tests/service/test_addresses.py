@@ -1,0 +1,140 @@
+"""Where a worker finds its server, and by which keys they know each other, from settings alone."""
+
+from __future__ import annotations
+
+import stat
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from unfuse.cli.main import exit_code
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.service.addresses import invitations, listens, schedulers, trust
+from unfuse.service.options import options
+from unfuse.service.settings import Loaded, load
+from unfuse.wire.address import INSECURE, Trust
+from unfuse.wire.keys import Keys, make, make_once, read
+from unfuse.wire.unix_socket import listening, private_socket, server_socket
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="run-") as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+def loaded(run: Path, data: Path, **flags: object) -> Loaded:
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    return load(given, None, {"UNFUSE_RUN_DIR": str(run), "UNFUSE_DATA_DIR": str(data)})
+
+
+def found(run: Path, *names: str) -> tuple[str, ...]:
+    return schedulers(loaded(run, run, worker__scheduler=list(names) or None).settings)
+
+
+def test_a_worker_finds_the_server_that_runs(run: Path) -> None:
+    with listening(server_socket(run, 8123)), listening(private_socket(run)):
+        assert found(run) == (f"unix:{run}/serve-8123.sock",)
+
+
+def test_of_several_servers_it_takes_none_and_lists_them(run: Path) -> None:
+    with listening(server_socket(run, 8001)), listening(server_socket(run, 8000)):
+        with pytest.raises(InvalidParameter, match=r"--scheduler PORT, of 8000, 8001") as refused:
+            found(run)
+        assert exit_code(refused.value) == 2
+        assert found(run, "8001") == found(run, ":8001") == (f"unix:{run}/serve-8001.sock",)
+        assert found(run, "8001", ":8000") == tuple(f"unix:{run}/serve-{port}.sock" for port in (8001, 8000))
+
+
+def test_without_any_it_waits_for_the_one_that_will_be_there_by_default(run: Path) -> None:
+    listening(server_socket(run, 8123)).close()  # killed
+    assert found(run) == (f"unix:{run}/serve-8000.sock",)
+    assert schedulers(loaded(run, run, serve__port=9000).settings) == (f"unix:{run}/serve-9000.sock",)
+
+
+def test_addresses_are_taken_as_they_are(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run)
+    assert found(run, "tcp://10.0.0.1:8001", "unix:x.sock") == ("tcp://10.0.0.1:8001", f"unix:{run}/x.sock")
+
+
+def test_tcp_makes_keys_once_for_its_owner_alone_and_takes_them_again(run: Path, data: Path) -> None:
+    composed = options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"]))
+    again = options(loaded(run, data, serve__listen=["tcp://0.0.0.0:1", "tcp://[::]:1"]))
+
+    assert isinstance(composed.trust, Keys)
+    assert composed.trust == again.trust == read(str(data / "keys"), "scheduler")
+    assert composed.worker_flags["keys"] == str(data / "keys")
+    assert stat.S_IMODE((data / "keys").stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (data / "keys").iterdir()} == {0o600}
+    assert [path.name for path in data.iterdir()] == ["keys"]
+    assert trust(loaded(run, data).settings, "worker") == read(str(data / "keys"), "worker")
+
+
+def test_without_tcp_no_keys_are_made_and_none_are_needed(run: Path, data: Path) -> None:
+    (data / "keys").mkdir(parents=True)
+    make(data / "other")
+    (data / "other" / "worker.key").rename(data / "keys" / "worker.key")  # as on a machine of workers
+
+    assert options(loaded(run, data)).trust is None
+    assert listens(loaded(run, data, serve__listen=["unix:/r/x.sock"]).settings) == ("unix:/r/x.sock",)
+    assert not (data / "keys" / "scheduler.key").exists()
+
+
+def test_keys_that_are_named_go_before_those_of_the_data_folder(run: Path, data: Path) -> None:
+    make(data / "named")
+    composed = options(loaded(run, data, serve__listen=["tcp://127.0.0.1:0"], keys=str(data / "named")))
+    assert composed.trust == read(str(data / "named"), "scheduler")
+    assert composed.worker_flags["keys"] == str(data / "named")
+    assert not (data / "keys").exists()
+
+
+def test_insecure_listen_makes_no_keys_and_uses_none_but_named_ones(run: Path, data: Path) -> None:
+    flags = {"serve__listen": ["tcp://0.0.0.0:0"], "insecure_listen": True}
+    composed = options(loaded(run, data, **flags))
+    assert (composed.trust, composed.worker_flags["keys"]) == (INSECURE, "")
+    assert load({}, None, composed.worker_environment).settings.insecure_listen
+    assert not (data / "keys").exists()
+
+    make_once(data / "keys")
+    assert options(loaded(run, data, **flags)).trust == INSECURE
+    assert isinstance(options(loaded(run, data, **flags, keys=str(data / "keys"))).trust, Keys)
+
+
+def test_many_that_make_keys_at_once_have_the_same(data: Path) -> None:
+    def made(_: int) -> Keys | None:
+        make_once(data / "keys")
+        return read(str(data / "keys"), "scheduler")
+
+    with ThreadPoolExecutor(16) as pool:
+        assert len({*pool.map(made, range(32))}) == 1
+    assert [path.name for path in data.iterdir()] == ["keys"]
+
+
+def test_keys_that_cannot_be_written_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for making in (make, make_once):
+        with pytest.raises(ConfigError, match="keys cannot be written to .*name another folder"):
+            making(tmp_path / "file" / "keys")
+
+
+@pytest.mark.parametrize("trusted", [Keys("s" * 40, "p" * 40), INSECURE, None])
+def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(trusted: Trust) -> None:
+    lines = invitations(trusted, "/d/keys", ["unix:/r/x.sock", *(["tcp://127.0.0.1:5"] if trusted else [])])
+    if isinstance(trusted, Keys):
+        (line,) = lines
+        assert "/d/keys/worker.key" in line
+        assert "scheduler.key" not in line
+        assert line.endswith("unfuse worker --role denoiser --keys FOLDER --scheduler tcp://127.0.0.1:5")
+    elif trusted:
+        (line,) = lines
+        assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: whoever reaches it may be a worker")
+    else:
+        assert lines == []

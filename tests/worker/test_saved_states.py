@@ -1,0 +1,119 @@
+"""Which checkpoints are kept, whatever becomes of their tasks meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.core.graphs import object_for
+from tools.addresses import a_worker, unix_address
+from unfuse.core.messages import Accepted, Failed, Refused, Saved
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.worker.compute_messages import StateSaved
+from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.worker import Worker
+
+CLAIM = Claim("req_1", "denoise.0", 1, b"token")
+
+
+class Place:
+    """Where checkpoints lie; making one durable takes until `written` is set."""
+
+    def __init__(self) -> None:
+        self.written, self.durable, self.gone = asyncio.Event(), list[str](), list[str]()
+        self.written.set()
+
+    async def save_copy(self, ref: ObjectRef) -> None:
+        await self.written.wait()
+        self.durable.append(ref.id)
+
+    async def delete(self, ref: ObjectRef) -> None:
+        self.gone.append(ref.id)
+
+
+class Scheduler:
+    """Answers with what it is told to."""
+
+    def __init__(self) -> None:
+        self.answer: Accepted | Refused = Accepted()
+        self.saved: list[int] = []
+        self.failed_after: list[list[int]] = []
+
+    async def call(self, message: Saved | Failed) -> Accepted | Refused:
+        if isinstance(message, Failed):
+            self.failed_after.append(list(self.saved))
+        else:
+            self.saved.append(message.step)
+        return self.answer
+
+
+def saving(before: str = "") -> tuple[SavedStates, Place, Scheduler]:
+    """One whose task runs, perhaps from a checkpoint."""
+    place, scheduler = Place(), Scheduler()
+    made: Any = SavedStates(place, scheduler)  # type: ignore[arg-type]
+    checkpoint = object_for(CLAIM, before) if before else None
+    made.begin(Lease(Task("req_1", "denoise.0", 1, "p", "denoise", "m", {}), "w", b"token", 0.0, checkpoint))
+    return made, place, scheduler
+
+
+def kept(step: int) -> StateSaved:
+    return StateSaved(CLAIM, object_for(CLAIM, f"at {step}"), step)
+
+
+async def test_the_one_before_is_given_up_once_the_new_one_is_recorded() -> None:
+    made, place, scheduler = saving("from elsewhere")
+    for step in (10, 20):
+        await made.keep(kept(step))
+    assert (scheduler.saved, place.durable, place.gone) == ([10, 20], ["at 10", "at 20"], ["from elsewhere", "at 10"])
+
+
+async def test_what_is_not_recorded_is_given_up_itself() -> None:
+    made, place, scheduler = saving()
+    await made.keep(kept(10))
+    scheduler.answer = Refused("not yours any more", lease_lost=True)
+    await made.keep(kept(20))
+    assert place.gone == ["at 20"]
+
+
+@pytest.mark.parametrize(("done", "gone"), [(True, ["at 10"]), (False, [])])
+async def test_a_checkpoint_lasts_beyond_its_task_unless_that_is_done(done: bool, gone: list[str]) -> None:
+    made, place, _ = saving()
+    await made.keep(kept(10))
+    await made.end(CLAIM, done)
+    assert place.gone == gone
+
+
+async def test_one_that_is_recorded_after_its_task_failed_stays_for_the_next_attempt() -> None:
+    """Given a slow durable place, when the task ends without being done before its checkpoint is there, then what the
+    scheduler knows of is not given up; and who waits for it to be settled waits."""
+    made, place, scheduler = saving()
+    place.written.clear()
+    keeping = asyncio.create_task(made.keep(kept(10)))
+    await asyncio.sleep(0)
+    settled = asyncio.create_task(made.settled())
+    await asyncio.sleep(0)
+    await made.end(CLAIM, done=False)
+    assert not settled.done()
+    place.written.set()
+    await asyncio.gather(keeping, settled)
+    assert (scheduler.saved, place.gone) == ([10], [])
+
+
+async def test_a_failure_is_reported_once_the_checkpoint_before_it_is_recorded() -> None:
+    """Else whoever tries again would begin at the checkpoint before."""
+    made, place, scheduler = saving()
+    place.written.clear()
+    worker: Any = Worker(a_worker(unix_address()))
+    await worker._link.close()
+    worker._saved_states, worker._link = made, scheduler
+    await worker._hear(kept(10))
+    await worker._hear(Failed(CLAIM, "crash", "gone"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert scheduler.failed_after == []
+    place.written.set()
+    await asyncio.gather(*worker._background._tasks)
+    assert scheduler.failed_after == [[10]]

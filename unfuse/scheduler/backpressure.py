@@ -1,0 +1,105 @@
+"""How requests flow from pool to pool: what every worker may take, so that nothing piles up where it holds memory."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from graphlib import TopologicalSorter
+from typing import Literal
+
+import msgspec
+
+from unfuse.core.card import ModelCard
+from unfuse.core.messages import Ask, WorkerInfo
+from unfuse.core.pool import declared
+from unfuse.core.task import ARENA, SLOTS
+from unfuse.queues.base import Member
+from unfuse.queues.wanted import Offer, Wanted
+from unfuse.scheduler.in_flight import InFlight
+
+Dispatch = Literal["locality", "round_robin", "max_free_slots"]
+"""Which task a worker is given, or which worker a task: by what is near and fits what runs; by turns; by free slots."""
+
+AHEAD = 4
+"""Tasks that may wait in a pool, for each slot of its workers, before those that feed it stop."""
+
+
+class Backpressure(msgspec.Struct, frozen=True):
+    """What the models' pipelines, and who serves them, mean for who takes what.
+
+    By declared pool, `depth` is how far it is from the beginning, `behind` how many may wait in the pools that it
+    feeds, `holding` are those whose tasks leave an object, and `draws` says what other resources its tasks draw on.
+    """
+
+    depth: dict[str, int]
+    behind: dict[str, dict[str, int]]
+    holding: frozenset[str]
+    draws: dict[str, frozenset[str]] = {}
+
+    @classmethod
+    def of(
+        cls, cards: Iterable[ModelCard], members: Iterable[Member], asleep: Mapping[str, int] | None = None
+    ) -> Backpressure:
+        """The flow through these models' pools, of which some are `asleep` and will have so many slots.
+
+        Among pools that feed each other, only later ones hold back others.
+        """
+        depth: dict[str, int] = {}
+        fed: defaultdict[str, set[str]] = defaultdict(set)
+        draws: dict[str, frozenset[str]] = {}
+        for card in cards:
+            pools, producers = card.pools(), card.pipeline.producers()
+            draws |= {pools[stage.name]: frozenset(stage.needs) for stage in card.pipeline.stages}
+            before = {stage.name: {producers[name].name for name in stage.inputs} for stage in card.pipeline.stages}
+            far: dict[str, int] = {}
+            for name in TopologicalSorter(before).static_order():
+                far[name] = max((far[other] + 1 for other in before[name]), default=0)
+                depth[pools[name]] = max(far[name], depth.get(pools[name], 0))
+                for other in before[name]:
+                    fed[pools[other]].add(pools[name])
+        slots: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for member in members:
+            for pool in member.info.pools:
+                slots[declared(pool)][pool] += member.info.slots
+        behind = {
+            pool: {
+                manned: AHEAD * count
+                for name in names
+                if depth[name] > depth[pool]
+                for manned, count in (slots[name] or {name: (asleep or {}).get(name, 0)}).items()
+            }
+            for pool, names in fed.items()
+        }
+        return cls(depth, behind, frozenset(fed), draws)
+
+    def keep(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
+        """What each of its pools that leave objects in its arena has to leave free there for later ones.
+
+        That is their share: the last may fill the arena, and ends requests, which gives all of it back. And it is as
+        much as any request in flight still puts there, or one that is large would wait for others that wait for it.
+        """
+        depth = {pool: self.depth.get(declared(pool), 0) for pool in worker.pools if declared(pool) in self.holding}
+        levels = sorted(set(depth.values()), reverse=True)
+        later = {level: [pool for pool in depth if depth[pool] > level] for level in levels}
+        most = {level: in_flight.largest(pools) if pools else 0 for level, pools in later.items()}
+        return {
+            pool: max(worker.room * levels.index(level) // len(levels), most[level]) for pool, level in depth.items()
+        }
+
+    def wanted(self, worker: WorkerInfo, ask: Ask, keep: Mapping[str, int], dispatch: Dispatch = "locality") -> Wanted:
+        """What a worker that asks may be given, where so many bytes have to stay free in its arena."""
+        blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
+        slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
+        offers = {}
+        for pool in worker.pools:
+            arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
+            name = declared(pool)
+            others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
+            offers[pool] = Offer({SLOTS: slots} | arena | others, self.depth.get(name, 0), self.behind.get(name, {}))
+        return Wanted(
+            offers,
+            ask.above,
+            near=worker.node if local else "",
+            affinity=ask.affinity if local else "",
+            rank=-float(slots) if dispatch == "max_free_slots" else 0.0,
+        )

@@ -1,0 +1,323 @@
+"""Where workers are received: their messages in, leases and answers out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+import msgspec
+import structlog
+
+from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
+from unfuse.core.event import Event, EventType
+from unfuse.core.messages import (
+    Accepted,
+    Ask,
+    Beat,
+    Bye,
+    Done,
+    Failed,
+    Granted,
+    Hello,
+    Places,
+    Progress,
+    Pulse,
+    Refused,
+    Saved,
+    Stranger,
+    ToScheduler,
+    ToWorker,
+    Welcome,
+    WorkerInfo,
+)
+from unfuse.core.task import Claim, Lease
+from unfuse.scheduler.backpressure import Backpressure, Dispatch
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision.supervisor import Supervisor
+
+MAX_WAIT_S = 30.0
+"""How long one Ask may wait; a worker asks again after it."""
+
+MAX_STEPS = 512
+"""Steps that one message may list, the newest; no history keeps more."""
+
+BEATS_MISSED = 3
+"""Heartbeats without a word after which a worker is set aside: a stranger, until it is heard again."""
+
+BACKPRESSURE_S = 1.0
+"""How old may be what is known of the pools and of who serves them."""
+
+QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
+"""How often, and how far apart, an outcome is recorded while the queue is away; then the worker says it again."""
+
+PROGRESS: tuple[EventType, ...] = ("progress", "preview")
+"""What a step may publish, in order."""
+
+NOTHING = Granted((), {})
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Peer:
+    """A worker's connection: who it is, the Ask that waits and what that keeps free, and claims seen to be its own.
+
+    One that hands a task back because it `leaves` gets no other.
+    """
+
+    hello: Hello
+    ask: asyncio.Task[list[Lease]] | None = None
+    claims: set[Claim] = field(default_factory=set)
+    leaves: bool = False
+    silence: asyncio.TimerHandle | None = None
+    keep: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def worker(self) -> WorkerInfo:
+        return self.hello.worker
+
+    def withdraw(self) -> None:
+        """Have the Ask that waits answered with nothing."""
+        if self.ask is not None:
+            self.ask.cancel()
+            self.ask = None
+
+
+class Dispatcher:
+    """Answers workers for one scheduler.
+
+    `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
+    `outcome` what their settings have to agree with.
+    It remembers which worker each connection is; everything else is in the queue.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        models: Sequence[tuple[str, str, str]],
+        places: Places,
+        outcome: Mapping[str, str] | None = None,
+        dispatch: Dispatch = "locality",
+    ) -> None:
+        self.scheduler = scheduler
+        self._queue = scheduler.queue
+        self._dispatch = dispatch
+        ttl = scheduler.lease_ttl
+        self._welcome = Welcome(
+            tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}), by_outcome=True
+        )
+        self._peers: dict[bytes, _Peer] = {}
+        self._backpressure: Backpressure | None = None
+        self._backpressure_until = 0.0
+        self._looking = asyncio.Lock()
+        self._background = Supervisor()
+        scheduler.resized = self._ask_again
+
+    async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
+        """The reply to one message, or None while the queue is away: the worker will say it again."""
+        if isinstance(message, Hello):
+            return await self._hello(peer, message)
+        known = self._peers.get(peer)
+        if known is None:
+            return Stranger()
+        self._heard(peer, known)
+        match message:
+            case Ask():
+                return await self._ask(known, message)
+            case Beat():
+                return await self._beat(known, message)
+            case Bye():
+                self._leave(peer)
+                await self._queue.bye(known.worker.id)
+                return Accepted()
+            case _:
+                return await self._report(known, message)
+
+    async def undelivered(self, peer: bytes, reply: ToWorker) -> None:
+        """Take back what was granted to a worker that is gone."""
+        self._leave(peer)
+        if isinstance(reply, Granted):
+            await self._take_back(reply.leases)
+
+    async def _take_back(self, leases: Sequence[Lease]) -> None:
+        """Put tasks back that nobody was given."""
+        for lease in leases:
+            with self._background.besides("taking a task back"):
+                await self._queue.hand_back(lease.claim)
+
+    async def _hello(self, peer: bytes, hello: Hello) -> Welcome | Refused:
+        """Register a worker, unless another one goes by its id. It has one connection: the newest."""
+        proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
+        worker = msgspec.structs.replace(hello.worker, proof=proof)
+        if not worker.pools:
+            return self._welcome
+        if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
+            log.warning("refused a worker under another one's id", worker=worker.id)
+            return Refused(
+                f"worker {worker.id} is registered with another secret: start this one under an id of its own"
+            )
+        await self._queue.hello(worker, hello.cards)
+        if peer not in self._peers:
+            log.info("worker joined", worker=worker.id, role=worker.role, slots=worker.slots)
+        for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
+            self._leave(identity)
+        self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
+        self._heard(peer, self._peers[peer])
+        self._backpressure = None
+        await self.scheduler.joined()
+        return self._welcome
+
+    def _heard(self, identity: bytes, peer: _Peer) -> None:
+        """A worker lives; when nothing more comes for some beats, it is set aside."""
+        if peer.silence is not None:
+            peer.silence.cancel()
+        silence = BEATS_MISSED * self._welcome.beat
+        peer.silence = asyncio.get_running_loop().call_later(silence, self._set_aside, identity)
+
+    def _set_aside(self, identity: bytes) -> None:
+        log.warning("worker set aside until it is heard again", worker=self._peers[identity].worker.id)
+        self._leave(identity)
+
+    def _leave(self, identity: bytes) -> None:
+        """Forget a connection; who was given work through it keeps that."""
+        if peer := self._peers.pop(identity, None):
+            peer.withdraw()
+            self._backpressure = None
+            if peer.silence is not None:
+                peer.silence.cancel()
+
+    async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
+        """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
+        backpressure = await self._look()
+        keep = backpressure.keep(peer.worker, self.scheduler.in_flight)
+        wanted = backpressure.wanted(peer.worker, ask, keep, self._dispatch)
+        peer.withdraw()
+        if peer.leaves:
+            return NOTHING
+        peer.keep = keep
+        ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
+        waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
+        try:
+            await asyncio.wait({waiting})
+        finally:
+            waiting.cancel()  # nobody may be given work when we are not here to say so
+        if peer.ask is waiting:
+            peer.ask = None
+        return await self._granted(peer, [] if waiting.cancelled() else waiting.result())
+
+    async def _complete(self, peer: _Peer, done: Done) -> Accepted | Granted:
+        """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
+
+        Where who gets a task is up to who has waited, the worker asks again instead.
+        """
+        ask, worker = done.ask, peer.worker
+        done = msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=worker.device))
+        if ask is None or peer.leaves or self._dispatch != "locality":
+            await self.scheduler.complete(done, worker.id)
+            return NOTHING if ask else Accepted()
+        backpressure = await self._look()
+        wanted = backpressure.wanted(worker, ask, backpressure.keep(worker, self.scheduler.in_flight), self._dispatch)
+        peer.withdraw()
+        _, leases = await self.scheduler.complete(done, worker.id, wanted)
+        return await self._granted(peer, leases)
+
+    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
+        """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
+        try:
+            leases = [await self.scheduler.resumed(lease) for lease in leases]
+            owners = await self.scheduler.registry.owners(leases)
+        except BaseException:
+            await self._take_back(leases)
+            raise
+        peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
+        peer.claims.update(lease.claim for lease in leases)
+        for lease in leases:
+            self.scheduler.observer.dispatched(lease.task.pool)
+        return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
+
+    def _ask_again(self) -> None:
+        """Have those ask anew who would take something with less kept free than has to be from now on."""
+        for peer in self._peers.values():
+            if peer.ask and (
+                not self._backpressure or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.keep
+            ):
+                peer.withdraw()
+
+    async def _look(self) -> Backpressure:
+        """The flow through the pools, as it was lately."""
+        async with self._looking:
+            now = asyncio.get_running_loop().time()
+            if self._backpressure is None or now > self._backpressure_until:
+                cards = (await self.scheduler.registry.cards()).values()
+                members = await self.scheduler.registry.workers()
+                self._backpressure = backpressure = Backpressure.of(cards, members, self.scheduler.registry.asleep())
+                self._backpressure_until = now + BACKPRESSURE_S
+                return backpressure
+            return self._backpressure
+
+    async def _owns(self, peer: _Peer, claim: Claim) -> bool:
+        """Whether a claim is of a task that was leased to this worker, at whichever scheduler."""
+        if claim not in peer.claims and await self.scheduler.holds(peer.worker.id, claim):
+            peer.claims.add(claim)
+        return claim in peer.claims
+
+    async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
+        hello = peer.hello
+        told = ("used", "high_water", "fragmentation", "unwritten")
+        fill = {name: getattr(beat, name) for name in told}
+        await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
+        with self._background.besides("counting what was moved"):
+            for engine, moved in beat.moved.items():
+                self.scheduler.observer.moved(engine, moved)
+        interruption = self.scheduler.interruption
+        own = [claim for claim in beat.claims if await self._owns(peer, claim)]
+        held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
+        peer.claims &= held
+        ended = tuple(claim for claim in beat.claims if claim not in held)
+        over = await self.scheduler.over(beat.holding)
+        if not ended and not over:
+            await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
+        return Pulse(ended, tuple(over))
+
+    async def _report(
+        self, peer: _Peer, message: Progress | Saved | Done | Failed
+    ) -> Accepted | Granted | Refused | None:
+        """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
+        claim, worker = message.claim, peer.worker.id
+        about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
+        for _ in range(QUEUE_TRIES):
+            try:
+                match message:
+                    case Progress():
+                        await self._progress(peer, message)
+                    case Saved():
+                        await self.scheduler.save(message, worker)
+                    case Done():
+                        return await self._complete(peer, message)
+                    case Failed():
+                        peer.leaves |= message.reason == "drain"
+                        log.warning("task failed", kind=message.kind, reason=message.message, **about)
+                        await self.scheduler.fail(message, worker)
+            except (LeaseLost, NotFound, Damaged) as error:
+                log.info("report refused", reason=str(error), **about)
+                return Refused(str(error), lease_lost=True)
+            except TransientError:
+                if isinstance(message, Progress):
+                    return Accepted()
+                await asyncio.sleep(QUEUE_PAUSE_S)
+                continue
+            return Accepted()
+        return None
+
+    async def _progress(self, peer: _Peer, message: Progress) -> None:
+        claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
+        stage, attempt, steps = claim.stage, claim.attempt, message.steps
+        events = [
+            Event(kind, stage=stage, attempt=attempt, worker=worker, step=step, steps=steps)
+            for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
+            for kind in PROGRESS[: 1 + (step in message.previews)]
+        ]
+        if not await self._owns(peer, claim) or not await self._queue.progress(claim, events):
+            raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker} (any more)")

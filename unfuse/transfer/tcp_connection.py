@@ -1,0 +1,265 @@
+"""Authenticated connections of TCP: the engine of that name moves bytes in them, others agree there on what moves."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from abc import abstractmethod
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from functools import partial
+from threading import Lock, Thread, current_thread
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from typing_extensions import override
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.objects import Extent
+from unfuse.arena.sockets import exactly
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
+from unfuse.core.framing import frame, take
+from unfuse.core.object_ref import ObjectRef
+from unfuse.transfer.base import TransferOptions
+from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
+from unfuse.transfer.owner_messages import (
+    MAX_MESSAGE,
+    Coming,
+    FromOwner,
+    Ping,
+    Pong,
+    Pull,
+    ToOwner,
+    Watch,
+    check_refusal,
+    place,
+    refusal,
+    watch,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+NONCE = 32
+MAX_PEERS = 1024
+"""Connections an owner keeps at once."""
+MAX_STRANGERS = 64
+"""Those of them that have not proved the secret yet; beyond, the oldest is hung up on."""
+
+Reply = TypeVar("Reply")
+Deliver = Callable[[socket.socket, Extent, Pull], object]
+
+
+class Owner:
+    """Answers who proves the secret, each connection in a thread of its own, at `address` until closed.
+
+    `deliver` sends the bytes of a Pull, or waits until the peer `Got` them itself; the object is held until it returns.
+    `about` is told to who has proved the secret.
+    """
+
+    def __init__(self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"") -> None:
+        self._arena, self._options, self._deliver, self._about = arena, options, deliver, about
+        host = options.host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._listener = socket.create_server((host, 0), family=family)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host}: {error.strerror}; choose another --listen") from error
+        port = self._listener.getsockname()[1]
+        self.address = f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
+        self._lock = Lock()
+        self._peers: dict[Thread, socket.socket] = {}
+        self._strangers: dict[Thread, socket.socket] = {}
+        self._thread = Thread(target=self._accept, name="transfer-accept", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Disconnect everybody, and wait until nothing of the source is read any more."""
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+        with self._lock:
+            peers = dict(self._peers)
+            for peer in peers.values():
+                hang_up(peer)
+        for thread in peers:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self._listener.accept()
+            except OSError:
+                return
+            thread = Thread(target=self._serve, args=(peer,), name="transfer-owner", daemon=True)
+            with self._lock:
+                if len(self._peers) >= MAX_PEERS:
+                    peer.close()
+                    continue
+                if len(self._strangers) >= MAX_STRANGERS:
+                    hang_up(self._strangers.pop(next(iter(self._strangers))))
+                self._peers[thread] = self._strangers[thread] = peer
+            thread.start()
+
+    def _serve(self, peer: socket.socket) -> None:
+        with suppress(OSError, ProtocolError):
+            prepare(peer, self._options.silence_s)
+            self._greet(peer)
+            while True:
+                self._answer(peer, decode(read(peer), ToOwner))
+        with self._lock:
+            self._strangers.pop(current_thread(), None)
+            del self._peers[current_thread()]
+            peer.close()
+
+    def _greet(self, peer: socket.socket) -> None:
+        theirs, mine = read(peer), secrets.token_bytes(NONCE)
+        write(peer, mine)
+        check(read(peer), self._options.secret, b"reader", mine, theirs)
+        with self._lock:
+            self._strangers.pop(current_thread(), None)
+        write(peer, prove(self._options.secret, b"owner", mine, theirs))
+        write(peer, self._about)
+
+    def _answer(self, peer: socket.socket, message: ToOwner) -> None:
+        try:
+            match message:
+                case Ping():
+                    send(peer, Pong())
+                case Watch():
+                    send(peer, watch(self._arena, message, self._options.heartbeat_s))
+                case Pull():
+                    self._bring(peer, message)
+                case _:
+                    raise ProtocolError(f"not a question: {type(message).__name__}")
+        except (ObjectLost, ArenaFull) as error:
+            send(peer, refusal(error))
+
+    def _bring(self, peer: socket.socket, pull: Pull) -> None:
+        extent = place(self._arena, pull)
+        try:
+            send(peer, Coming(extent.offset + pull.start))
+            self._deliver(peer, extent, pull)
+        finally:
+            self._arena.unhold(pull.id)
+
+
+class Connection(OwnerConnection):
+    """A reader's end. Raises OSError or ProtocolError if there is no owner at the address, or not one of ours."""
+
+    def __init__(self, address: str, options: TransferOptions) -> None:
+        parts = urlsplit(address)
+        if parts.scheme != "tcp" or not parts.hostname or not parts.port:
+            raise ProtocolError(f"{address!r} is no address of a transfer engine over TCP")
+        self._options = options
+        self.socket = socket.create_connection((parts.hostname, parts.port), options.silence_s)
+        try:
+            prepare(self.socket, options.silence_s)
+            self.about = self._greet()
+        except BaseException:
+            self.socket.close()
+            raise
+
+    @override
+    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
+        send(self.socket, message)
+        reply: FromOwner = decode(read(self.socket), FromOwner)
+        check_refusal(reply, id)
+        if not isinstance(reply, kind):
+            raise ProtocolError(f"the owner answered {type(reply).__name__} to {type(message).__name__}")
+        return reply
+
+    @override
+    def is_alive(self) -> bool:
+        """An owner that was not asked has nothing to say."""
+        try:
+            self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    @override
+    def interrupt(self) -> None:
+        hang_up(self.socket)
+
+    @override
+    def close(self) -> None:
+        """The owner hears of it at once, also where it waits to send more, and holds nothing for it."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def _greet(self) -> bytes:
+        secret, mine = self._options.secret, secrets.token_bytes(NONCE)
+        write(self.socket, mine)
+        theirs = read(self.socket)
+        write(self.socket, prove(secret, b"reader", theirs, mine))
+        check(read(self.socket), secret, b"owner", theirs, mine)
+        return read(self.socket)
+
+
+class ChannelLink(PooledLink[Connection]):
+    """A link whose pulls are agreed on over a connection; `bring` moves the bytes."""
+
+    def __init__(self, address: str, options: TransferOptions) -> None:
+        super().__init__(lambda: Connection(address, options), address, options)
+
+    @abstractmethod
+    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        """Fill `into` with what lies at an offset of the owner's arena, held meanwhile; yields how much is there."""
+
+    @override
+    def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
+        with self.one() as connection:
+            coming = connection.ask(pull, Coming, ref.id)
+            yield from self.bring(connection, coming.offset, into[: stop - start])
+
+
+def prepare(connection: socket.socket, patience: float) -> None:
+    """Have a socket fail after `patience` seconds without a byte; it stays blocking, as MSG_WAITALL needs.
+
+    What is small is sent at once.
+    """
+    connection.settimeout(None)
+    limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End a connection that another thread may wait at, and leave its descriptor to that one."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def write(connection: socket.socket, data: bytes) -> None:
+    """Send some bytes, their length before them."""
+    connection.sendall(frame(data))
+
+
+def read(connection: socket.socket) -> bytes:
+    """The next bytes that were sent so."""
+    return take(partial(exactly, connection), MAX_MESSAGE)
+
+
+def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:
+    """Send a message."""
+    write(connection, encode(message))
+
+
+def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
+    """What only who knows the secret can say, about nonces that were never used before."""
+    return hmac.digest(secret.encode(), side + owners + readers, "sha256")
+
+
+def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes) -> None:
+    """Raises ProtocolError if the other side does not know the secret."""
+    if len(owners + readers) != 2 * NONCE or not hmac.compare_digest(proof, prove(secret, side, owners, readers)):
+        raise ProtocolError("it does not know our secret: start all workers with the same --keys")

@@ -1,0 +1,49 @@
+"""The checkpoints of the tasks that a worker runs: of each the newest one that the scheduler knows of."""
+
+from __future__ import annotations
+
+import asyncio
+
+from unfuse.core.messages import Accepted, Saved
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.task import Claim, Lease
+from unfuse.worker.compute_messages import StateSaved
+from unfuse.worker.link import Link
+from unfuse.worker.objects import Objects
+
+
+class SavedStates:
+    """Makes checkpoints durable, has them recorded, and gives up the ones before. For one event loop."""
+
+    def __init__(self, objects: Objects, link: Link) -> None:
+        self._objects, self._link = objects, link
+        self._known: dict[Claim, ObjectRef | None] = {}
+        self._lock = asyncio.Lock()
+
+    def begin(self, lease: Lease) -> None:
+        """A task is about to run, perhaps from a checkpoint."""
+        self._known[lease.claim] = lease.checkpoint
+
+    async def keep(self, saved: StateSaved) -> None:
+        """Only what is durable, where there is a durable store, is recorded; what is not recorded is given up."""
+        async with self._lock:
+            await self._objects.save_copy(saved.checkpoint)
+            answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
+            useless: ObjectRef | None = saved.checkpoint
+            if isinstance(answer, Accepted):
+                useless = self._known.get(saved.claim)
+                if saved.claim in self._known:
+                    self._known[saved.claim] = saved.checkpoint
+            if useless:
+                await self._objects.delete(useless)
+
+    async def settled(self) -> None:
+        """Wait until everything that was saved so far is recorded."""
+        async with self._lock:
+            return
+
+    async def end(self, claim: Claim, done: bool) -> None:
+        """A task is over here. One that is not done may go on from its checkpoint elsewhere."""
+        known = self._known.pop(claim, None)
+        if done and known:
+            await self._objects.delete(known)
