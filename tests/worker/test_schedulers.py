@@ -22,6 +22,7 @@ from unfuse.core.messages import (
     Beat,
     Done,
     Failed,
+    Granted,
     Hello,
     Places,
     Pulse,
@@ -63,6 +64,8 @@ class Town:
         self.workers: dict[asyncio.Task[None], Worker] = {}
         self.refuse_first: type | None = None
         self.heard: list[tuple[int, ToScheduler]] = []
+        self.granted: dict[type, list[str]] = {Ask: [], Done: []}
+        """The stages that workers were given, by what they had said."""
 
     async def open(self, address: str = "") -> Router:
         number = len(self.routers)
@@ -75,7 +78,10 @@ class Town:
                 self.refuse_first = None
                 return Refused("the scheduler failed on this message")
             try:
-                return await dispatcher.answer(peer, message)
+                reply = await dispatcher.answer(peer, message)
+                if isinstance(reply, Granted):
+                    self.granted[type(message)] += [lease.task.stage for lease in reply.leases]
+                return reply
             except asyncio.CancelledError:  # with its process ends what it asked of the queue
                 await dispatcher.undelivered(peer, Accepted())
                 raise
@@ -170,6 +176,17 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
         assert found.said(1, Done)
         untouched(await found.over(await found.submit(steps=2)))  # and it works on there
         await found.drained()
+
+
+async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_the_one_before(model: Path) -> None:
+    """Given two of them that both wait for work, then a request stays with the one that began it."""
+    async with town(model, 1) as found:
+        found.work()
+        found.work()
+        record = await found.over(await found.submit(steps=2))
+        first, *others = [stage.name for stage in record.context.plan.stages]
+        assert found.granted == {Ask: [first], Done: others}
+        assert len({state.worker for state in record.context.stages.values()}) == 1
 
 
 async def test_a_worker_without_work_asks_for_more_with_the_adapter_that_it_has_loaded(model: Path) -> None:
