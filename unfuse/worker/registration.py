@@ -9,7 +9,7 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Welcome
-from unfuse.core.plan import Choice, roles_of, slots_of
+from unfuse.core.plan import Choice, slots_of
 from unfuse.models import card_of, resolve_source
 from unfuse.worker.options import WorkerOptions
 
@@ -18,17 +18,16 @@ Models = tuple[tuple[str, str, str], ...]
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The models that a worker serves, those stages of them that were chosen, their pools, and for how many tasks."""
+    """The models that a worker serves, their pools, and for how many tasks."""
 
     models: Models
-    choice: Choice
     cards: tuple[ModelCard, ...]
     pools: tuple[str, ...]
     slots: int
 
 
-def serve(welcome: Welcome, options: WorkerOptions) -> Served:
-    """What a worker with these options serves for that scheduler; its models are in folders here then.
+def serve(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
+    """What a worker of the chosen stages serves for that scheduler; its models are in folders here then.
 
     Raises ConfigError when they do not agree, or nothing is left to serve.
     """
@@ -40,11 +39,10 @@ def serve(welcome: Welcome, options: WorkerOptions) -> Served:
     chosen = tuple((name, name, dtypes.get(name, own) if own == "auto" else own) for name in options.models)
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    choice = Choice(roles_of(options.role), options.components)
     cards, models = bring(chosen or welcome.models, choice)
     stages = (stage for card in cards for stage in card.pipeline.stages)
     slots = max(options.slots or slots_of(choice.roles, stages), compute.batch + 1)
-    return Served(models, choice, cards, pools_of(cards, choice, options.resources), slots)
+    return Served(models, cards, pools_of(cards, choice, options.resources), slots)
 
 
 def bring(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:

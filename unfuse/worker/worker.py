@@ -33,6 +33,7 @@ from unfuse.core.messages import (
     ToWorker,
     WorkerInfo,
 )
+from unfuse.core.plan import Choice, roles_of
 from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
@@ -76,6 +77,7 @@ class Worker:
     def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
         self._options, self._engines = options, engines or {}
         self._id = f"{options.role}-{secrets.token_hex(6)}"
+        self._choice = Choice(roles_of(options.role), options.components)
         self._slots = options.slots
         self._secret = secrets.token_bytes(16)
         self._active: dict[Claim, Lease] = {}
@@ -143,7 +145,7 @@ class Worker:
         """Learn what to serve and where to keep it, load it, and register with its pools."""
         welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
         options, places = self._options, welcome.places
-        served = await asyncio.to_thread(serve, welcome, options)
+        served = await asyncio.to_thread(serve, welcome, options, self._choice)
         self._beat_s, self._slots = welcome.beat, served.slots
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
@@ -164,7 +166,7 @@ class Worker:
     def _load(self, served: Served, objects: Objects, places: Places) -> Load:
         options, store = self._options, objects.store
         own = store.owner, store.node, store.address, store.write_token
-        return Load(served.models, served.choice, options.compute, *own, places, options.run_dir)
+        return Load(served.models, self._choice, options.compute, *own, places, options.run_dir)
 
     async def _pull(self) -> None:
         """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
