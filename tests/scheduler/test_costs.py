@@ -176,7 +176,7 @@ async def test_the_scheduler_tells_whose_device_a_stage_ran_on() -> None:
     async with scheduling() as (scheduler, _):
         gpu = msgspec.structs.replace(info(WORKER, ENCODE, DENOISE, DECODE), device="gpu")
         await scheduler.queue.hello(gpu, [CARD])
-        await scheduler.review.workers()
+        await scheduler.upkeep.workers()
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         assert {name for devices in scheduler._costs._models.values() for name in devices} == {"gpu"}
@@ -268,7 +268,7 @@ async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> Non
         await scheduler.submit(*asking(CARD, params()))
         await complete_one(scheduler)
         heir = Scheduler(scheduler.queue, clock=clock)
-        await heir.review.learn()
+        await heir.upkeep.learn()
         assert (await heir.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 
@@ -276,7 +276,7 @@ async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch:
     class Shared(MemoryQueue):
         shared = True
 
-    monkeypatch.setattr("unfuse.scheduler.review.REVIEW_S", 0.01)
+    monkeypatch.setattr("unfuse.scheduler.upkeep.REVIEW_S", 0.01)
     clock = ManualClock()
     queue = Shared(clock)
     one, other = Scheduler(queue, clock=clock), Scheduler(queue, clock=clock)

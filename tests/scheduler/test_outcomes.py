@@ -170,7 +170,7 @@ class TestWhenWorkersGo:
             await pass_by(scheduler, clock, scheduler.lease_ttl + 1)
             await come(scheduler, "g", GPU)
             for late in await scheduler.queue.expired(scheduler.lease_ttl):
-                await scheduler._end(late)
+                await scheduler.upkeep.end(late)
             (again,) = await take(scheduler, GPU)
             assert (again.task.key, again.task.attempt) == (lease.task.key, 2)
 
@@ -179,7 +179,7 @@ async def settled(scheduler: Scheduler, contexts: Sequence[RequestContext]) -> N
     """The scheduler looks at who is there, and at these."""
     await scheduler.registry.workers()
     for context in contexts:
-        await scheduler._settled(await scheduler.queue.load(context.id))
+        await scheduler._transitions.settled(await scheduler.queue.load(context.id))
 
 
 class TestTwoCardsOfOneName:

@@ -61,7 +61,7 @@ async def test_a_task_that_is_tried_again_gets_what_is_known_by_then() -> None:
         await scheduler.submit(*asking(UNSAID, params()))
         (waiting,) = await take(scheduler, ENCODE)
         await room_of_next(scheduler, 70)
-        await scheduler._end(waiting)
+        await scheduler.upkeep.end(waiting)
         (again,) = await take(scheduler, ENCODE)
         assert (waiting.task.room, again.task.room) == (0, 70)
 

@@ -57,9 +57,9 @@ async def test_cancel_fail_expire_and_complete_end_a_request_once(order: tuple[s
         "complete": lambda: scheduler.complete(done(lease), lease.worker),
         "fail": lambda: scheduler.fail(Failed(lease.claim, "permanent", "no"), lease.worker),
         "crash": lambda: scheduler.fail(Failed(lease.claim, "crash", "bang", company=True), lease.worker),
-        "expire": lambda: scheduler._end(lease),
+        "expire": lambda: scheduler.upkeep.end(lease),
         "cancel": lambda: scheduler.cancel(request),
-        "time out": lambda: scheduler._expire(request),
+        "time out": lambda: scheduler.upkeep.expire(request),
     }
     if at_once:
         await asyncio.gather(*(acts[name]() for name in order), return_exceptions=True)
@@ -109,7 +109,7 @@ async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
     first.observer = second.observer = observed
     await first.submit(*asking(CARD, params()))
     (lease,) = await take(first)
-    await asyncio.gather(first._end(lease), second._end(lease))
+    await asyncio.gather(first.upkeep.end(lease), second.upkeep.end(lease))
     assert observed.heard[1:] == [("expired", lease.task.pool)]
 
 
@@ -164,7 +164,7 @@ class Fate:
         await self.scheduler.fail(Failed(lease.claim, "object_lost", "gone", object_id=lost), lease.worker)
 
     async def expire(self, lease: Lease) -> None:
-        await self.scheduler._end(lease)
+        await self.scheduler.upkeep.end(lease)
 
     async def hand_back(self, lease: Lease) -> None:
         await self.scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)

@@ -378,7 +378,7 @@ async def test_a_deadline_that_another_scheduler_accepted_is_kept_when_that_one_
         record = await dead.submit(*asking(CARD, params(), timeout=30))
         await dead.close()
         clock.advance(31)
-        await other.review.requests()
+        await other.upkeep.requests()
         assert [event.type async for event in other.queue.watch(record.context.id)][-1] == "failed"
         await other.close()
 
@@ -396,7 +396,7 @@ class Away(MemoryQueue):
 
 async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("unfuse.supervision.supervisor.PAUSE_S", 0.0)
-    monkeypatch.setattr("unfuse.scheduler.scheduler.SWEEP_S", 0.0)
+    monkeypatch.setattr("unfuse.scheduler.upkeep.SWEEP_S", 0.0)
     clock = ManualClock()
     queue = Away(clock)
     scheduler = Scheduler(queue, clock=clock, lease_ttl=5.0)
@@ -421,7 +421,7 @@ async def test_a_worker_that_was_silent_for_long_is_dropped_from_the_registry() 
         clock.advance(60)
         await scheduler.queue.hello(info("here", ENCODE), [CARD])
         clock.advance(60)
-        await scheduler.review.workers()
+        await scheduler.upkeep.workers()
         assert [member.info.id for member in await scheduler.queue.workers()] == ["here"]
 
 
@@ -438,7 +438,7 @@ async def test_stages_may_run_as_long_as_is_set_or_five_times_what_was_predicted
 
         await take(scheduler)
         clock.advance(31.0)
-        await scheduler.review.requests()
+        await scheduler.upkeep.requests()
 
         statuses = [record.context.status for record in await scheduler.queue.list(Filter(), limit=9)]
         assert statuses == ["queued", "queued", "expired", "completed"]

@@ -15,7 +15,7 @@ from tests.scheduler.test_scheduler import info, take
 from tools.asking import asking
 from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler import review, scheduler as module
+from unfuse.scheduler import upkeep
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
@@ -46,10 +46,11 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Dispatcher:
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=1 << 20)
     scheduler.observer = Failing()
     for part, name, how in (
-        ("_output_sizes", "learn", fails), ("_costs", "learn", fails), ("_costs", "ended", fails),
-        ("_cache", "keep", fails_later), ("_cache", "lost", fails_later),
+        (scheduler._transitions.output_sizes, "learn", fails), (scheduler._costs, "learn", fails),
+        (scheduler._costs, "ended", fails), (scheduler._cache, "keep", fails_later),
+        (scheduler._cache, "lost", fails_later),
     ):  # fmt: skip
-        monkeypatch.setattr(getattr(scheduler, part), name, how)
+        monkeypatch.setattr(part, name, how)
     return Dispatcher(scheduler, (), Places(""))
 
 
@@ -115,9 +116,8 @@ async def until(condition: Callable[[], object]) -> None:
 )  # fmt: skip
 async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
-    monkeypatch.setattr(module, "SWEEP_S", 0.001)
-    for pause in ("REVIEW_S", "REVIEW_PAUSE_S"):
-        monkeypatch.setattr(review, pause, 0.001)
+    for pause in ("SWEEP_S", "REVIEW_S", "REVIEW_PAUSE_S"):
+        monkeypatch.setattr(upkeep, pause, 0.001)
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
     clock = ManualClock()
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)

@@ -81,7 +81,7 @@ async def test_it_does_not_fall_when_a_stage_is_tried_again() -> None:
         for _ in range(4):
             clock.advance(scheduler.lease_ttl / 3)
             for lease in await scheduler.queue.expired(scheduler.lease_ttl):
-                await scheduler._end(lease)
+                await scheduler.upkeep.end(lease)
         (denoise,) = await take(scheduler)
         assert (denoise.task.attempt, await shown(scheduler, request)) == (3, 100 * 7 // 12)
 

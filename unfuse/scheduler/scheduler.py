@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock, SystemClock
-from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Filter, Limits, TaskQueue
+from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
@@ -31,21 +29,13 @@ from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Nobody, Observer
 from unfuse.scheduler.order import Order, place
-from unfuse.scheduler.output_sizes import OutputSizes
 from unfuse.scheduler.registry import Registry
-from unfuse.scheduler.review import Review
+from unfuse.scheduler.transitions import Transitions
+from unfuse.scheduler.upkeep import Upkeep
 from unfuse.supervision.supervisor import Supervisor
-
-SWEEP_S = 0.5
-"""How late the end of a lease may be noticed."""
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
-
-CROWD_S = 0.05
-"""Longest pause before a decision that conflicted with another one is made again."""
-
-log = structlog.get_logger(__name__)
 
 
 class Scheduler:
@@ -79,33 +69,27 @@ class Scheduler:
         self._limits = limits or Limits()
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._output_sizes, self._arenas, self.in_flight = (
-            Costs(costs),
-            OutputSizes(),
-            arenas or Arenas(),
-            InFlight(),
-        )
+        self._costs, self._arenas, self.in_flight = Costs(costs), arenas or Arenas(), InFlight()
         self.resized: Callable[[], None] = lambda: None
         """Called when `in_flight` has changed, and before that lets anything be queued."""
         self.registry = Registry(queue, lease_ttl, cards)
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._background = Supervisor()
-        self.review = Review(self.registry, queue, self._costs, lease_ttl, self._meet, self.in_flight.sweep)
+        self._transitions = Transitions(queue, self.registry, self._clock, self._ended)
+        self._apply = self._transitions.apply
+        self.upkeep = Upkeep(
+            self._transitions, self._costs, self.in_flight, lease_ttl, self._background,
+            lambda pool: self.observer.lease_expired(pool),
+        )  # fmt: skip
 
     async def start(self) -> None:
-        """Begin sweeping, learn what requests cost, and arm the deadlines of what the queue already holds."""
-        self._background.forever("looking for leases that ended", self._sweep)
-        self._background.forever("looking through the queue", partial(self.review.run, self._background))
+        """Begin its upkeep: learn what requests cost, know the deadlines of what the queue holds, end leases."""
+        self.upkeep.start()
 
     async def close(self) -> None:
-        """Stop sweeping. The queue stays open."""
-        for handle in self._deadlines.values():
-            handle.cancel()
-        await self._background.close()
-        with self._background.besides("keeping what requests cost"):
-            await self._costs.settle()
+        """End its upkeep. The queue stays open."""
+        await self.upkeep.close()
 
     async def submit(self, asked: Asked, delivery: Delivery, who: Who) -> Record:
         """Accept a request whose parameters were checked.
@@ -143,7 +127,7 @@ class Scheduler:
             asked=old.asked, limit_s=old.limit_s,
         )  # fmt: skip
         record = await self._submit(fresh)
-        await self._apply(request, lambda record: lifecycle.retried(record.context))
+        await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
 
     async def _submit(self, context: RequestContext, timeout: float | None = None) -> Record:
@@ -159,7 +143,7 @@ class Scheduler:
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
-        push = self._output_sizes.given(admitted.push)
+        push = self._transitions.output_sizes.given(admitted.push)
         self.in_flight.begin(context)
         self.resized()
         try:
@@ -172,8 +156,8 @@ class Scheduler:
             with self._background.besides("counting an accepted request"):
                 self.observer.submitted(record.context)
                 self.observer.looked_up(len(hits), misses)
-            self._arm(record.context, now)
-            return await self._settled(record)
+            self.upkeep.arm(record.context, now)
+            return await self._transitions.settled(record)
         return record
 
     async def _chosen(self, wanted: Mapping[str, tuple[str, Work]]) -> dict[str, str]:
@@ -194,32 +178,14 @@ class Scheduler:
                 chosen[name] = min(pools, key=partial(finish, name)) if len(pools) > 1 else next(iter(pools))
         return chosen
 
-    async def _settle(self) -> None:
-        """Have every task that waits wait where somebody is: workers have come, or gone."""
-        after: str | None = None
-        while page := await self.queue.list(Filter(over=False), after=after, oldest_first=True):
-            for record in page:
-                await self._settled(record)
-            after = page[-1].context.id
-
-    async def _settled(self, record: Record) -> Record:
-        def decide(record: Record) -> Change | None:
-            return lifecycle.moved(record.context, self.registry.home, self._clock.wall(), record.running)
-
-        if decide(record) is None:
-            return record
-        with suppress(NotFound):
-            return (await self._apply(record.context.id, decide))[0]
-        return record
-
     async def joined(self) -> None:
         """A worker has come: what waits for one like it is told so."""
         await self.registry.workers()
-        self._background.once("having tasks wait where somebody is", self._settle)
+        self.upkeep.settle()
 
     async def cancel(self, request: str) -> Record:
         """End a request now; one that is over stays as it is. Raises NotFound."""
-        record, _ = await self._apply(request, lambda record: lifecycle.cancelled(record.context, self._clock.wall()))
+        record, _ = await self._apply(request, lambda record, wall: lifecycle.cancelled(record.context, wall))
         return record
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
@@ -227,8 +193,7 @@ class Scheduler:
 
         Raises LeaseLost when it is not that worker's to complete (any more).
         """
-        now, claim = self._clock.wall(), done.claim
-        leases: list[Lease] = []
+        claim, leases = done.claim, list[Lease]()
 
         async def commit(change: Change) -> Record:
             if wanted is None:
@@ -237,12 +202,14 @@ class Scheduler:
             return record
 
         record, _ = await self._apply(
-            claim.request, lambda record: lifecycle.completed(record.context, done, worker, now, record.running), commit
+            claim.request,
+            lambda record, wall: lifecycle.completed(record.context, done, worker, wall, record.running),
+            commit,
         )
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)
             with self._background.besides("learning from an output"):
-                self._output_sizes.learn(stage.pool, done.output.nbytes)
+                self._transitions.output_sizes.learn(stage.pool, done.output.nbytes)
             with self._background.besides("keeping an output for other requests"):
                 await self._cache.keep(stage, done.output)
         return record, leases
@@ -250,7 +217,7 @@ class Scheduler:
     async def save(self, saved: Saved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""
         await self._apply(
-            saved.claim.request, lambda record: lifecycle.saved(record.context, saved, worker, record.running)
+            saved.claim.request, lambda record, _: lifecycle.saved(record.context, saved, worker, record.running)
         )
 
     async def resumed(self, lease: Lease) -> Lease:
@@ -268,11 +235,12 @@ class Scheduler:
         claim = failed.claim
         if failed.kind == "hand_back":
             return await self._handed_back(failed, worker)
-        queue_now, now = await self.queue.now(), self._clock.wall()
+        queue_now = await self.queue.now()
         message, evidence = without_paths(failed.message), without_paths(failed.evidence)
         told = msgspec.structs.replace(failed, message=message, evidence=evidence)
         record, _ = await self._apply(
-            claim.request, lambda record: lifecycle.failed(record.context, told, worker, now, queue_now, record.running)
+            claim.request,
+            lambda record, wall: lifecycle.failed(record.context, told, worker, wall, queue_now, record.running),
         )
         if failed.object_id:
             with self._background.besides("giving up a lost output"):
@@ -287,7 +255,7 @@ class Scheduler:
         if not blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:
             await self._apply(
                 claim.request,
-                lambda record: lifecycle.turned_down(record.context, claim.stage, failed.message, self._clock.wall()),
+                lambda record, wall: lifecycle.turned_down(record.context, claim.stage, failed.message, wall),
             )
         return await self.queue.load(claim.request)
 
@@ -308,38 +276,10 @@ class Scheduler:
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
 
-    async def _apply(
-        self,
-        request: str,
-        decide: Callable[[Record], Change | None],
-        commit: Callable[[Change], Awaitable[Record]] | None = None,
-    ) -> tuple[Record, bool]:
-        """Load, decide, commit, again while others move the same context; says whether this changed it.
-
-        A decision of None changes nothing, nor does the repeat of one that was applied.
-        """
-        pause = 0.0
-        while True:
-            before = await self.queue.load(request)
-            change = decide(before)
-            if change is None:
-                return before, False
-            change = msgspec.structs.replace(change, push=self._output_sizes.given(change.push))
-            change = lifecycle.placed(change, self.registry.home)
-            with suppress(Conflict):
-                record = await (commit or self.queue.commit)(change)
-                ours = record.context == change.context and change.context.version > before.context.version
-                if ours and record.context.over and not before.context.over:
-                    self._ended(record.context)
-                return record, ours
-            await asyncio.sleep(pause * random.random())
-            pause = min(CROWD_S, 2 * pause + 0.001)
-
     def _ended(self, context: RequestContext) -> None:
         self.in_flight.end(context.id)
         self.resized()
-        if handle := self._deadlines.pop(context.id, None):
-            handle.cancel()
+        self.upkeep.disarm(context.id)
         if context.status != "completed":
             self.interruption.set_result(None)
             self.interruption = asyncio.get_running_loop().create_future()
@@ -349,47 +289,3 @@ class Scheduler:
                 self._costs.learn(context)
         with self._background.besides("counting a request that ended"):
             self.observer.ended(context)
-
-    def _arm(self, context: RequestContext, now: float) -> None:
-        if context.deadline is not None and context.id not in self._deadlines:
-            loop = asyncio.get_running_loop()
-            self._deadlines[context.id] = loop.call_later(context.deadline - now, self._time_out, context.id)
-
-    def _time_out(self, request: str) -> None:
-        self._deadlines.pop(request, None)
-        self._background.once("ending a request at its deadline", partial(self._expire, request))
-
-    async def _expire(self, request: str) -> None:
-        with suppress(NotFound):
-            await self._apply(request, lambda record: lifecycle.timed_out(record.context, self._clock.wall()))
-
-    async def _meet(self, record: Record, now: float) -> None:
-        """A request that is not over: know its deadline and what it still needs, and end it if it took too long."""
-        self._arm(record.context, now)
-        self.in_flight.begin(record.context)
-        record = await self._settled(record)
-        if lifecycle.overran(record.context, self._clock.wall(), record.running):
-            with suppress(NotFound):
-                await self._apply(
-                    record.context.id,
-                    lambda record: lifecycle.overran(record.context, self._clock.wall(), record.running),
-                )
-
-    async def _sweep(self) -> None:
-        await asyncio.sleep(SWEEP_S)
-        for lease in await self.queue.expired(self.lease_ttl):
-            with self._background.besides("ending a lease"):
-                await self._end(lease)
-
-    async def _end(self, lease: Lease) -> None:
-        task = lease.task
-        with suppress(LeaseLost, NotFound):
-            _, ours = await self._apply(
-                task.request,
-                lambda record: lifecycle.expired_lease(record.context, lease, self._clock.wall(), record.running),
-            )
-            if ours:
-                log.warning(
-                    "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
-                )
-                self.observer.lease_expired(task.pool)

@@ -1,0 +1,165 @@
+"""What happens in a queue without anybody asking: leases and deadlines end, workers go, tasks move to who is there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from unfuse.core.errors import LeaseLost, NotFound
+from unfuse.core.request import Record, RequestContext
+from unfuse.core.task import Lease
+from unfuse.queues.base import Filter
+from unfuse.scheduler import lifecycle
+from unfuse.scheduler.costs import Costs
+from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.transitions import Transitions
+from unfuse.supervision.supervisor import Supervisor
+
+SWEEP_S = 0.5
+"""How late the end of a lease may be noticed."""
+
+REVIEW_S, REVIEW_PAUSE_S, PAGE = 5.0, 0.5, 256
+"""How often the requests that are not over are looked through, for deadlines that another scheduler knew of, and how
+many in one go."""
+
+LEARN_FROM = 64
+"""Completed requests that are learned from at the start, and of other schedulers at each review."""
+
+GONE = 20
+"""A worker that was silent for this many lease times is dropped from the registry."""
+
+log = structlog.get_logger(__name__)
+
+
+class Upkeep:
+    """What one scheduler does in the `background`. `lease_expired` hears of the pool of each lease that it ends."""
+
+    def __init__(
+        self,
+        transitions: Transitions,
+        costs: Costs,
+        in_flight: InFlight,
+        lease_ttl: float,
+        background: Supervisor,
+        lease_expired: Callable[[str], None],
+    ) -> None:
+        self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
+        self._costs, self._in_flight, self._lease_ttl = costs, in_flight, lease_ttl
+        self._background, self._lease_expired = background, lease_expired
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._has_learned = False
+
+    def start(self) -> None:
+        """Sweep for leases that ended, and look through the queue, again and again."""
+        self._background.forever("looking for leases that ended", self._sweep)
+        self._background.forever("looking through the queue", self._review)
+
+    async def close(self) -> None:
+        """End all of it, and keep what requests cost."""
+        for handle in self._deadlines.values():
+            handle.cancel()
+        await self._background.close()
+        with self._background.besides("keeping what requests cost"):
+            await self._costs.settle()
+
+    def arm(self, context: RequestContext, now: float) -> None:
+        """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
+        if context.deadline is not None and context.id not in self._deadlines:
+            due = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
+            self._deadlines[context.id] = asyncio.get_running_loop().call_later(context.deadline - now, due)
+
+    def disarm(self, request: str) -> None:
+        """Forget when the deadline of a request is."""
+        if handle := self._deadlines.pop(request, None):
+            handle.cancel()
+
+    def settle(self) -> None:
+        """Workers have come or gone: have every task that waits wait where somebody is."""
+        self._background.once("having tasks wait where somebody is", self._settle)
+
+    async def end(self, lease: Lease) -> None:
+        """Give the task of a lease whose time is over to others."""
+        task = lease.task
+        with suppress(LeaseLost, NotFound):
+            _, ours = await self._transitions.apply(
+                task.request,
+                lambda record, wall: lifecycle.expired_lease(record.context, lease, wall, record.running),
+            )
+            if ours:
+                log.warning(
+                    "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
+                )
+                self._lease_expired(task.pool)
+
+    async def expire(self, request: str) -> None:
+        """End a request whose deadline has come."""
+        self.disarm(request)
+        with suppress(NotFound):
+            await self._transitions.apply(request, lambda record, wall: lifecycle.timed_out(record.context, wall))
+
+    async def workers(self) -> None:
+        """Learn who they are, and drop those that are gone."""
+        horizon = await self._queue.now() - GONE * self._lease_ttl
+        await self._registry.workers()
+        for member in await self._queue.workers():
+            if member.seen < horizon:
+                await self._queue.bye(member.info.id)
+
+    async def learn(self) -> None:
+        """Learn what requests cost from those that completed, once, and always where other schedulers work too."""
+        if self._has_learned and not self._queue.shared:
+            return
+        for record in reversed(await self._queue.list(Filter(status="completed"), limit=LEARN_FROM)):
+            self._costs.learn(record.context)
+        self._has_learned = True
+
+    async def requests(self) -> None:
+        """Of every request that is not over, know the deadline and what it still needs; end what took too long."""
+        async for page in self._unfinished():
+            now = await self._queue.now()
+            for record in page:
+                self.arm(record.context, now)
+                self._in_flight.begin(record.context)
+                await self._transitions.apply_if_due(
+                    await self._transitions.settled(record),
+                    lambda record, wall: lifecycle.overran(record.context, wall, record.running),
+                )
+            if len(page) == PAGE:
+                await asyncio.sleep(REVIEW_PAUSE_S)
+        self._in_flight.sweep()
+
+    async def _settle(self) -> None:
+        async for page in self._unfinished():
+            for record in page:
+                await self._transitions.settled(record)
+
+    async def _unfinished(self) -> AsyncIterator[Sequence[Record]]:
+        """The requests that are not over, oldest first, by the page."""
+        after: str | None = None
+        while page := await self._queue.list(Filter(over=False), after=after, limit=PAGE, oldest_first=True):
+            yield page
+            if len(page) < PAGE:
+                return
+            after = page[-1].context.id
+
+    async def _sweep(self) -> None:
+        await asyncio.sleep(SWEEP_S)
+        for lease in await self._queue.expired(self._lease_ttl):
+            with self._background.besides("ending a lease"):
+                await self.end(lease)
+
+    async def _review(self) -> None:
+        """Look at the workers, at what completed, also by other schedulers, and at what is not over; then wait."""
+        for what, look in (
+            ("looking at workers", self.workers),
+            ("learning what requests cost", self.learn),
+            ("looking for deadlines", self.requests),
+            ("keeping what requests cost", self._costs.settle),
+        ):
+            with self._background.besides(what):
+                await look()
+        await asyncio.sleep(REVIEW_S)
