@@ -83,7 +83,8 @@ async def schedule(url: str, stages: int, watched: bool) -> None:
     """The scheduler's process, with the clients in it; its address is the first line it prints."""
     served = card(stages)
     scheduler, router = await control(url, served)
-    scheduler.observer = told = Ended()
+    told = Ended()
+    scheduler.observers.add(told)
 
     async def one() -> None:
         name = new_request_id()

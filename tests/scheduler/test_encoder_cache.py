@@ -45,7 +45,8 @@ async def caching(
     """A scheduler with a cache, a live worker of all pools, and what it was told of the cache."""
     clock = clock or ManualClock()
     scheduler = Scheduler(queue or MemoryQueue(clock), cards=[SHARING], clock=clock, cache_bytes=cache_bytes, **options)
-    scheduler.observer = counts = Counts()
+    counts = Counts()
+    scheduler.observers.add(counts)
     await scheduler.queue.hello(info(WORKER, ENCODE, DENOISE, DECODE), [SHARING])
     try:
         yield scheduler, counts

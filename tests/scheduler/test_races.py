@@ -92,7 +92,8 @@ async def test_each_transition_is_told_once_whoever_else_tried() -> None:
     clock, observed = ManualClock(), Observed()
     first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
     second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
-    first.observer = second.observer = observed
+    for scheduler in (first, second):
+        scheduler.observers.add(observed)
     context = (await first.submit(*asking(CARD, params(), idempotency_key="k"))).context
     await second.submit(*asking(CARD, params(), idempotency_key="k"))
     for _ in range(3):
@@ -106,7 +107,8 @@ async def test_an_expired_lease_is_told_once_by_whoever_ended_it() -> None:
     clock, observed = ManualClock(), Observed()
     first = Scheduler(Racing(clock), cards=[CARD], clock=clock)
     second = Scheduler(first.queue, cards=[CARD], clock=ManualClock(wall=clock.wall() + 0.001))
-    first.observer = second.observer = observed
+    for scheduler in (first, second):
+        scheduler.observers.add(observed)
     await first.submit(*asking(CARD, params()))
     (lease,) = await take(first)
     await asyncio.gather(first.upkeep.end(lease), second.upkeep.end(lease))

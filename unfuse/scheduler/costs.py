@@ -16,12 +16,15 @@ import msgspec
 import structlog
 from msgspec import Meta
 from msgspec.structs import replace
+from typing_extensions import override
 
+from unfuse.core.clock import Clock, SystemClock
 from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
 from unfuse.core.pool import declared
 from unfuse.core.request import Record, RequestContext
+from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.time_model import TimeModel
 
 UNMEASURED_S = 1e-7
@@ -54,14 +57,15 @@ class _Saved(msgspec.Struct):
     times: dict[str, dict[str, list[tuple[tuple[Some, Some], Annotated[list[tuple[int, Some]], Meta(min_length=1)]]]]]
 
 
-class Costs:
+class Costs(Observer):
     """A time model for each pool and each device it was computed on, and the pace of late.
 
     `workers` are the registered ones, by id: they tell what device a stage ran on, and which it may run on. What was
     learned is kept in the file `saved`, if any; one that cannot be read is told of, and replaced.
     """
 
-    def __init__(self, saved: Path | None = None) -> None:
+    def __init__(self, saved: Path | None = None, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self.workers: Mapping[str, WorkerInfo] = {}
         self._path, self._is_saved = saved, True
         self._models: dict[str, dict[str, TimeModel]] = {}
@@ -115,9 +119,11 @@ class Costs:
                 device = timings.device or (worker.device if worker else "")
                 devices.setdefault(device, TimeModel()).add((forwards * made, size), seconds)
 
-    def ended(self, context: RequestContext, now: float) -> None:
-        """A request made room at this time of a monotonic clock."""
-        self._ended.append((now, context.cost))
+    @override
+    def ended(self, context: RequestContext) -> None:
+        self._ended.append((self._clock.now(), context.cost))
+        if context.status == "completed":
+            self.learn(context)
 
     def priced(self, context: RequestContext) -> RequestContext:
         """The request with predicted seconds of compute, of each of its stages and in all."""
@@ -131,12 +137,12 @@ class Costs:
         """Whether each stage of a request was measured before, so that what is predicted for it means something."""
         return all(self.seconds(stage.pool, stage.work) is not None for stage in context.plan.stages)
 
-    def until_room(self, cost: float, now: float) -> float:
+    def until_room(self, cost: float) -> float:
         """Seconds after which there is presumably room for a request that was refused, by the pace of late."""
-        pace, usual = self._pace(now, cost)
+        pace, usual = self._pace(cost)
         return min(MAX_RETRY_S, max(MIN_RETRY_S, pace * max(1.0, cost / usual if usual else 1.0)))
 
-    def eta(self, record: Record, now: float) -> float | None:
+    def eta(self, record: Record) -> float | None:
         """Predicted seconds until it is over: those of its own stages, behind what is ahead. None if nobody knows."""
         context, own = record.context, 0.0
         if context.over:
@@ -148,10 +154,11 @@ class Costs:
                 if seconds is None:
                     return None
                 own += seconds * (1.0 - parts.get(stage.name, 0.0))
-        return own + self._pace(now, context.cost)[0] * (record.position or 0)
+        return own + self._pace(context.cost)[0] * (record.position or 0)
 
-    def _pace(self, now: float, otherwise: float) -> tuple[float, float]:
+    def _pace(self, otherwise: float) -> tuple[float, float]:
         """Seconds from one end of a request to the next, and what these requests cost on average."""
+        now = self._clock.now()
         recent = [(at, cost) for at, cost in self._ended if at > now - RECENT_S]
         if not recent:
             return otherwise, otherwise

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
 import structlog
+from typing_extensions import override
 
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
@@ -32,8 +34,10 @@ from unfuse.core.messages import (
     Welcome,
     WorkerInfo,
 )
+from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.backpressure import Backpressure, Dispatch
+from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.supervision.supervisor import Supervisor
 
@@ -85,7 +89,7 @@ class _Peer:
             self.ask = None
 
 
-class Dispatcher:
+class Dispatcher(Observer):
     """Answers workers for one scheduler.
 
     `models` are (name, source, dtype) offered to workers that come without; `places` says where they keep things,
@@ -113,7 +117,8 @@ class Dispatcher:
         self._backpressure_until = 0.0
         self._looking = asyncio.Lock()
         self._background = Supervisor()
-        scheduler.resized = self._ask_again
+        self._interruption = asyncio.Event()
+        scheduler.observers.add(self)
 
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
@@ -134,6 +139,22 @@ class Dispatcher:
                 return Accepted()
             case _:
                 return await self._report(known, message)
+
+    @override
+    def announced(self, context: RequestContext) -> None:
+        """Have those ask anew who would take something with less kept free than has to be from now on."""
+        for peer in self._peers.values():
+            if peer.ask and (
+                not self._backpressure or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.keep
+            ):
+                peer.withdraw()
+
+    @override
+    def ended(self, context: RequestContext) -> None:
+        self.announced(context)
+        if context.status != "completed":  # workers may still run it
+            self._interruption.set()
+            self._interruption = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: ToWorker) -> None:
         """Take back what was granted to a worker that is gone."""
@@ -166,7 +187,7 @@ class Dispatcher:
         self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
         self._heard(peer, self._peers[peer])
         self._backpressure = None
-        await self.scheduler.joined()
+        await self.scheduler.upkeep.joined()
         return self._welcome
 
     def _heard(self, identity: bytes, peer: _Peer) -> None:
@@ -234,16 +255,8 @@ class Dispatcher:
         peers = {id: (owner.node, owner.arena) for id, owner in owners.items()}
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
-            self.scheduler.observer.dispatched(lease.task.pool)
+            self.scheduler.observers.tell(Observer.dispatched, lease.task.pool)
         return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
-
-    def _ask_again(self) -> None:
-        """Have those ask anew who would take something with less kept free than has to be from now on."""
-        for peer in self._peers.values():
-            if peer.ask and (
-                not self._backpressure or self._backpressure.keep(peer.worker, self.scheduler.in_flight) != peer.keep
-            ):
-                peer.withdraw()
 
     async def _look(self) -> Backpressure:
         """The flow through the pools, as it was lately."""
@@ -252,9 +265,8 @@ class Dispatcher:
             if self._backpressure is None or now > self._backpressure_until:
                 cards = (await self.scheduler.registry.cards()).values()
                 members = await self.scheduler.registry.workers()
-                self._backpressure = backpressure = Backpressure.of(cards, members, self.scheduler.registry.asleep())
+                self._backpressure = Backpressure.of(cards, members, self.scheduler.registry.asleep())
                 self._backpressure_until = now + BACKPRESSURE_S
-                return backpressure
             return self._backpressure
 
     async def _owns(self, peer: _Peer, claim: Claim) -> bool:
@@ -268,17 +280,17 @@ class Dispatcher:
         told = ("used", "high_water", "fragmentation", "unwritten")
         fill = {name: getattr(beat, name) for name in told}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
-        with self._background.besides("counting what was moved"):
-            for engine, moved in beat.moved.items():
-                self.scheduler.observer.moved(engine, moved)
-        interruption = self.scheduler.interruption
+        for engine, moved in beat.moved.items():
+            self.scheduler.observers.tell(Observer.moved, engine, moved)
+        interruption = self._interruption
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
         peer.claims &= held
         ended = tuple(claim for claim in beat.claims if claim not in held)
         over = await self.scheduler.over(beat.holding)
         if not ended and not over:
-            await asyncio.wait({interruption}, timeout=min(beat.wait, self._welcome.beat))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
         return Pulse(ended, tuple(over))
 
     async def _report(

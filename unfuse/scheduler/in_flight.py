@@ -5,36 +5,39 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
+from typing_extensions import override
+
 from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext
+from unfuse.scheduler.observer import Observer
 
 
-class InFlight:
+class InFlight(Observer):
     """The declared bytes of every request in flight, by pool. Requests that others accepted are learned of later."""
 
     def __init__(self) -> None:
         self._requests: dict[str, Counter[str]] = {}
-        self._seen: dict[str, int] = {}
-        self._round = 0
+        self._seen: set[str] = set()
 
-    def begin(self, context: RequestContext) -> None:
+    @override
+    def announced(self, context: RequestContext) -> None:
         """A request is in flight, or still is."""
-        self._seen[context.id] = self._round
+        self._seen.add(context.id)
         if context.id not in self._requests:
             sizes = self._requests[context.id] = Counter()
             for stage in context.plan.stages:
                 sizes[declared(stage.pool)] += stage.room
 
-    def end(self, request: str) -> None:
-        """It is over, or was never accepted."""
-        self._requests.pop(request, None)
-        self._seen.pop(request, None)
+    @override
+    def ended(self, context: RequestContext) -> None:
+        self._requests.pop(context.id, None)
+
+    refused = ended
 
     def sweep(self) -> None:
         """All that are in flight were told of since the last time: the others have ended elsewhere."""
-        for request in [request for request, seen in self._seen.items() if seen < self._round]:
-            self.end(request)
-        self._round += 1
+        self._requests = {request: sizes for request, sizes in self._requests.items() if request in self._seen}
+        self._seen = set()
 
     def largest(self, pools: Collection[str]) -> int:
         """The most that one request puts into these pools together."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -27,11 +26,12 @@ from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.in_flight import InFlight
-from unfuse.scheduler.observer import Nobody, Observer
+from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.transitions import Transitions
 from unfuse.scheduler.upkeep import Upkeep
+from unfuse.supervision.observers import Observers
 from unfuse.supervision.supervisor import Supervisor
 
 PATIENCE = 5.0
@@ -59,29 +59,22 @@ class Scheduler:
         costs: Path | None = None,
         arenas: Arenas | None = None,
     ) -> None:
-        self.queue = queue
-        self.lease_ttl = lease_ttl
-        self.observer: Observer = Nobody()
+        self.queue, self.lease_ttl = queue, lease_ttl
         self.draining = False
         """Whether new requests are refused because this scheduler is about to end."""
-        self.interruption: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done, and replaced by the next one, when a request ends while workers may still run it."""
         self._limits = limits or Limits()
         self._clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._arenas, self.in_flight = Costs(costs), arenas or Arenas(), InFlight()
-        self.resized: Callable[[], None] = lambda: None
-        """Called when `in_flight` has changed, and before that lets anything be queued."""
+        self._costs, self._arenas, self.in_flight = Costs(costs, self._clock), arenas or Arenas(), InFlight()
         self.registry = Registry(queue, lease_ttl, cards)
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._background = Supervisor()
-        self._transitions = Transitions(queue, self.registry, self._clock, self._ended)
+        self.observers = Observers[Observer](self._background)
+        self._transitions = Transitions(queue, self.registry, self._clock, self.observers)
         self._apply = self._transitions.apply
-        self.upkeep = Upkeep(
-            self._transitions, self._costs, self.in_flight, lease_ttl, self._background,
-            lambda pool: self.observer.lease_expired(pool),
-        )  # fmt: skip
+        self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, lease_ttl, self._background)
+        self.observers.add(self.in_flight, self.upkeep, self._costs)
 
     async def start(self) -> None:
         """Begin its upkeep: learn what requests cost, know the deadlines of what the queue holds, end leases."""
@@ -144,18 +137,16 @@ class Scheduler:
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
         admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
         push = self._transitions.output_sizes.given(admitted.push)
-        self.in_flight.begin(context)
-        self.resized()
+        self.observers.tell(Observer.announced, context)
         try:
             record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
         except Overloaded as error:
-            self.in_flight.end(context.id)
-            error.retry_after = self._costs.until_room(context.cost, self._clock.now())
+            self.observers.tell(Observer.refused, context)
+            error.retry_after = self._costs.until_room(context.cost)
             raise
         if record.context == admitted.context:
-            with self._background.besides("counting an accepted request"):
-                self.observer.submitted(record.context)
-                self.observer.looked_up(len(hits), misses)
+            self.observers.tell(Observer.submitted, record.context)
+            self.observers.tell(Observer.looked_up, len(hits), misses)
             self.upkeep.arm(record.context, now)
             return await self._transitions.settled(record)
         return record
@@ -170,18 +161,10 @@ class Scheduler:
         lines = (await self.queue.stats(several)).pools if several else {}
 
         def finish(name: str, pool: str) -> tuple[float, str]:
-            return lines[pool].left_s / could[name][pool] + (self._costs.seconds(pool, wanted[name][1]) or 0.0), pool
+            left_s = lines[pool].left_s / could[name][pool] if pool in lines else 0.0
+            return left_s + (self._costs.seconds(pool, wanted[name][1]) or 0.0), pool
 
-        chosen = {name: pool for name, (pool, _) in wanted.items()}
-        for name, pools in could.items():
-            if pools:
-                chosen[name] = min(pools, key=partial(finish, name)) if len(pools) > 1 else next(iter(pools))
-        return chosen
-
-    async def joined(self) -> None:
-        """A worker has come: what waits for one like it is told so."""
-        await self.registry.workers()
-        self.upkeep.settle()
+        return {name: min(could[name] or [pool], key=partial(finish, name)) for name, (pool, _) in wanted.items()}
 
     async def cancel(self, request: str) -> Record:
         """End a request now; one that is over stays as it is. Raises NotFound."""
@@ -268,24 +251,10 @@ class Scheduler:
 
     def eta(self, record: Record) -> float | None:
         """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
-        return self._costs.eta(record, self._clock.now())
+        return self._costs.eta(record)
 
     async def over(self, names: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
-
-    def _ended(self, context: RequestContext) -> None:
-        self.in_flight.end(context.id)
-        self.resized()
-        self.upkeep.disarm(context.id)
-        if context.status != "completed":
-            self.interruption.set_result(None)
-            self.interruption = asyncio.get_running_loop().create_future()
-        with self._background.besides("learning what a request cost"):
-            self._costs.ended(context, self._clock.now())
-            if context.status == "completed":
-                self._costs.learn(context)
-        with self._background.besides("counting a request that ended"):
-            self.observer.ended(context)

@@ -11,11 +11,13 @@ import msgspec
 
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, NotFound
-from unfuse.core.request import Change, Record, RequestContext
+from unfuse.core.request import Change, Record
 from unfuse.queues.base import TaskQueue
 from unfuse.scheduler import lifecycle
+from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.output_sizes import OutputSizes
 from unfuse.scheduler.registry import Registry
+from unfuse.supervision.observers import Observers
 
 CROWD_S = 0.05
 """Longest pause before a decision that conflicted with another one is made again."""
@@ -25,17 +27,14 @@ Decide = Callable[[Record, float], Change | None]
 
 
 class Transitions:
-    """Applies what is decided of a queue's requests, and tells `ended` of each that is over by that.
+    """Applies what is decided of a queue's requests, and tells the observers of each that is over by that.
 
     Every task is queued with the room that was learned for it, where somebody is.
     """
 
-    def __init__(
-        self, queue: TaskQueue, registry: Registry, clock: Clock, ended: Callable[[RequestContext], None]
-    ) -> None:
-        self.queue, self.registry, self.clock = queue, registry, clock
+    def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
+        self.queue, self.registry, self.clock, self.observers = queue, registry, clock, observers
         self.output_sizes = OutputSizes()
-        self._ended = ended
 
     async def apply(
         self, request: str, decide: Decide, commit: Callable[[Change], Awaitable[Record]] | None = None
@@ -57,7 +56,7 @@ class Transitions:
                 record = await (commit or self.queue.commit)(change)
                 ours = record.context == change.context and change.context.version > before.context.version
                 if ours and record.context.over and not before.context.over:
-                    self._ended(record.context)
+                    self.observers.tell(Observer.ended, record.context)
                 return record, ours
             await asyncio.sleep(pause * random.random())
             pause = min(CROWD_S, 2 * pause + 0.001)

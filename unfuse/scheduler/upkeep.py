@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 
 import structlog
+from typing_extensions import override
 
 from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.request import Record, RequestContext
@@ -16,6 +17,7 @@ from unfuse.queues.base import Filter
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.transitions import Transitions
 from unfuse.supervision.supervisor import Supervisor
 
@@ -35,21 +37,14 @@ GONE = 20
 log = structlog.get_logger(__name__)
 
 
-class Upkeep:
-    """What one scheduler does in the `background`. `lease_expired` hears of the pool of each lease that it ends."""
+class Upkeep(Observer):
+    """What one scheduler does in the `background`."""
 
     def __init__(
-        self,
-        transitions: Transitions,
-        costs: Costs,
-        in_flight: InFlight,
-        lease_ttl: float,
-        background: Supervisor,
-        lease_expired: Callable[[str], None],
+        self, transitions: Transitions, costs: Costs, in_flight: InFlight, lease_ttl: float, background: Supervisor
     ) -> None:
         self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
-        self._costs, self._in_flight, self._lease_ttl = costs, in_flight, lease_ttl
-        self._background, self._lease_expired = background, lease_expired
+        self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._has_learned = False
 
@@ -72,13 +67,14 @@ class Upkeep:
             due = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
             self._deadlines[context.id] = asyncio.get_running_loop().call_later(context.deadline - now, due)
 
-    def disarm(self, request: str) -> None:
-        """Forget when the deadline of a request is."""
-        if handle := self._deadlines.pop(request, None):
+    @override
+    def ended(self, context: RequestContext) -> None:
+        if handle := self._deadlines.pop(context.id, None):
             handle.cancel()
 
-    def settle(self) -> None:
-        """Workers have come or gone: have every task that waits wait where somebody is."""
+    async def joined(self) -> None:
+        """A worker has come: what waits for one like it is told so."""
+        await self._registry.workers()
         self._background.once("having tasks wait where somebody is", self._settle)
 
     async def end(self, lease: Lease) -> None:
@@ -93,11 +89,11 @@ class Upkeep:
                 log.warning(
                     "lease ended", request=task.request, stage=task.stage, attempt=task.attempt, worker=lease.worker
                 )
-                self._lease_expired(task.pool)
+                self._transitions.observers.tell(Observer.lease_expired, task.pool)
 
     async def expire(self, request: str) -> None:
         """End a request whose deadline has come."""
-        self.disarm(request)
+        self._deadlines.pop(request, None)
         with suppress(NotFound):
             await self._transitions.apply(request, lambda record, wall: lifecycle.timed_out(record.context, wall))
 
@@ -123,7 +119,7 @@ class Upkeep:
             now = await self._queue.now()
             for record in page:
                 self.arm(record.context, now)
-                self._in_flight.begin(record.context)
+                self._in_flight.announced(record.context)
                 await self._transitions.apply_if_due(
                     await self._transitions.settled(record),
                     lambda record, wall: lifecycle.overran(record.context, wall, record.running),

@@ -73,7 +73,7 @@ class Gateway(Observer):
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self._background = Supervisor()
-        scheduler.observer = self
+        scheduler.observers.add(self)
 
     async def models(self) -> dict[str, ModelCard]:
         """Served models by the name clients use."""
