@@ -9,6 +9,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType
 from urllib.parse import urlsplit
 
 import httpx2
@@ -28,7 +29,7 @@ GET = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n{END}"
 ASYNC = {"prefer": "respond-async"}
 
 HASTY = Bounds(64, 64, head_s=0.3, stall_s=0.3, rate=1024 * 1024)
-"""Bounds that a test need not wait long for. Connections are looked at once a second."""
+"""Bounds that a test need not wait long for."""
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +346,26 @@ def test_a_thousand_streams_of_one_address_are_admitted(port: int) -> None:
         for stream in streams:
             hear(stream, b"queued")
         assert alive(port)
+
+
+@pytest.mark.parametrize("loop", [asyncio, uvloop])
+def test_a_reply_is_sent_as_it_is_written(loop: ModuleType) -> None:
+    """Given either event loop, then no connection waits for an acknowledgement before it sends what comes next."""
+
+    async def delays() -> list[int]:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(FastAPI(), Bounds(8192, 2048), Access())
+        serving = asyncio.create_task(server.serve([listener]))
+        with connect(listener.getsockname()[1]):
+            while not server.server_state.connections:
+                await asyncio.sleep(0)
+            ends = [each.transport.get_extra_info("socket") for each in server.server_state.connections]
+            found = [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends]
+        server.should_exit = True
+        await serving
+        return found
+
+    assert loop.run(delays()) == [1]
 
 
 def test_who_comes_at_once_is_taken_at_once(tmp_path: Path) -> None:

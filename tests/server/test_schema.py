@@ -98,6 +98,13 @@ def test_every_reply_says_what_is_in_it(document: dict[str, Any]) -> None:
     assert document["components"]["schemas"]["Event"]["properties"].keys() >= {"type", "stage", "step", "seq"}
 
 
+def test_a_start_does_not_wait_for_the_schema(tmp_path: Path) -> None:
+    with serve(tmp_path) as served, httpx2.Client(base_url=served.url, trust_env=False) as http:
+        app = served.server.config.app
+        assert http.get("/health").status_code == 200 and app.openapi_schema is None
+        assert http.get("/openapi.json").json() == app.openapi_schema
+
+
 def test_the_page_fetches_nothing_from_elsewhere(address: str) -> None:
     with httpx2.Client(base_url=address, trust_env=False) as http:
         page = http.get("/docs")

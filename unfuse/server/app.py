@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
 
 from fastapi import Depends, FastAPI
 from fastapi_offline import FastAPIOffline
@@ -58,5 +60,12 @@ def create_app(
     app.add_middleware(Guard, access=access or Access(), keyed=bool(keys))
     app.add_middleware(Throttle)
     app.add_middleware(Edge)
-    app.openapi().setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT  # made once, and kept
+    app.openapi = partial(_described, app.openapi)  # type: ignore[method-assign]  # it is said to be done so
     return app
+
+
+def _described(made: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What /openapi.json says: made when it is first asked for, and kept, since a start need not wait for it."""
+    schema = made()
+    schema.setdefault("components", {}).setdefault("schemas", {})["Event"] = EVENT
+    return schema
