@@ -12,6 +12,9 @@ SOAK_LOG ?= soak.jsonl
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DAY := not nightly and not gpu
 
+# the processes that tests start read what was compiled before, also where images are built without it
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo quick test system lint bench nightly soak clean
 
 demo: $(VENV)/installed

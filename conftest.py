@@ -5,6 +5,7 @@ tests that say so. One that does it without saying so fails: `make quick` stays 
 """
 
 import os
+import platform
 import signal
 import sys
 import tempfile
@@ -46,6 +47,7 @@ def watch(event: str, arguments: tuple[Any, ...]) -> None:
             done.append(f"this imports {arguments[0]}, and is not marked slow")
 
 
+platform.processor()  # which starts `uname`, once: libraries ask for it, in whichever test uses them first
 sys.addaudithook(watch)
 
 
