@@ -104,7 +104,7 @@ def test_a_video_that_cannot_be_made_is_exit_2(
     [
         ("--size WxH", "Width and height in pixels."),
         ("--steps", "Denoising steps. [1 to the model's max_steps]"),
-        ("--seed", "Seed of the first picture; drawn, and told, if left out."),
+        ("--seed", "Seed of the first picture; if left out it is drawn, and the answer has it."),
         ("--guidance", "How strongly to follow the prompt. [0 to the model's max_guidance]"),
         ("--negative", "What the picture should not show."),
         ("--frames", "Length of a video, in frames."),

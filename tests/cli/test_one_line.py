@@ -17,8 +17,8 @@ from unfuse.core.errors import InvalidParameter
 
 pytestmark = pytest.mark.slow
 
-TABLE = "MADE = (\n"
-LINE = '    Parameter("sharpness", "integer", 1, 9, says="how sharp the edges are"),\n'
+TABLE = "COMMON = (\n"
+LINE = '    Parameter("sharpness", "integer", 1, 9, description="how sharp the edges are"),\n'
 REFUSAL = "sharpness must be 1 to 9, not 12"
 
 

@@ -34,9 +34,9 @@ def settle(limits: Lengths, params: Params, read: Mapping[str, Any]) -> Params:
 TOLD = Medium(
     "tale", "tales", "tale_", "max_tokens", 1, Lengths, settle,
     (
-        Parameter("opening", "text", 1, "max_chars", says="how it begins", required=True),
-        Parameter("max_tokens", "integer", 1, "max_tokens", use="request", says="how long it is"),
-        Parameter("temperature", "number", 0, 2, default=1.0, says="how wild it is"),
+        Parameter("opening", "text", 1, "max_chars", description="how it begins", required=True),
+        Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="how long it is"),
+        Parameter("temperature", "number", 0, 2, default=1.0, description="how wild it is"),
     ),
     size=(),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from unfuse.core.errors import ProtocolError
-from unfuse.core.framing import HEADER_BYTES, cut, frame, length_of, take
+from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message, split_message
 
 MOST = 300
 
@@ -18,11 +18,11 @@ def test_messages_come_back_however_the_stream_is_cut(sent: list[bytes], piece: 
     stream, received, found = b"".join(map(frame, sent)), bytearray(), []
     for at in range(0, len(stream), piece):
         received += stream[at : at + piece]
-        while (data := cut(received, MOST)) is not None:
+        while (data := split_message(received, MOST)) is not None:
             found.append(data)
     assert (found, received) == (sent, bytearray())
     read = BytesIO(stream).read
-    assert [take(read, MOST) for _ in sent] == sent
+    assert [read_message(read, MOST) for _ in sent] == sent
 
 
 def test_a_header_is_four_bytes_the_highest_first() -> None:
@@ -38,7 +38,11 @@ def test_no_room_is_made_for_what_is_too_long() -> None:
         asked.append(count)
         return (MOST + 1).to_bytes(HEADER_BYTES, "big")
 
-    for refused in (lambda: take(read, MOST), lambda: cut(bytearray(read(4)), MOST), lambda: length_of(read(4), MOST)):
+    for refused in (
+        lambda: read_message(read, MOST),
+        lambda: split_message(bytearray(read(4)), MOST),
+        lambda: length_of(read(4), MOST),
+    ):
         with pytest.raises(ProtocolError, match=f"{MOST + 1} bytes.*at most {MOST}"):
             refused()
     assert asked == [HEADER_BYTES] * 3

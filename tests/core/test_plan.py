@@ -32,7 +32,7 @@ PICTURE = Pipeline(
 @pytest.mark.parametrize(
     "stages, reason",
     [
-        ([stage("a", outputs="x"), stage("a", "x")], "two stages of the pipeline have one name"),
+        ([stage("a", outputs="x"), stage("a", "x")], "two stages of the pipeline have the same name"),
         ([stage("a", outputs="x"), stage("b", outputs="x"), stage("c", "x")], "make the same output"),
         ([stage("a", outputs="x x"), stage("c", "x")], "make the same output"),
         ([stage("a", outputs="x"), stage("b", "x y z")], "no stage of the pipeline makes y, z"),
@@ -210,7 +210,7 @@ def test_a_worker_has_one_role_or_several_or_all() -> None:
     assert roles_of("denoiser") == {"denoiser"}
     assert roles_of("encoder + decoder") == {"encoder", "decoder"}
     for text in ("", "encoder+", "+"):
-        with pytest.raises(ConfigError, match="is no role: write one such as denoiser, several as encoder.decoder"):
+        with pytest.raises(ConfigError, match="is not a role: write one such as denoiser, several as encoder.decoder"):
             roles_of(text)
 
 

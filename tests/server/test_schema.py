@@ -60,7 +60,7 @@ def test_every_operation_keeps_its_promise(api: schemathesis.BaseSchema) -> None
 
 
 def test_a_line_in_a_mediums_table_is_documented_and_held_to_its_bounds() -> None:
-    line = Parameter("sharpness", "integer", 1, 9, says="how sharp")
+    line = Parameter("sharpness", "integer", 1, 9, description="how sharp")
     medium = replace(IMAGE, parameters=(*IMAGE.parameters, line))
 
     assert schema_of(line) == {"type": "integer", "minimum": 1, "maximum": 9, "description": "how sharp"}

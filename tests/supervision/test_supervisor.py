@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from unfuse.core.errors import TransientError
-from unfuse.core.token_bucket import TELL_S
+from unfuse.core.log_throttle import LOG_EVERY_S
 from unfuse.supervision import supervisor
 from unfuse.supervision.repeated_errors import RepeatedErrors
 from unfuse.supervision.supervisor import Supervisor
@@ -68,11 +68,11 @@ def test_a_cause_is_told_once_a_second_and_says_how_often_it_came_meanwhile() ->
     causes = RepeatedErrors(lambda: now)
     with capture_logs() as logs:
         for number in range(1000):
-            causes.tell("reading", ValueError(f"record {number}"), request="a")
-        causes.tell("reading", KeyError("k"))
-        causes.tell("writing", ValueError("v"))
-        now += TELL_S
-        causes.tell("reading", ValueError("again"))
+            causes.log("reading", ValueError(f"record {number}"), request="a")
+        causes.log("reading", KeyError("k"))
+        causes.log("writing", ValueError("v"))
+        now += LOG_EVERY_S
+        causes.log("reading", ValueError("again"))
     assert [(line["doing"], type(line["exc_info"]), line["times"]) for line in logs] == [
         ("reading", ValueError, 1),
         ("reading", KeyError, 1),

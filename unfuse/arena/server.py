@@ -38,7 +38,7 @@ from unfuse.arena.protocol import (
 from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
-from unfuse.core.framing import cut
+from unfuse.core.framing import split_message
 
 RECEIVE_BYTES = 64 * 1024
 
@@ -143,7 +143,7 @@ class ArenaServer:
                     raise ProtocolError("the connection is closed")
                 connection.received += data
             for _ in range(AT_A_TIME):
-                if (body := cut(connection.received, MAX_MESSAGE)) is None:
+                if (body := split_message(connection.received, MAX_MESSAGE)) is None:
                     return
                 self._answer(connection, decode(body, ToOwner))
             self._behind[connection] = None

@@ -36,7 +36,7 @@ def check_numbers(asked: Mapping[str, object]) -> None:
 
 def words_of(line: Parameter) -> str:
     """What `--help` says of a parameter: its words, its bounds, its default."""
-    parts = [f"{line.says[:1].upper()}{line.says[1:]}."]
+    parts = [f"{line.description[:1].upper()}{line.description[1:]}."]
     parts += [f"[{line.bounds}]"] if line.bounds else []
     parts += [f"[default: {line.default}]"] if line.default not in (None, "") else []
     return " ".join(parts)
@@ -49,5 +49,5 @@ def _flag(line: Parameter) -> str:
 def _argument(line: Parameter) -> Argument:
     flag, kind = _flag(line), TYPES.get(line.kind, str)
     names = f"{flag}/--no-{flag.removeprefix('--')}" if kind is bool else flag
-    option = typer.Option(names, help=words_of(line), metavar=line.stands or None, rich_help_panel=MADE)
+    option = typer.Option(names, help=words_of(line), metavar=line.metavar or None, rich_help_panel=MADE)
     return Argument(line.name, KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])

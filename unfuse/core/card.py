@@ -1,4 +1,4 @@
-"""Model cards: what gateway and scheduler know of a model without loading it."""
+"""Model cards: what the gateway and the scheduler know of a model without loading it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unfuse.core.plan import Choice, Params, Pipeline, pool_name
 class ModelCard(msgspec.Struct, frozen=True):
     """A served model: its pipeline, limits, defaults, and what identifies the weights of each component.
 
-    `limits` are by the names that the media have for them. `source` is the folder or hub name its workers load;
-    `weights` and `dtypes` are by component name. A model that `takes_image` needs one with each request; one that
-    `takes_lora` can be asked for with an adapter. `quality` holds what a quality means, by its name, where it means
-    something.
+    `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
+    from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
+    a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
+    missing changes nothing.
     """
 
     name: str
@@ -30,7 +30,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     quality: dict[str, Params] = {}
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
-        """Pool of each stage by stage name, of the chosen ones only (None: all)."""
+        """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""
         return {
             stage.name: pool_name(stage, self.weights, self.dtypes)
             for stage in self.pipeline.stages

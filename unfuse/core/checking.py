@@ -1,4 +1,4 @@
-"""What a client asks for, checked against its medium's table and the model's card before anything is queued."""
+"""Checks what a client asks for against the medium's table and the model's card, before anything is queued."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, MAX_SEED, Medium
 from unfuse.core.nearest import nearest
-from unfuse.core.parameters import Parameter, Params, integer, shown, text
+from unfuse.core.parameters import Parameter, Params, integer, printable, text
 
 DRAWN_SEEDS = 2**31
-"""A seed that was left out is drawn below this, short enough to type again."""
+"""A seed that the client left out is drawn below this number, so that it is short enough to type."""
 
 
 class Delivery(msgspec.Struct, frozen=True):
-    """What a client may ask about a request rather than about the picture. `timeout` is seconds (None: no limit).
+    """How a client wants a request handled, whatever it asks for. `timeout` is seconds (None: no limit).
 
-    Without `cache` nothing that another request has encoded is used for it, nor the other way round.
+    `cache`: encoder outputs may be shared with other requests, in both directions.
     """
 
     response_format: Literal["b64_json", "url"] = "b64_json"
@@ -36,11 +36,11 @@ class Delivery(msgspec.Struct, frozen=True):
 def check(
     card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False
 ) -> tuple[Params, int]:
-    """Everything the stages need for a request, and how many pictures it asks for.
+    """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
-    What the client left out, or gave as null, comes from the card's defaults; a missing seed is drawn. The pictures
-    have the seeds s … s + n − 1. Raises InvalidParameter, also for a field that nobody knows, and if `strict` for a
-    quality that means nothing to the model.
+    A field that the client left out, or sent as null, gets the card's default; a missing seed is drawn. The results
+    have the seeds s … s + n − 1. Raises InvalidParameter, also for an unknown field, and if `strict` for a quality
+    that the model's card does not define.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
@@ -49,7 +49,7 @@ def check(
             raise _unknown(name, known)
     for one in medium.parameters:
         if one.required and one.name not in values:
-            raise InvalidParameter(f"{one.name} is missing: say {one.says}", one.name)
+            raise InvalidParameter(f"{one.name} is missing: say {one.description}", one.name)
     limits = medium.limits_of(card.limits)
     read = {name: known[name].read(value, limits) for name, value in values.items()}
     usual = [one for one in medium.parameters if one.use == "stages" and one.default is not None]
@@ -67,13 +67,13 @@ def check(
 
 
 def check_delivery(given: Mapping[str, object], medium: Medium = IMAGE) -> Delivery:
-    """How the client wants the request handled. Raises InvalidParameter."""
+    """Check the fields that say how the client wants the request handled. Raises InvalidParameter."""
     asked = [one for one in medium.parameters if one.use == "delivery" and given.get(one.name) is not None]
     return Delivery(**{one.name: one.read(given[one.name], None) for one in asked})
 
 
 def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
-    """Raise InvalidParameter for a value that no model takes; what depends on the model is not looked at."""
+    """Raise InvalidParameter for a value that no model accepts. Bounds that differ between models are not checked."""
     for one in medium.parameters:
         value = given.get(one.name)
         if value is not None and one.fixed:
@@ -85,14 +85,14 @@ def check_bounds(given: Mapping[str, object], medium: Medium) -> None:
 def _unknown(name: str, known: Mapping[str, Parameter]) -> InvalidParameter:
     if name == "feature_cache":
         return InvalidParameter("feature_cache skips work and is not exact: serve with --batching batched", name)
-    meant = (one.name for one in known.values() if name in one.also)
-    near = next(meant, None) or nearest(name, sorted(known), 0.4)
+    by_alias = next((one.name for one in known.values() if name in one.aliases), None)
+    near = by_alias or nearest(name, sorted(known), 0.4)
     hint = f"did you mean {near}?" if near else f"the parameters are {', '.join(sorted(known))}"
-    return InvalidParameter(f"unknown parameter {shown(name)}: {hint}", shown(name)[1:-1])
+    return InvalidParameter(f"unknown parameter {printable(name)}: {hint}", printable(name)[1:-1])
 
 
 def _quality(card: ModelCard, name: str, strict: bool) -> Params:
-    """What a quality stands for, and its name if it does for anything."""
+    """The parameters that a quality stands for, and its name; nothing for one that the card does not define."""
     if name in card.quality:
         return {**card.quality[name], "quality": name}
     if strict and name != "auto":
@@ -102,7 +102,7 @@ def _quality(card: ModelCard, name: str, strict: bool) -> Params:
 
 
 def _adapter(params: Params) -> Params:
-    """How strong an adapter is unless the client says so."""
+    """The strength of the adapter: 1 unless the client says otherwise; nothing without an adapter."""
     if "lora_scale" in params and "lora" not in params:
         raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}

@@ -1,4 +1,4 @@
-"""Time as a port, so that rules about time are tested without waiting."""
+"""The clock as a port, so that rules about time are tested without waiting."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Two readings that must not be mixed."""
+    """Two readings of time that must not be mixed."""
 
     def now(self) -> float:
-        """Seconds that never run backwards; only differences mean anything."""
+        """Seconds that never run backwards; only differences between readings mean anything."""
         ...
 
     def wall(self) -> float:
-        """Seconds since 1970-01-01 UTC, for people to read; may jump."""
+        """Seconds since 1970-01-01 UTC, to show to people; this reading may jump."""
         ...
 
 
 class AlarmClock(Clock, ABC):
-    """A Clock that calls back when its own time comes. One without alarms is as fast as the event loop's time."""
+    """A Clock that sets alarms of its own, such as a test's clock. Other clocks use the event loop's timers."""
 
     @abstractmethod
     def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back once `now` has reached `when`; returns what takes the alarm back."""
+        """Call `callback` once `now` has reached `when`. Returns a function that cancels the alarm."""
 
 
 class SystemClock:

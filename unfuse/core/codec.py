@@ -1,4 +1,4 @@
-"""Messages to bytes and back: a version byte, then msgpack. Every size is bounded before anything is decoded."""
+"""Encodes messages as a version byte and msgpack, and decodes them. The size is checked before decoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from unfuse.core.errors import ProtocolError
 
 VERSION = 1
 READABLE = (1,)
-"""Versions this code reads: the current one and, once there is one, the one before."""
+"""Versions that this code reads: the current one and, once there is one, the one before."""
 
 MAX_BYTES = 8 * 1024 * 1024
-"""A control message is small; tensors never travel in one."""
+"""The largest control message; tensors never travel in one."""
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
@@ -28,7 +28,7 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
 def encode(message: object) -> bytes:
     """Return the message as bytes.
 
-    Raises ProtocolError for text that is not Unicode, integers beyond 64 bits, and what is larger than MAX_BYTES.
+    Raises ProtocolError for text that is not Unicode, an integer beyond 64 bits, or a message larger than MAX_BYTES.
     """
     try:
         body = _encoder.encode(message)
@@ -42,8 +42,8 @@ def encode(message: object) -> bytes:
 def decode(data: bytes | memoryview, kind: type[T] | Any) -> T:
     """Return the message of type `kind` that `data` holds.
 
-    Unknown fields are ignored, so that a newer peer may add optional ones. Depth is bounded by the types,
-    none of which is recursive. Raises ProtocolError for anything else: too large, empty, another version, other types.
+    Unknown fields are ignored, so that a newer peer may add optional ones. The types bound the depth, since none is
+    recursive. Raises ProtocolError for data that is empty, too large, of an unknown version or of other types.
     """
     if not 0 < len(data) <= MAX_BYTES:
         raise ProtocolError(f"message of {len(data)} bytes: 1 to {MAX_BYTES} are accepted")

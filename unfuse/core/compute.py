@@ -1,4 +1,4 @@
-"""How the processes that calculate do it: what is set once and holds for every stage a worker runs."""
+"""Settings of compute processes: they are the same for every stage that a worker runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Offload = Literal["none", "model", "sequential"]
 
 
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The processes that calculate."""
+    """How compute processes run their stages."""
 
     device: Annotated[str, Meta(description="Device to compute on, cpu or cuda:0; auto takes the best.")] = "auto"
     dtype: Annotated[
@@ -54,7 +54,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def outcome(self) -> dict[str, str]:
-        """What the bytes of a result depend on beside weights and dtypes: equal in all the workers of a scheduler."""
+        """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
         return {"batching": self.batching, "noise-device": self.noise_device, "vae": self.vae}
 
     @property

@@ -1,4 +1,4 @@
-"""The error tree. An error's type decides whether the work is tried again; its text is for the person who reads it."""
+"""The error tree. An error's type decides whether the work is tried again; its message is written for people."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ class UnfuseError(Exception):
 
 
 class ConfigError(UnfuseError):
-    """The program cannot start as it was configured; the text says what to change."""
+    """The program cannot start as it was configured; the message says what to change."""
 
 
 class UsageError(ConfigError):
-    """What was typed, or set, is nothing that can be asked for; the text says what can."""
+    """A flag, a setting or an argument has a value that does not exist; the message says which exist."""
 
 
 class InUse(UsageError):
-    """Another process has what this one was to have alone; the text names that process and says what to do."""
+    """Another process holds a file that only one may use; the message names that process and says what to do."""
 
 
 class InvalidParameter(UnfuseError):
-    """The client asked for something this model cannot do. Never retried.
+    """The client asked for something that this model cannot do. Never retried.
 
-    `param` names the offending field as the client typed it.
+    `param` names the field that is wrong, as the client typed it.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -31,19 +31,19 @@ class InvalidParameter(UnfuseError):
 
 
 class UnknownModel(InvalidParameter):
-    """No pool serves a model of that name. Never retried."""
+    """No model of that name is served. Never retried."""
 
 
 class NotFound(UnfuseError):
-    """No request, result or object of that name exists (any more)."""
+    """No request, result or object of that name exists, or it no longer exists."""
 
 
 class Damaged(UnfuseError):
-    """What is stored of a request cannot be read: it stands still until somebody drops it. Others are not touched."""
+    """A stored record cannot be read. Its request makes no progress until somebody drops it; others go on."""
 
 
 class Overloaded(UnfuseError):
-    """Refused before acceptance because too much is already waiting. The client retries after `retry_after` seconds."""
+    """The request was not accepted, because too much waits already. Try again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -51,13 +51,13 @@ class Overloaded(UnfuseError):
 
 
 class TransientError(UnfuseError):
-    """The same task may succeed elsewhere or later: it is tried again within its budget."""
+    """The task may succeed on another worker or later: it is tried again within its budget."""
 
 
 class ObjectLost(TransientError):
-    """An object cannot be read any more (its owner is gone, or its bytes are not the ones that were sealed).
+    """An object cannot be read any more: its owner is gone, or its bytes are not those that were sealed.
 
-    `object_id` names it; the scheduler has the stage that made it run again.
+    `object_id` names it. The scheduler runs the stage that made it again.
     """
 
     def __init__(self, message: str, object_id: str = "") -> None:
@@ -66,14 +66,17 @@ class ObjectLost(TransientError):
 
 
 class ResultsUnavailable(TransientError):
-    """The place where results and uploads are kept has no room, or cannot be reached.
+    """The result store is full, or cannot be reached.
 
-    That is no failure of a task: it waits until the place is well again.
+    This is not charged to a task: the task waits until the result store works again.
     """
 
 
 class ArenaFull(TransientError):
-    """There is no room for an object now; `needed` and `free` are bytes. `full` says where, `remedy` what helps."""
+    """There is no room for an object now. `needed`, `free` and `capacity` are bytes.
+
+    `full` begins the message and says what is full; `remedy` ends it and says what a person can do.
+    """
 
     def __init__(
         self,
@@ -94,16 +97,16 @@ class PermanentError(UnfuseError):
 
 
 class ProtocolError(UnfuseError):
-    """A peer sent something that is not a message of a version we read."""
+    """Data is not a message of a version that this build reads, or a message cannot be encoded."""
 
 
 class Conflict(UnfuseError):
-    """The context's version moved since it was loaded: load it again and decide again."""
+    """The context's version has changed since it was loaded: load it again and decide again."""
 
 
 class LeaseLost(UnfuseError):
-    """The task belongs to another attempt or to a request that is over: drop what this attempt made."""
+    """The task belongs to another attempt, or its request is over: drop what this attempt made."""
 
 
 class IllegalMove(UnfuseError):
-    """A transition that the tables of legal moves do not hold: a defect in unfuse, please report it."""
+    """A transition is not in the tables of legal moves. This is a defect in unfuse: please report it."""

@@ -1,4 +1,4 @@
-"""What a client may hear of its request."""
+"""Events: what a client is told about its request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One line of a request's history.
+    """One entry of a request's history.
 
-    `seq` counts from 1 within the request and is given by the queue (0 before); `at` is Unix seconds;
-    `step` of `steps` is set on progress.
+    `seq` counts from 1 within the request; the queue sets it (0 before that). `at` is Unix seconds. `step` and `steps`
+    are set on progress.
     """
 
     type: EventType

@@ -1,4 +1,4 @@
-"""Messages in a stream of bytes: each has its length before it, which is checked before any room is made for it."""
+"""Messages in a stream of bytes. A header with the length precedes each; it is checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ HEADER_BYTES = 4
 
 
 def frame(data: bytes) -> bytes:
-    """The bytes of a message as they travel."""
+    """The message with its header."""
     return len(data).to_bytes(HEADER_BYTES, "big") + data
 
 
 def length_of(header: bytes | bytearray, most: int) -> int:
-    """Bytes of the message that follows a header. Raises ProtocolError for more than `most`, which none of ours has."""
+    """The length in bytes of the message after this header. Raises ProtocolError for more than `most` bytes."""
     length = int.from_bytes(header[:HEADER_BYTES], "big")
     if length > most:
         raise ProtocolError(f"message of {length} bytes: those here are at most {most}")
     return length
 
 
-def take(read: Callable[[int], bytes], most: int) -> bytes:
-    """The next message of what `read` gives exactly so many bytes of. Raises ProtocolError as `length_of` does."""
+def read_message(read: Callable[[int], bytes], most: int) -> bytes:
+    """Read one message. `read(n)` returns exactly n bytes. Raises ProtocolError for one of more than `most` bytes."""
     return read(length_of(read(HEADER_BYTES), most))
 
 
-def cut(received: bytearray, most: int) -> bytes | None:
-    """Take the first message off what was received; None until all of it is there. Raises ProtocolError likewise."""
+def split_message(received: bytearray, most: int) -> bytes | None:
+    """Remove the first message from `received` and return it; None while it is incomplete.
+
+    Raises ProtocolError for a message of more than `most` bytes.
+    """
     if len(received) < HEADER_BYTES:
         return None
     end = HEADER_BYTES + length_of(received, most)

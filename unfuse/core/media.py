@@ -1,4 +1,7 @@
-"""Media: what can be asked for, a table of parameters each, and how much of it there is. Only here is it pixels."""
+"""Media: what can be asked for. Each medium has a table of parameters, limits, and a rule for its size.
+
+No other module of `core/` knows about pixels.
+"""
 
 from __future__ import annotations
 
@@ -9,30 +12,30 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import ConfigError, InvalidParameter
-from unfuse.core.parameters import Parameter, Params, default_of, integer, shown
+from unfuse.core.parameters import Parameter, Params, default_of, integer, printable
 
 MAX_SEED = 2**53 - 1
-"""The largest seed a client may send, and the largest of a request's pictures: every JSON reader keeps it exactly."""
+"""The largest seed of any picture: every JSON reader keeps integers up to this exact."""
 
 MIN_S, MAX_S = 0.001, 86_400
 MAX_STEPS, MAX_FRAMES = 1000, 1_000_000
-"""Beyond what any model makes."""
+"""Bounds that are above what any model can do."""
 
 FRAME_SLACK = 0.001
-"""Part of a frame that seconds may lack by having been rounded, as ours are when they are told."""
+"""The part of a frame by which a length in seconds may be too short, because it was rounded."""
 
 PIXELS = ("width", "height", "num_frames")
-"""What says how large a picture or a video is."""
+"""The parameters whose product is the size of a picture or a video, in pixels."""
 
 Work = tuple[float, float]
-"""Forwards of a stage's network, and the size of each."""
+"""How many forwards of a stage's network are needed, and the size of each."""
 
 
 class Room(msgspec.Struct, frozen=True, rename={"each": "per_pixel", "group": "frame_group"}):
     """Predicted bytes of a stage's output: fixed + each × the product of the parameters in `size`.
 
-    The last of these counts in groups: n are 1 + (n − 1) // group of them. Cards have the names on the wire that they
-    had when there was no other size than PIXELS.
+    The last of these parameters counts groups: n frames are 1 + (n − 1) // group groups. In a stored card the fields
+    keep the names that they had when PIXELS was the only size.
     """
 
     fixed: int = 0
@@ -41,18 +44,18 @@ class Room(msgspec.Struct, frozen=True, rename={"each": "per_pixel", "group": "f
     size: tuple[str, ...] = PIXELS
 
     def bytes(self, params: Params) -> int:
-        """Bytes for one request with these parameters."""
+        """Predicted bytes for one request with these parameters."""
         counts = [_count(params, name) for name in self.size]
         groups = [1 + (count - 1) // self.group for count in counts[-1:]]
         return self.fixed + round(self.each * math.prod(counts[:-1] + groups))
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """How much a stage has to do for a request, by its parameters.
+    """How the parameters of a request say how much a stage has to do.
 
-    `forwards` names the one that counts forwards of its network, each of which is a step ("": there is one). They are
-    twice as many under guidance: where the first of the scales in `guidance` that is there is above 1, and there is a
-    negative prompt. The size of a forward is the product of the parameters in `size`.
+    `forwards` names the parameter that counts forwards of its network, one a step ("": there is one forward). Guidance
+    doubles them: the request has a negative prompt, and the first of the scales in `guidance` that the request has is
+    above 1. The size of a forward is the product of the parameters in `size`.
     """
 
     forwards: str = ""
@@ -60,7 +63,7 @@ class Workload(msgspec.Struct, frozen=True):
     size: tuple[str, ...] = PIXELS
 
     def of(self, params: Params) -> Work:
-        """What a request with these parameters is."""
+        """The number of forwards and the size of each, for a request with these parameters."""
         scale = next((params[name] for name in self.guidance if name in params), None)
         guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
         forwards = _count(params, self.forwards) if self.forwards else 1
@@ -73,7 +76,7 @@ def _count(params: Params, name: str) -> int:
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a model can be asked for. Sizes in pixels; `frame_multiple` k allows k·i + 1 frames."""
+    """What a model can be asked for. Sizes are in pixels; a `frame_multiple` of k allows k·i + 1 frames."""
 
     size_multiple: int = 16
     min_size: int = 16
@@ -89,16 +92,16 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Medium(msgspec.Struct, frozen=True):
-    """What is asked for: the table of its parameters, and what `settle` makes of those that a client gave.
+    """A kind of result: the table of its parameters, its limits, and the rule that completes them.
 
-    `several` is what people call more than one; ids of its requests begin with `prefix`. It has `limits` of its own,
-    and a model makes it whose limit `sign` is at least `least`. `settle` gets the model's limits, what the stages get
-    so far, and what was read of the client's values; it returns what they get beside, or raises InvalidParameter. What
-    is to share a forward has the parameters in `size` in common.
+    `plural` is the word for several results. Ids of its requests begin with `prefix`. A model makes this medium if its
+    limit `sign` is at least `least`. `settle(limits, params, read)` gets the model's limits, the parameters for the
+    stages so far, and the client's checked values; it returns further parameters for the stages, or raises
+    InvalidParameter. Tasks can only share a forward if they have equal parameters in `size`.
     """
 
     name: str
-    several: str
+    plural: str
     prefix: str
     sign: str
     least: int
@@ -108,13 +111,13 @@ class Medium(msgspec.Struct, frozen=True):
     size: tuple[str, ...] = PIXELS
 
     def made_by(self, limits: Mapping[str, float]) -> bool:
-        """Whether a model with these limits can be asked for it."""
+        """Whether a model with these limits makes this medium."""
         return limits.get(self.sign, 0) >= self.least
 
     def limits_of(self, limits: Mapping[str, float]) -> Any:
-        """Those of a model's limits that it has, and the usual ones where the model says nothing.
+        """A model's limits as this medium's type, with its defaults for limits that the model does not set.
 
-        Raises ConfigError for some that are none.
+        Raises ConfigError for values that are not limits.
         """
         try:
             return msgspec.convert(limits, self.limits)
@@ -122,42 +125,42 @@ class Medium(msgspec.Struct, frozen=True):
             raise ConfigError(f"the limits of the model cannot be read: {error}") from error
 
     def takes(self, name: str, value: object) -> bool:
-        """Whether its table has a use for this, as far as that can be told without a model."""
+        """Whether the table has a parameter of this name that allows this value for some model."""
         found = (one for one in self.parameters if one.name == name)
         return any(not one.choices or value in one.choices for one in found)
 
     def known(self, defaults: Params) -> dict[str, Parameter]:
-        """What may be sent for a model with these defaults, by name."""
-        return {one.name: one for one in self.parameters if not one.particular or one.name in defaults}
+        """The parameters that a client may send for a model with these defaults, by name."""
+        return {one.name: one for one in self.parameters if not one.by_model or one.name in defaults}
 
 
 def seconds_of(frames: float, fps: float) -> str:
-    """How long so many frames last, short enough to read and exact enough to be sent back."""
+    """How long so many frames last, in seconds, as text: short, and exact enough for a client to send it back."""
     return f"{frames / fps:.6f}".rstrip("0").rstrip(".")
 
 
-def _still(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
-    return _pictured(limits, params, read) | {"num_frames": 1}
+def _settle_image(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+    return _settle_common(limits, params, read) | {"num_frames": 1}
 
 
-def _moving(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
-    frames = _length(limits, params, read)
-    return _pictured(limits, params, read) | {"num_frames": frames}
+def _settle_video(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+    frames = _frames(limits, params, read)
+    return _settle_common(limits, params, read) | {"num_frames": frames}
 
 
-def _pictured(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
+def _settle_common(limits: Limits, params: Params, read: Mapping[str, Any]) -> Params:
     settled: Params = {}
     if every := _preview_every(int(default_of(params, "num_inference_steps")), read):
         settled["preview_every"] = every
     if (size := read.get("size", "auto")) != "auto":
-        settled["width"], settled["height"] = _fitting(limits, *map(int, size.split("x")))
+        settled["width"], settled["height"] = _checked_size(limits, *map(int, size.split("x")))
     return settled
 
 
-def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
-    """Frames of a video: those asked for, or the fewest the model can make that fill the seconds asked for.
+def _frames(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
+    """The number of frames of a video: `num_frames`, or the fewest that last for `seconds`.
 
-    Where neither is said it is the model's own number, or the most it makes if that is a single one.
+    Without either it is the model's default, or the most that the model makes if that default is 1.
     """
     multiple, fps = limits.frame_multiple, default_of(params, "fps")
     most = limits.max_frames - (limits.max_frames - 1) % multiple
@@ -172,7 +175,7 @@ def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
         name, frames = "seconds", needed
     if frames > most:
         bound = f"at most {most} frames, {seconds_of(most, fps)} seconds at {fps:g} fps"
-        asked = f"{read[name]:g}" if name == "seconds" else shown(frames)
+        asked = f"{read[name]:g}" if name == "seconds" else printable(frames)
         raise InvalidParameter(f"{name} {asked} is too long: the model makes {bound}", name)
     if beyond := (frames - 1) % multiple:
         rule = f"num_frames must be one more than a multiple of {multiple}, not {frames}"
@@ -181,17 +184,17 @@ def _length(limits: Limits, params: Params, read: Mapping[str, Any]) -> int:
 
 
 def _preview_every(steps: int, read: Mapping[str, Any]) -> int:
-    """After how many steps a preview is made (0: none): as asked for, or so that no more come than partial images."""
+    """How many steps lie between previews (0: none): `preview_every`, or by the number of `partial_images`."""
     partial = read.get("partial_images", 0)
     every = integer("preview_every", read.get("preview_every", 0), 0, steps)
     if partial and not read.get("stream"):
-        raise InvalidParameter("partial_images come in a stream: send stream as true", "partial_images")
+        raise InvalidParameter("partial_images come in a stream: send stream as true too", "partial_images")
     if partial and every:
         raise InvalidParameter("partial_images and preview_every say the same: send one of them", "partial_images")
     return math.ceil(steps / (partial + 1)) if partial else every
 
 
-def _fitting(limits: Limits, width: int, height: int) -> tuple[int, int]:
+def _checked_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
     near = nearest_size(limits, width, height)
     if near != (width, height):
         raise InvalidParameter(
@@ -204,7 +207,7 @@ def _fitting(limits: Limits, width: int, height: int) -> tuple[int, int]:
 
 
 def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
-    """The size in pixels closest to this one that the model can make (itself when it can)."""
+    """The size in pixels that the model can make and that is closest to this one (or this one)."""
     multiple = limits.size_multiple
     low, high = -(-limits.min_size // multiple) * multiple, limits.max_size // multiple * multiple
 
@@ -217,104 +220,128 @@ def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
     return width, height
 
 
-MADE = (
-    Parameter("prompt", "text", 1, "max_prompt_chars", says="what the picture should show", required=True, flag=None),
+COMMON = (
     Parameter(
-        "negative_prompt", "text", 0, "max_prompt_chars", default="", says="what the picture should not show",
+        "prompt", "text", 1, "max_prompt_chars",
+        description="what the picture should show", required=True, flag=None,
+    ),
+    Parameter(
+        "negative_prompt", "text", 0, "max_prompt_chars", default="", description="what the picture should not show",
         flag="--negative",
     ),
     Parameter(
-        "size", "form", use="request", default="auto", says="width and height in pixels", stands="WxH",
-        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), also=("width", "height"),
+        "size", "form", use="request", default="auto", description="width and height in pixels", metavar="WxH",
+        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), aliases=("width", "height"),
     ),
-    Parameter("num_inference_steps", "integer", 1, "max_steps", says="denoising steps", flag="--steps"),
+    Parameter("num_inference_steps", "integer", 1, "max_steps", description="denoising steps", flag="--steps"),
     Parameter(
-        "guidance_scale", "number", 0, "max_guidance", says="how strongly to follow the prompt", flag="--guidance"
-    ),
-    Parameter(
-        "guidance_scale_2", "number", 0, "max_guidance", particular=True,
-        says="guidance of the less noisy steps, for models that have one of their own",
+        "guidance_scale", "number", 0, "max_guidance",
+        description="how strongly to follow the prompt", flag="--guidance",
     ),
     Parameter(
-        "true_cfg_scale", "number", 0, "max_guidance", particular=True,
-        says="guidance by the negative prompt, for models that have another one too",
+        "guidance_scale_2", "number", 0, "max_guidance", by_model=True,
+        description="guidance of the less noisy steps, for models that have one of their own",
     ),
     Parameter(
-        "feature_cache", "number", 0, 1, particular=True, flag=None,
-        says="where pools batch: skip transformer blocks while the first one's effect differs by less",
+        "true_cfg_scale", "number", 0, "max_guidance", by_model=True,
+        description="guidance by the negative prompt, for models that have another one too",
     ),
     Parameter(
-        "seed", "integer", 0, MAX_SEED, use="request", says="seed of the first picture; drawn, and told, if left out"
+        "feature_cache", "number", 0, 1, by_model=True, flag=None,
+        description="where pools batch: skip transformer blocks while the first one's effect differs by less",
     ),
-    Parameter("lora", "text", 1, 128, says="adapter to use, by its name in --loras", stands="NAME"),
-    Parameter("lora_scale", "number", -10, 10, says="how strong the adapter is; 1 if left out"),
-    Parameter("fps", "integer", 1, 120, says="frames a second of a video"),
-    Parameter("output_compression", "integer", 0, 100, default=100, says="quality of jpeg and webp"),
     Parameter(
-        "preview_every", "integer", 0, MAX_STEPS, use="request", says="steps between previews; 0: none", flag=None
+        "seed", "integer", 0, MAX_SEED, use="request",
+        description="seed of the first picture; if left out it is drawn, and the answer has it",
     ),
-    Parameter("model", "any", use="request", says="may be left out where one model is served"),
-    Parameter("priority", "integer", -100, 100, use="delivery", says="the higher, the sooner"),
-    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", says="seconds from acceptance to the end"),
-    Parameter("metadata", "texts", use="delivery", says="texts that are shown with the request"),
-    Parameter("cache", "flag", use="delivery", says="false: encode anew, for this request alone"),
+    Parameter("lora", "text", 1, 128, description="adapter to use, by its name in --loras", metavar="NAME"),
+    Parameter("lora_scale", "number", -10, 10, description="how strong the adapter is; 1 if left out"),
+    Parameter("fps", "integer", 1, 120, description="frames a second of a video"),
+    Parameter("output_compression", "integer", 0, 100, default=100, description="quality of jpeg and webp"),
+    Parameter(
+        "preview_every", "integer", 0, MAX_STEPS, use="request",
+        description="steps between previews; 0: none", flag=None,
+    ),
+    Parameter("model", "any", use="request", description="may be left out where one model is served"),
+    Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
+    Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
+    Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),
+    Parameter("cache", "flag", use="delivery", description="false: encode anew, for this request alone"),
     *(
-        Parameter(name, "any", use="nothing", says="accepted, and of no use here")
+        Parameter(name, "any", use="nothing", description="accepted and ignored")
         for name in ("user", "style", "moderation", "safety_identifier", "input_fidelity")
     ),
 )  # fmt: skip
-"""What pictures and videos have in common; the last few are fields that the `openai` client may send."""
+"""The parameters of pictures and videos alike. The last few are fields that the `openai` client may send."""
 
 IMAGE = Medium(
-    "image", "pictures", "req_", "max_size", 1, Limits, _still,
-    (
-        *MADE,
+    "image",
+    plural="pictures",
+    prefix="req_",
+    sign="max_size",
+    least=1,
+    limits=Limits,
+    settle=_settle_image,
+    parameters=(
+        *COMMON,
         Parameter(
-            "output_format", "choice", choices=("png", "jpeg", "webp"), default="png", says="of the files", flag=None
+            "output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
+            description="of the files", flag=None,
         ),
         Parameter(
             "n", "integer", 1, "max_n", use="request", default=1, flag="-n",
-            says="how many pictures; each further one has the next seed",
+            description="how many pictures; each further one has the next seed",
         ),
         Parameter(
             "quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
-            default="auto", says="how much to put into it; the answer says which one was used",
+            default="auto", description="how much work to put into it; the answer says which one was used",
         ),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
         Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery"),
-        Parameter("stream", "flag", use="delivery", says="answer with events"),
+        Parameter("stream", "flag", use="delivery", description="answer with events"),
         Parameter(
-            "partial_images", "integer", 0, 3, use="request", says="previews of each picture; needs stream", flag=None
+            "partial_images", "integer", 0, 3, use="request",
+            description="previews of each picture; needs stream", flag=None,
         ),
     ),
 )  # fmt: skip
 VIDEO = Medium(
-    "video", "videos", "video_", "max_frames", 2, Limits, _moving,
-    (
-        *MADE,
-        Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4", says="of the files", flag=None),
+    "video",
+    plural="videos",
+    prefix="video_",
+    sign="max_frames",
+    least=2,
+    limits=Limits,
+    settle=_settle_video,
+    parameters=(
+        *COMMON,
+        Parameter(
+            "output_format", "choice", choices=("mp4", "png"), default="mp4",
+            description="of the files", flag=None,
+        ),
         Parameter("n", "choice", choices=(1, "1"), use="nothing"),
         Parameter(
-            "num_frames", "integer", 1, MAX_FRAMES, use="request", says="length of a video, in frames", flag="--frames"
+            "num_frames", "integer", 1, MAX_FRAMES, use="request",
+            description="length of a video, in frames", flag="--frames",
         ),
         Parameter(
             "seconds", "number", MIN_S, MAX_S, use="request",
-            says="length of a video, in seconds; rounded up to one that the model can make",
+            description="length of a video, in seconds; rounded up to one that the model can make",
         ),
     ),
 )  # fmt: skip
-"""As png every frame is a file of its own, without loss."""
+"""With output_format png, every frame is a file of its own, without loss."""
 
 MEDIA = (IMAGE, VIDEO)
 
 
 def medium_of(id: str) -> Medium:
-    """What a request with this id asks for."""
+    """The medium of the request with this id."""
     return next((medium for medium in MEDIA if id.startswith(medium.prefix)), IMAGE)
 
 
 def medium_for(asked: Mapping[str, object]) -> Medium:
-    """What somebody means who asks for this and does not say what: pictures, unless only another has a use for it."""
-    given = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
-    return next((medium for medium in MEDIA if any(medium.takes(*one) for one in given)), IMAGE)
+    """The medium that these parameters suggest: image, unless only another medium has one of them."""
+    not_image = [(name, value) for name, value in asked.items() if value is not None and not IMAGE.takes(name, value)]
+    return next((medium for medium in MEDIA if any(medium.takes(*one) for one in not_image)), IMAGE)

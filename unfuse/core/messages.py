@@ -1,4 +1,4 @@
-"""What workers and schedulers say to each other. Each union is decoded whole: an unknown tag is a ProtocolError."""
+"""The messages between workers and schedulers. Decoding one with an unknown tag raises ProtocolError."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_ba
 Count = Annotated[int, Meta(ge=0, le=1 << 60)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-"""What a worker says of itself is drawn and added up: no NaN, no infinity, nothing below 0."""
+"""Numbers that workers report are added up in metrics, so NaN, infinity and negative numbers are refused."""
 
 Amounts = Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)]
-"""So much of each named resource beside slots and bytes of an arena."""
+"""Amounts of named resources, other than slots and bytes of the arena."""
 
 _Word = Annotated[str, Meta(max_length=128)]
 Outcome = Annotated[dict[_Word, _Word], Meta(max_length=32)]
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Where workers keep things, as URLs: results, objects, and durable copies of what `saved` kinds of stages make.
+    """Where workers keep things: URLs of the result store, the tensor store and the store of durable copies.
 
-    A store that spills does so above the share `threshold` of the arena, into `spill_capacity` bytes. `encodings` are
-    those of stages' 32-bit floats by kind: bf16, fp16, or nothing. `checkpoint` says when running stages are saved.
-    `loras` is the folder of adapters, if any.
+    Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
+    the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to the type that its
+    32-bit floats are narrowed to: bf16 or fp16. `checkpoint` says when running stages are saved. `loras` is the folder
+    of adapters ("": none).
     """
 
     results: str
@@ -46,15 +47,15 @@ class Places(msgspec.Struct, frozen=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """A worker. `arena` is where readers of its objects connect to, `room` that arena's bytes, `used` those taken.
+    """A worker, as it describes itself.
 
-    `high_water` is the most that ever were, `fragmentation` the share of the free ones that no one object can have.
-    Other nodes pull its objects at the addresses of its transfer `engines`. `device` says what it computes on: cpu, or
-    the name of the GPU.
-    So many of its tasks are `unwritten`: they wait for the result store, which has no room or cannot be reached.
-    `proof` is the BLAKE2 hash of its secret: another connection that claims its id must know that secret.
-    `resources` are what it has for its tasks beside slots and an arena, by name; `outcome` is what the bytes of its
-    results depend on beside weights, dtypes and parameters.
+    Readers of its objects connect to the address `arena`. `room` is the size of that arena in bytes, `used` the bytes
+    in use, `high_water` the most that ever were. `fragmentation` is the share of the free bytes that one object cannot
+    use. `engines` maps a transfer engine to the address where other nodes pull this worker's objects. `device` is cpu
+    or the name of the GPU. `unwritten` tasks wait because the result store is full or cannot be reached. `proof` is the
+    BLAKE2 hash of the worker's secret: another connection with this id must know the secret. `resources` are the
+    amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
+    weights, dtypes and parameters.
     """
 
     id: str
@@ -77,7 +78,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A worker introduces itself; one without pools asks what it should serve. `secret` shows that it is itself."""
+    """A worker introduces itself; one without pools asks what it should serve. `secret` proves its identity."""
 
     worker: WorkerInfo
     cards: tuple[ModelCard, ...] = ()
@@ -85,10 +86,11 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Work for `slots` slots whose outputs fit `room` bytes (None: whatever it is), waiting up to `wait` seconds.
+    """A worker asks for up to `slots` tasks whose outputs fit into `room` bytes (None: any), waiting `wait` seconds.
 
-    With `above`, only work of a higher priority: what runs steps aside for it. `affinity` is that of what runs, or of
-    what ran last with an adapter, which is loaded still. `amounts` are what is free of other resources, by name.
+    With `above`, it asks only for tasks of a higher priority, for which a running task is paused. `affinity` is that of
+    the tasks that run, or of the last one with an adapter, which is still loaded. `amounts` are the free amounts of
+    further resources, by name.
     """
 
     slots: int
@@ -100,7 +102,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What came here by a transfer engine: verified bytes, the seconds they took, and how often it failed."""
+    """What a transfer engine brought to this worker: verified bytes, seconds that took, and failed transfers."""
 
     bytes: Count = 0
     seconds: Seconds = 0.0
@@ -111,10 +113,10 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat: leases to renew, requests the worker holds objects for, and the bytes these take.
+    """A heartbeat: leases to renew, ids of the requests that the worker holds objects for, and the bytes these take.
 
-    `moved` is what came by which transfer engine since the last one; `unwritten` tasks wait for the result store.
-    The answer may wait up to `wait` seconds for a request to be interrupted: a cancellation is heard of at once.
+    `moved` is what each transfer engine brought since the last heartbeat; `unwritten` tasks wait for the result store.
+    The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
     claims: tuple[Claim, ...] = ()
@@ -128,9 +130,9 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first`…`step` of `steps` are done, and of these steps there are `previews`.
+    """Steps `first` to `step` of `steps` are done; `previews` lists those of them that have a preview.
 
-    The answer says whether to go on: a lost lease is a cancellation.
+    The answer Refused with `lease_lost` means: stop, the task was cancelled or given to another worker.
     """
 
     claim: Claim
@@ -141,9 +143,9 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A task's outcome: the object it made, or the results it wrote.
+    """A task is complete: the object that it made, or the results that it wrote.
 
-    With `ask`, which waits for nothing, what the worker would take next is given to it in the same transaction.
+    With `ask`, the scheduler leases the worker its next tasks in the same transaction; this never waits.
     """
 
     claim: Claim
@@ -154,7 +156,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, tag=True):
-    """A task's state after so many steps is kept: a later attempt can go on from there."""
+    """A checkpoint of a task after `step` steps exists: a later attempt can resume there."""
 
     claim: Claim
     checkpoint: ObjectRef
@@ -162,11 +164,12 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """A task ended without outcome. `object_id` names the input that was lost, `evidence` is for whoever debugs it.
+    """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
 
-    After a crash, `company` says that others had begun in the compute process that died: it may have been their doing.
-    `reason` says why a task is handed back: drain, preempted, full (no room for it), producer (an input's is gone) or
-    compute (it died of something else) are nobody's fault; for anything else a worker gets a task but so often.
+    After a crash, `company` says that other tasks had begun in the same compute process, so that one of them may be
+    the cause. `reason` says why a task is handed back. The reasons drain, preempted, full (no room), producer (the
+    stage of an input runs again) and compute (the process died of something else) are not counted; after any other
+    reason a worker gets the same task only a few times.
     """
 
     claim: Claim
@@ -183,10 +186,10 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Hello: models to serve as (name, source, dtype), where things are kept, seconds between heartbeats.
+    """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
 
-    `outcome` is what a worker's ComputeOptions must agree with, if it says anything. With `by_outcome`, workers are to
-    have it in the names of their pools.
+    A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
+    of their outcome into the names of their pools.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -198,9 +201,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
-    """Leases, and where the workers are that own their inputs; to a Done that asked, also that its outcome is recorded.
+    """The answer to Ask, and to Done with an ask, whose result it confirms: leases, and the owners of their inputs.
 
-    `peers` is {worker id: (node, arena address)}, `engines` {worker id: {transfer engine: address}}.
+    `peers` is {worker id: (node, arena address)}, `engines` is {worker id: {transfer engine: address}}.
     """
 
     leases: tuple[Lease, ...]
@@ -209,22 +212,22 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Beat: claims that ended (lost or cancelled), and requests whose objects may go."""
+    """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed."""
 
     ended: tuple[Claim, ...]
     over: tuple[str, ...]
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
-    """The outcome is recorded."""
+    """The message was recorded."""
 
 
 class Stranger(msgspec.Struct, frozen=True, tag=True):
-    """The scheduler does not know this connection (it was restarted, say): introduce yourself and ask again."""
+    """The scheduler does not know this connection, perhaps because it was restarted: send Hello, then ask again."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The message had no effect. `lease_lost`: drop what the attempt made."""
+    """The message had no effect. With `lease_lost`, the worker drops what the attempt made."""
 
     message: str
     lease_lost: bool = False

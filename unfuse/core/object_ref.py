@@ -1,4 +1,4 @@
-"""Handles to stage outputs. A ref holds no data and grants no trust: addresses come from the worker registry."""
+"""Handles to stage outputs. A ref holds no data and no address: addresses come from the registry of workers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,23 @@ from math import prod
 import msgspec
 
 DTYPES: dict[str, int] = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Tensor types that may cross a stage border, with bytes per element."""
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Tensor types that stages may hand on, with bytes per element."""
 
 ALIGNMENT = 64
-"""Tensors start on cache lines, which also satisfies every vector load."""
+"""Tensors start at multiples of this many bytes: a cache line, and enough for every vector load."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
 MAX_CHUNKS = 256
@@ -26,7 +36,7 @@ MAX_DIMS = 16
 class TensorMeta(msgspec.Struct, frozen=True):
     """One named tensor inside an object. `dtype` is "none" for a value that is None; offset and nbytes are bytes.
 
-    One that was narrowed is read as the type that it had before, `wide`.
+    `wide` is set when the tensor was narrowed to `dtype` to be stored: readers convert it back to the type `wide`.
     """
 
     name: str
@@ -40,9 +50,9 @@ class TensorMeta(msgspec.Struct, frozen=True):
 class ObjectRef(msgspec.Struct, frozen=True):
     """The handle to one stage output: named tensors in one sealed allocation.
 
-    `owner` is the id of the worker that holds it and `node` where that worker runs; `generation` tells a reused
-    allocation from the one that was sealed; `checksums` are xxh3-64 per chunk of `chunk_bytes(nbytes)`;
-    `key` must be shown to read it; `created_at` is Unix seconds.
+    `owner` is the id of the worker that holds the object, `node` the node of that worker. `generation` tells a reused
+    allocation from the one that was sealed. `checksums` are xxh3-64, one for each chunk of `chunk_bytes(nbytes)`.
+    Readers must show `key`. `created_at` is Unix seconds.
     """
 
     id: str
@@ -60,12 +70,12 @@ class ObjectRef(msgspec.Struct, frozen=True):
 
 
 def chunk_bytes(nbytes: int) -> int:
-    """Bytes per checksummed chunk of an object: at least CHUNK_BYTES, at most MAX_CHUNKS chunks."""
+    """Bytes of each chunk of an object: at least CHUNK_BYTES, and so many that there are at most MAX_CHUNKS chunks."""
     return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
 
 
 def same_prefix(old: ObjectRef, new: ObjectRef) -> int:
-    """Leading bytes, in whole chunks, that a ref's object is known to share with another: what need not come again.
+    """How many leading bytes, in whole chunks, two objects share by their checksums: these need no second transfer.
 
     Objects of different tensors share nothing, whatever their bytes are.
     """
@@ -76,10 +86,10 @@ def same_prefix(old: ObjectRef, new: ObjectRef) -> int:
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:
-    """Place tensors given as (name, dtype, shape) one after another.
+    """Place tensors, given as (name, dtype, shape), one after another in one allocation.
 
-    Returns their metas and the total bytes. A dtype of "none" takes no room.
-    Raises ValueError for a dtype, shape or count outside the allow-list.
+    Returns their descriptions and the total bytes. A dtype of "none" takes no room. Raises ValueError for an unknown
+    dtype, a shape that is not allowed, too many tensors, or two of one name.
     """
     metas: list[TensorMeta] = []
     offset = 0
@@ -87,7 +97,7 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[
         if len(shape) > MAX_DIMS or any(side < 0 for side in shape):
             raise ValueError(f"tensor {name!r} has shape {shape}")
         if dtype != "none" and dtype not in DTYPES:
-            raise ValueError(f"tensor {name!r} has dtype {dtype}; one of {', '.join(DTYPES)} may cross a stage border")
+            raise ValueError(f"tensor {name!r} has dtype {dtype}: stages can hand on {', '.join(DTYPES)}")
         size = 0 if dtype == "none" else DTYPES[dtype] * prod(shape)
         metas.append(TensorMeta(name, dtype, shape, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT

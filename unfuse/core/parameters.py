@@ -1,7 +1,7 @@
-"""A field that a client may send: a line of a medium's table, by which it is read, bounded and described.
+"""Parameters: the fields that a client may send. Each is a line of a medium's table, which bounds and describes it.
 
-Values arrive as JSON values (where 2.0 is the whole number 2) or as form strings. Whatever is refused is refused with
-InvalidParameter, whose sentence holds the bound and the value.
+Values arrive as JSON values (where 2.0 is the whole number 2) or as form strings. A value that is not allowed raises
+InvalidParameter, whose message has the bound and the value.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from unfuse.core.errors import ConfigError, InvalidParameter
 
 Value = str | int | float | bool | None
 Params = dict[str, Value]
-"""What stages get: the parameters of a request, by name."""
+"""The parameters of a request, by name, as stages get them."""
 
 Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "any"]
-"""`form` is a text as a pattern has it, `texts` an object of few short texts; `any` is taken as it is."""
+"""`form` is a text that matches a pattern, `texts` an object of a few short texts; `any` is not checked."""
 
 Use = Literal["stages", "request", "delivery", "nothing"]
-"""What reads it: stages, the making of the request, its delivery, nobody."""
+"""Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody."""
 
 Bound = float | str
-"""A number, or the name of that limit of the model."""
+"""A number, or the name of one of the model's limits."""
 
 MAX_TEXTS = 16
 
@@ -34,12 +34,12 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One field. `low` and `high` bound a number, or a text's length; `choices` are all that it can be.
+    """One field. `low` and `high` bound a number, or a text's length; `choices` are all values that it can have.
 
-    `default` is meant where neither client nor model says. One that is `particular` is known only where the model, or
-    who serves it, has a default for it. `also` is what some write for its name: it is not known by it. A command line
-    has the `flag` for it (nothing: its name), unless that is None; there, `stands` is shown for its value. `form` is
-    a pattern, and what it allows, in words.
+    `default` is used when neither the client nor the model gives a value. A parameter `by_model` exists only for models
+    that have a default for it. `aliases` are names that people write by mistake: the error for them names this one.
+    `flag` is its flag in the command line ("": made from the name; None: it has no flag), `metavar` what `--help` shows
+    for the value. `form` is a pattern, and a description of the pattern.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Parameter(msgspec.Struct, frozen=True):
     choices: tuple[object, ...] = ()
     use: Use = "stages"
     default: Value = None
-    says: str = ""
-    particular: bool = False
+    description: str = ""
+    by_model: bool = False
     required: bool = False
-    also: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     flag: str | None = ""
-    stands: str = ""
+    metavar: str = ""
     form: tuple[str, str] = ("", "")
 
     @property
     def offered(self) -> bool:
-        """Whether a command line has a flag for it: it is for what is made, and can be written as one value."""
+        """Whether the command line has a flag for it: it says what to make, and can be written as one value."""
         return self.use in ("stages", "request") and self.kind not in ("texts", "any") and self.flag is not None
 
     @property
@@ -69,7 +69,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
     @property
     def bounds(self) -> str:
-        """What bounds it, for people; nothing where nothing does."""
+        """Its bounds, for people to read; "" if it has none."""
         if self.choices:
             return ", ".join(dict.fromkeys(map(str, self.choices)))
         if self.kind not in ("text", "integer", "number"):
@@ -80,7 +80,7 @@ class Parameter(msgspec.Struct, frozen=True):
         return f"up to {high} characters" if self.kind == "text" else f"{low} to {high}"
 
     def read(self, value: object, limits: object) -> Any:
-        """A client's value, as it is meant. Raises InvalidParameter; `limits` has the model's."""
+        """Check and convert a client's value. `limits` has the model's limits. Raises InvalidParameter."""
         low, high = (getattr(limits, bound) if isinstance(bound, str) else bound for bound in (self.low, self.high))
         match self.kind:
             case "text":
@@ -94,7 +94,7 @@ class Parameter(msgspec.Struct, frozen=True):
             case "flag":
                 return choice(self.name, str(value).lower(), ("true", "false")) == "true"
             case "form":
-                return formed(self.name, value, *self.form)
+                return matching(self.name, value, *self.form)
             case "texts":
                 return texts(self.name, value)
             case "any":
@@ -102,9 +102,9 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 def text(name: str, value: object, low: int, high: int) -> str:
-    """A text of so many characters."""
+    """A text of `low` to `high` characters. Raises InvalidParameter, as the functions below do."""
     if not isinstance(value, str):
-        raise InvalidParameter(f"{name} must be text, not {shown(value)}", name)
+        raise InvalidParameter(f"{name} must be text, not {printable(value)}", name)
     if not low <= len(value) <= high:
         raise InvalidParameter(f"{name} must be {low} to {high} characters long, not {len(value)}", name)
     if any("\ud800" <= char <= "\udfff" for char in value):
@@ -113,52 +113,52 @@ def text(name: str, value: object, low: int, high: int) -> str:
 
 
 def integer(name: str, value: object, low: int, high: int) -> int:
-    """A whole number within these bounds."""
+    """A whole number from `low` to `high`; a form sends it as text."""
     found = value
     if isinstance(value, str) and _INTEGER.fullmatch(value) or isinstance(value, float) and value.is_integer():
         found = int(value)
     if not isinstance(found, int) or isinstance(found, bool):
-        raise InvalidParameter(f"{name} must be a whole number ({low} to {high}), not {shown(value)}", name)
+        raise InvalidParameter(f"{name} must be a whole number ({low} to {high}), not {printable(value)}", name)
     if not low <= found <= high:
-        raise InvalidParameter(f"{name} must be {low} to {high}, not {shown(found)}", name)
+        raise InvalidParameter(f"{name} must be {low} to {high}, not {printable(found)}", name)
     return found
 
 
 def number(name: str, value: object, low: float, high: float) -> float:
-    """A number within these bounds."""
+    """A number from `low` to `high`; a form sends it as text."""
     found = float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
     if not isinstance(found, int | float) or isinstance(found, bool):
-        raise InvalidParameter(f"{name} must be a number ({low:g} to {high:g}), not {shown(value)}", name)
+        raise InvalidParameter(f"{name} must be a number ({low:g} to {high:g}), not {printable(value)}", name)
     if not low <= found <= high:
-        raise InvalidParameter(f"{name} must be {low:g} to {high:g}, not {shown(found)}", name)
+        raise InvalidParameter(f"{name} must be {low:g} to {high:g}, not {printable(found)}", name)
     return float(found)
 
 
 def choice(name: str, value: object, known: tuple[object, ...]) -> object:
-    """One of these; a number may come as text."""
+    """One of the `known` values."""
     if value not in known or isinstance(value, bool):
         can = list(dict.fromkeys(map(str, known)))
         rule = f"must be one of {', '.join(can)}" if len(can) > 1 else f"can only be {can[0]} here"
-        raise InvalidParameter(f"{name} {rule}, not {shown(value)}", name)
+        raise InvalidParameter(f"{name} {rule}, not {printable(value)}", name)
     return value
 
 
-def formed(name: str, value: object, pattern: str, says: str) -> str:
-    """A text of that pattern."""
+def matching(name: str, value: object, pattern: str, description: str) -> str:
+    """A text that matches the pattern; `description` says in words which texts do."""
     if not isinstance(value, str) or not re.fullmatch(pattern, value):
-        raise InvalidParameter(f"{name} must be {says}, not {shown(value)}", name)
+        raise InvalidParameter(f"{name} must be {description}, not {printable(value)}", name)
     return value
 
 
 def texts(name: str, value: object) -> dict[str, str]:
-    """A few texts by name."""
+    """An object of at most MAX_TEXTS short texts by name."""
     if not isinstance(value, dict) or len(value) > MAX_TEXTS:
         raise InvalidParameter(f"{name} must be an object of at most {MAX_TEXTS} texts", name)
     return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], one, 0, 512) for key, one in value.items()}
 
 
-def shown(value: object) -> str:
-    """The value as it may stand in a sentence: short, printable whatever it is."""
+def printable(value: object) -> str:
+    """The value for use in a message: short and printable, whatever it is."""
     if isinstance(value, str):
         return repr(value if len(value) <= 60 else value[:60] + "…")
     if isinstance(value, bytes):
@@ -171,7 +171,7 @@ def shown(value: object) -> str:
 
 
 def default_of(params: Params, name: str) -> float:
-    """A number that the model has a default for. Raises ConfigError if it has none."""
+    """The model's default for a number. Raises ConfigError if it has none."""
     value = params.get(name)
     if not isinstance(value, int | float):
         raise ConfigError(f"the model has no default {name}: set one in its serving.json")

@@ -14,18 +14,18 @@ from unfuse.core.media import Room, Work, Workload
 from unfuse.core.parameters import Params as Params, Value as Value
 
 ALL = "all"
-"""What a worker of every role is started with."""
+"""The role of a worker that runs all stages."""
 
 
 class StageSpec(msgspec.Struct, frozen=True):
-    """A node of a pipeline, and all that is known of its kind.
+    """A node of a pipeline, and everything that unfuse knows about its kind.
 
-    `components` are the folders its workers load; the first names its pool. `inputs` and `outputs` are value names that
-    join stages. A stage with `per_sample` runs once for each picture of a request, the others once a request.
-    `reads` names all parameters that the output of a stage without inputs depends on (an upload goes by its hash, under
-    its name): requests with the same values may then share one. Without it, or with inputs, each has its own.
-    Workers that are started with `role` run it, and hold `slots` tasks at a time unless they are told otherwise: some
-    run, the inputs of the others come. `needs` is what a task takes of resources that workers name.
+    `components` are the folders that its workers load; the first names its pool. `inputs` and `outputs` are names of
+    values; a stage that reads a value depends on the stage that makes it. A `per_sample` stage runs once for each
+    picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
+    by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
+    shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
+    the others wait for their inputs. `needs` says how much of further named resources a task takes.
     """
 
     name: str
@@ -48,14 +48,14 @@ class Pipeline(msgspec.Struct, frozen=True):
     stages: tuple[StageSpec, ...]
 
     def validate(self) -> None:
-        """Raise ConfigError unless names join without a circle, every output is made once and results are written."""
+        """Raise ConfigError unless the stages form a graph without cycles whose last stage writes results."""
         producers = self.producers()
         if len({stage.name for stage in self.stages}) != len(self.stages):
-            raise ConfigError("two stages of the pipeline have one name")
+            raise ConfigError("two stages of the pipeline have the same name")
         if dotted := [stage.name for stage in self.stages if "." in stage.name]:
-            raise ConfigError(f"stage names hold no dot (it sets a picture's index apart), unlike {', '.join(dotted)}")
+            raise ConfigError(f"stage names have no dot (a picture's index follows one): {', '.join(dotted)}")
         if all(stage.outputs for stage in self.stages):
-            raise ConfigError("no stage of the pipeline is without outputs: none writes results")
+            raise ConfigError("every stage of the pipeline has outputs: none writes results")
         if sum(len(stage.outputs) for stage in self.stages) != len(producers):
             raise ConfigError("two stages of the pipeline make the same output")
         missing = sorted({name for stage in self.stages for name in stage.inputs} - set(producers))
@@ -70,17 +70,17 @@ class Pipeline(msgspec.Struct, frozen=True):
                 raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
 
     def producers(self) -> dict[str, StageSpec]:
-        """Which stage makes which output."""
+        """The stage that makes each output, by the name of the output."""
         return {name: stage for stage in self.stages for name in stage.outputs}
 
 
 class PlannedStage(msgspec.Struct, frozen=True):
-    """A stage of one request: where it waits, which stages it comes after, what is particular to it.
+    """A stage of one request: its pool, and the stages that it comes `after`.
 
-    `params` override the request's (a sample has its own seed and index); `room` is the predicted bytes of its output;
-    `final` stages write results. `cache` is the key under which other requests find its output, "" if none is to.
-    `cost` is what it was predicted to take when the request came, in seconds of compute; `work` is how much it has to
-    do (0, 0 in a request of a version that did not write it down), `needs` what it takes of other resources.
+    `params` override the request's (a sample has its own seed and index). `room` is the predicted bytes of its output.
+    `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
+    `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
+    requests of versions that did not store it). `needs` is what it takes of further named resources.
     """
 
     name: str
@@ -97,7 +97,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
-    """A pipeline compiled for one request, in an order in which it could run."""
+    """A pipeline compiled for one request; each stage stands behind those that it comes after."""
 
     stages: tuple[PlannedStage, ...]
 
@@ -109,14 +109,12 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
         raise KeyError(name)
 
     def moved(self, pools: Mapping[str, str]) -> ExecutionPlan:
-        """The plan with other pools for these stages, by name, which share no output with others there."""
-        return ExecutionPlan(
-            tuple(
-                stage if pool == stage.pool else msgspec.structs.replace(stage, pool=pool, cache="")
-                for stage in self.stages
-                for pool in [pools.get(stage.name, stage.pool)]
-            )
-        )
+        """The plan with other pools for some stages, by stage name. A moved stage shares its output no longer."""
+        stages: list[PlannedStage] = []
+        for stage in self.stages:
+            pool = pools.get(stage.name, stage.pool)
+            stages.append(stage if pool == stage.pool else msgspec.structs.replace(stage, pool=pool, cache=""))
+        return ExecutionPlan(tuple(stages))
 
     def consumers(self, name: str) -> tuple[PlannedStage, ...]:
         """The stages that read the output of `name`."""
@@ -124,41 +122,38 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
 
 
 def pool_name(stage: StageSpec, weights: Mapping[str, str], dtypes: Mapping[str, str]) -> str:
-    """The pool that a card declares for a stage: the workers for one kind of one component in one dtype."""
+    """The pool that a card declares for a stage: its kind, and the weights and dtype of its first component."""
     component = stage.components[0]
     return f"{stage.kind}:{weights[component][:12]}:{dtypes[component]}"
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Which stages a worker runs: those of some roles (None: any), and of some components (none: any)."""
+    """Which stages a worker runs: those of these roles (None: any) and of these components (empty: any)."""
 
     roles: frozenset[str] | None = None
     components: tuple[str, ...] = ()
 
     def takes(self, stage: StageSpec) -> bool:
-        """Whether a stage is one of them: the component that names its pool decides."""
+        """Whether the worker runs this stage; of its components, only the first counts."""
         of_role = self.roles is None or stage.role in self.roles
         return of_role and (not self.components or stage.components[0] in self.components)
 
 
 def roles_of(text: str) -> frozenset[str] | None:
-    """The roles of a worker that is started with `a`, or with `a+b`; None, which is all of them, for ALL.
-
-    Raises ConfigError for what names none.
-    """
+    """The roles in `a` or `a+b`; None, which means all of them, for ALL. Raises ConfigError for an empty role."""
     roles = [role.strip() for role in text.split("+")]
     if not all(roles):
-        raise ConfigError(f"{text!r} is no role: write one such as denoiser, several as encoder+decoder, or {ALL}")
+        raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")
     return None if ALL in roles else frozenset(roles)
 
 
 def slots_of(roles: frozenset[str] | None, stages: Iterable[StageSpec]) -> int:
-    """Tasks that a worker of these roles holds at a time unless it is told otherwise: the least that one role has."""
+    """How many tasks a worker of these roles holds at a time by default: the least of its stages' `slots`."""
     return min((stage.slots for stage in stages if roles is None or stage.role in roles), default=1)
 
 
 def cache_key(*parts: object) -> str:
-    """128 bits, as hex, of everything that an output depends on. Raises ProtocolError for what is no message."""
+    """A hash (128 bits, as hex) of what an output depends on. Raises ProtocolError for what cannot be encoded."""
     return blake2b(encode(parts), digest_size=16).hexdigest()
 
 
@@ -169,28 +164,34 @@ def compile_plan(
     samples: Iterable[Params],
     shared_by: tuple[str, ...] | None = None,
 ) -> ExecutionPlan:
-    """Fan a validated pipeline out over the samples of one request.
+    """Compile a validated pipeline for one request.
 
-    `pools` maps stage names to pools; `samples` holds what differs between the pictures of the request. `shared_by`
-    says, beside what a stage reads, which requests may share its output; None: this one shares none.
+    `pools` maps stage names to pools. `samples` holds, for each picture, the parameters that are its own. Requests with
+    equal `shared_by` may share outputs of stages that read the same values (None: this request shares none).
     """
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
     specs = {spec.name: spec for spec in pipeline.stages}
-    each = list(samples)
+    every_sample = list(samples)
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
-        room = spec.room.bytes(params)
-        for index, own in enumerate(each if spec.per_sample else [{}]):
-            feeds = dict.fromkeys(producers[name].name for name in spec.inputs)
-            after = tuple(f"{name}.{index}" if specs[name].per_sample else name for name in feeds)
-            name = f"{spec.name}.{index}" if spec.per_sample else spec.name
-            read = [(key, (params | own).get(key)) for key in sorted(spec.reads) if not spec.inputs]
-            cache = cache_key(shared_by, pools[spec.name], read) if read and shared_by is not None else ""
+        sources = dict.fromkeys(producers[name].name for name in spec.inputs)
+        needs = {name: need.bytes(params) for name, need in spec.needs.items()}
+        for index, own in enumerate(every_sample if spec.per_sample else [{}]):
+            read = [(key, (params | own).get(key)) for key in sorted(spec.reads)]
+            is_shared = read and not spec.inputs and shared_by is not None
             planned.append(
                 PlannedStage(
-                    name, spec.kind, pools[spec.name], after, own, room, not spec.outputs, cache,
-                    work=spec.work.of(params), needs={name: need.bytes(params) for name, need in spec.needs.items()},
+                    name=f"{spec.name}.{index}" if spec.per_sample else spec.name,
+                    kind=spec.kind,
+                    pool=pools[spec.name],
+                    after=tuple(f"{name}.{index}" if specs[name].per_sample else name for name in sources),
+                    params=own,
+                    room=spec.room.bytes(params),
+                    final=not spec.outputs,
+                    cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
+                    work=spec.work.of(params),
+                    needs=needs,
                 )
-            )  # fmt: skip
+            )
     return ExecutionPlan(tuple(planned))

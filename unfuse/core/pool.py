@@ -1,8 +1,8 @@
-"""Names of pools: which workers are interchangeable, down to the bytes of what they make.
+"""Names of pools. Workers of one pool are interchangeable: they make the same bytes.
 
-A model's card declares the pool of a stage: its kind, the weights and the dtype of its component. Workers add their
-outcome, what results depend on beside: `denoise:1f2e3d4c5b6a:float32@0a1b2c3d`. A pool that no worker ever served has
-none, nor have those of workers that say none.
+A model's card declares the pool of a stage: the stage kind, and the weights and dtype of its component. Workers add the
+hash of their outcome, which is everything else that results depend on: `denoise:1f2e3d4c5b6a:float32@0a1b2c3d`. A pool
+that no worker has served yet has no outcome, nor has one whose workers report none.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from unfuse.core.codec import encode
 
 
 def manned(pool: str, outcome: Mapping[str, str]) -> str:
-    """The pool of workers of that outcome, of those that could serve a declared one."""
+    """The name of a declared pool for workers of this outcome."""
     if not outcome:
         return pool
     return f"{pool}@{blake2b(encode(sorted(outcome.items())), digest_size=4).hexdigest()}"
 
 
 def declared(pool: str) -> str:
-    """The pool without the outcome: every worker of it could serve in another's place, if to other bytes."""
+    """The name of the pool without its outcome. Workers of equal declared pools can do the same tasks."""
     return pool.partition("@")[0]
 
 
 def outcome_of(pool: str) -> str:
-    """The hash of the outcome, "" where there is none."""
+    """The hash of the outcome in a pool's name, "" if it has none."""
     return pool.partition("@")[2]

@@ -1,4 +1,4 @@
-"""Text for people on other machines: without the places that files have on this one."""
+"""Removes the paths of this machine's files from text that people on other machines read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ _PLAIN = re.compile(r"(?:(?<![\w./…-])/(?!/)|(?<=file://)/)[^\s\"'`:;,()<>\[\]
 
 
 def without_paths(text: str) -> str:
-    """The text with nothing left of absolute paths but their last part; URLs stay, but for those of files."""
+    """The text with absolute paths, and file: URLs, shortened to their last part. Other URLs stay."""
     text = _QUOTED.sub(lambda found: f"{found[1]}…/{found[2]}{found[1]}", text)
     return _PLAIN.sub(lambda found: f"…/{found[0].rstrip('/').rpartition('/')[2]}", text)

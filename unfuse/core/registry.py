@@ -1,4 +1,4 @@
-"""Names to implementations: every table of backends is a dict of "module:attr" strings, imported only when named."""
+"""Looks up implementations by name. A table of backends is a dict of "module:attr", imported only when it is used."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from unfuse.core.nearest import nearest
 
 
 def resolve(table: Mapping[str, str], name: str, what: str) -> Any:
-    """Return what `name` stands for in the table, or what it names itself as `module:attr`.
+    """Import what the table has for `name`, or `name` itself if it is a `module:attr`.
 
-    `what` says in errors what is being looked up ("queue", "model family"). Raises ConfigError when nothing has that
-    name, or when what has it cannot be imported.
+    Errors call it a `what` ("queue", "model family"). Raises ConfigError for an unknown name, or a failed import.
     """
     target = table.get(name, name)
     module, colon, attribute = target.partition(":")

@@ -1,4 +1,4 @@
-"""A request's whole state: one truth, kept in the queue backend, changed only by lifecycle transitions."""
+"""The whole state of a request. It is kept in the queue backend alone, and only lifecycle transitions change it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ REQUEST_MOVES: dict[str, frozenset[str]] = {
 
 
 class Timings(msgspec.Struct, frozen=True):
-    """Where a stage's seconds went: waiting in the queue, reading inputs, computing, writing outputs.
+    """The seconds that a stage spent waiting in the queue, reading inputs, computing, and writing outputs.
 
-    It computed in that many `steps`, with `batch` tasks in a forward on average. Earlier attempts had made `resumed`
-    steps, which were not made again; saving the state now and then took `save_s` of the time between its steps.
-    `device` is what it computed on, as its worker says it: cpu, or the name of a GPU.
+    `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
+    earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
+    cpu or the name of a GPU.
     """
 
     queued_s: float = 0.0
@@ -48,7 +48,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class ResultFile(msgspec.Struct, frozen=True):
-    """One picture or video in the result store. `index` is its place in the request; `bytes` its size."""
+    """One picture or video in the result store. `index` counts the results of the request from 0."""
 
     index: int
     content_type: str
@@ -66,12 +66,13 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 class StageState(msgspec.Struct, frozen=True):
-    """What is known of one stage of one request.
+    """The state of one stage of one request.
 
-    `attempt` is the current (or last) try; `token` is the one that completed it, so that a repeated commit is known.
-    `queued_at` is Unix seconds; `failures`, `crashes` and `recomputes` are charged against separate budgets. One to be
-    tried `alone` was among several when a compute process died. `checkpoint` is its state at `checkpoint_step`; earlier
-    attempts had `reached` that share of it, and were leased for `leased_s` seconds.
+    `attempt` is the current or last attempt. `token` is that of the lease that completed the stage, to recognise a
+    repeated commit. `queued_at` is Unix seconds. `failures`, `crashes` and `recomputes` have a budget each. `alone`:
+    the task must run with no other, because several ran when a compute process died. `checkpoint` is the saved state
+    after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
+    `leased_s` seconds.
     """
 
     status: TaskStatus = "waiting"
@@ -95,10 +96,11 @@ class RequestContext(msgspec.Struct, frozen=True):
     """The whole state of a request.
 
     `version` rises by one with every commit. `deadline` is seconds of the queue's clock; `created_at` and
-    `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent, to tell a repeat from another
-    request. `cost` is what it counts for in admission, in predicted seconds of compute; `order` is where its tasks
-    stand among those of their priority; a `dead` one failed in a way that somebody should look at. `asked` is what the
-    client calls the model, where that is another name. No chain of its stages may be leased for more than `limit_s`.
+    `completed_at` are Unix seconds. `fingerprint` is the hash of what the client sent: with one idempotency key, it
+    tells a repeat from another request. `cost` is the predicted seconds of compute that admission counts. `order`
+    sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
+    `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
+    for `limit_s` seconds in all (None: any time).
     """
 
     id: str
@@ -126,25 +128,25 @@ class RequestContext(msgspec.Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether nothing will happen to it any more."""
+        """Whether the request has ended: its status will not change any more."""
         return self.status in TERMINAL
 
     @property
     def medium(self) -> Medium:
-        """What it asks for, as its id tells."""
+        """The medium that it asks for, which its id tells."""
         return medium_of(self.id)
 
     @property
     def video(self) -> bool:
-        """Whether it is one of /v1/videos: queues list these by themselves."""
+        """Whether it asks for a video. Queues can list these alone, for /v1/videos."""
         return self.id.startswith(VIDEO.prefix)
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What is asked for: checked parameters of a model, and `n` results of the seeds seed … seed + n − 1.
+    """What is asked for: checked parameters of a model, and `n` results with the seeds seed … seed + n − 1.
 
-    `name` is what the client calls the model, where that is another name. `id` is the request's, drawn if there is
-    none. Its stages may run for `limit_s` seconds (0: any).
+    `name` is the client's name for the model, if that is an alias. `id` is the id of the request ("": one is drawn).
+    The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time).
     """
 
     card: ModelCard
@@ -156,7 +158,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Who(msgspec.Struct, frozen=True):
-    """Who asks, and what tells whether it was asked before: a key of the client's own, the hash of what it sent."""
+    """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent."""
 
     tenant: str = "default"
     idempotency_key: str = ""
@@ -164,10 +166,11 @@ class Who(msgspec.Struct, frozen=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One transition, to be applied as a whole or not at all.
+    """One transition of a request. A queue applies all of it or nothing.
 
-    `context` is the new state, whose version is one more than the one it was made from. `claim` is the lease that is
-    closed by it, if a worker asked for it. `close` names further tasks whose leases end and whose places are given up.
+    `context` is the new state; its version is one more than that of the state it was made from. `claim` is that of the
+    worker who caused the transition, if one did: it closes this lease. `close` has the keys of further tasks, which
+    are removed from the queue or lose their lease. `push` has the tasks to queue, `events` those to publish.
     """
 
     context: RequestContext
@@ -178,7 +181,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Running(msgspec.Struct, frozen=True):
-    """A leased stage as the queue sees it; kept beside the context, outside its version. `since` is Unix seconds."""
+    """A leased stage. It is not part of the context: it changes without a new version. `since` is Unix seconds."""
 
     stage: str
     attempt: int
@@ -189,7 +192,7 @@ class Running(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A stored request: its context, what runs of it now, and how many tasks are ahead of its first queued one."""
+    """A stored request: its context, its running stages, and how many tasks are ahead of its first queued one."""
 
     context: RequestContext
     running: tuple[Running, ...] = ()
@@ -197,10 +200,10 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def status(self) -> RequestStatus:
-        """The status to show: something that runs makes a request one in progress, whatever was last committed."""
+        """The status to show. A queued request is in progress as soon as one of its stages runs."""
         return "in_progress" if self.context.status == "queued" and self.running else self.context.status
 
 
 def new_request_id(medium: Medium = IMAGE) -> str:
-    """128 random bits with the prefix clients see."""
+    """A new id: the medium's prefix and 128 random bits."""
     return medium.prefix + secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""Tasks and leases: what a queue holds, and a timed claim on it."""
+"""Tasks, which queues hold, and leases, which are timed claims on them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TASK_MOVES: dict[str, frozenset[str]] = {
     "done": frozenset({"queued", "waiting"}),
     "cancelled": frozenset(),
 }
-"""Legal moves of one stage of one request. `done` is left only when its output was lost, and reached at once where the
-encoder cache has it; `waiting` is reached again when an input was lost. `announced` is reserved for a stage whose
-output may be read while it is written: nothing makes this move yet."""
+"""Legal moves of one stage of one request. A stage leaves `done` only when its output was lost, and goes from `waiting`
+to `done` when the encoder cache has its output. It returns to `waiting` when an input was lost. `announced` is reserved
+for a stage whose output can be read while it is written: nothing makes this move yet."""
 
 SLOTS, ARENA = "slots", "arena"
-"""The resources that every task needs: a slot of a worker, and bytes of its arena for what is made."""
+"""The resources that every task needs: a slot of a worker, and bytes of its arena for the output."""
 
 CACHED = "cache:"
 
 
 def cached_as(key: str, id: str) -> str:
-    """The name by which its owner holds an object for the encoder cache, beside that of its request."""
+    """The name of the hold that keeps object `id` for the encoder cache under `key`."""
     return f"{CACHED}{key}:{id}"
 
 
@@ -38,11 +38,10 @@ class Task(msgspec.Struct, frozen=True):
     """One stage of one request, with a read-only view of what it needs.
 
     `order` is computed once, at push: a queue hands out by (−priority, order, arrival). `not_before` and `deadline` are
-    seconds of the queue's clock; `room` is the predicted bytes of the output, `needs` what it takes of other resources
-    that workers name. `near` is the node that holds most bytes
-    of its inputs, `affinity` what tasks have in common that it would share a forward, or an adapter, with: preferences.
-    One that is to run `alone` was among several when a compute process died: no other may be begun beside it.
-    `cache` is the key under which other requests find its output, "" if none is to.
+    seconds of the queue's clock. `room` is the predicted bytes of the output, `needs` what it takes of further named
+    resources. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of equal `affinity` can
+    share a forward, or an adapter. A task to run `alone` must not run beside another in one compute process, because
+    several ran when one died. `cache` is the key under which other requests find its output ("": they do not).
     """
 
     request: str
@@ -67,17 +66,17 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What a task is, whatever its attempt."""
+        """The request and the stage: they identify a task over all its attempts."""
         return self.request, self.stage
 
     @property
     def resources(self) -> dict[str, int]:
-        """What it takes of every resource."""
+        """How much it takes of each resource, by name."""
         return {**self.needs, SLOTS: 1, ARENA: self.room}
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What a worker shows to speak for a task: the attempt orders, the token (128 random bits) fences."""
+    """What a worker shows to report on a task. The attempt orders; the token, 128 random bits, proves the claim."""
 
     request: str
     stage: str
@@ -86,14 +85,14 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The task it is about."""
+        """The key of its task."""
         return self.request, self.stage
 
 
 class Lease(msgspec.Struct, frozen=True):
     """A timed claim on a task. `expires` is seconds of the queue's clock.
 
-    An earlier attempt may have left a checkpoint: whoever runs the task goes on from there, if it can be had.
+    If an earlier attempt left a `checkpoint` that can be read, the worker resumes from it.
     """
 
     task: Task
@@ -104,10 +103,10 @@ class Lease(msgspec.Struct, frozen=True):
 
     @property
     def reads(self) -> tuple[ObjectRef, ...]:
-        """The task's inputs, and the checkpoint if there is one."""
+        """The objects that the worker reads: the task's inputs, and the checkpoint if there is one."""
         return self.task.inputs if self.checkpoint is None else (*self.task.inputs, self.checkpoint)
 
     @property
     def claim(self) -> Claim:
-        """What its holder shows."""
+        """What the worker that holds the lease shows."""
         return Claim(self.task.request, self.task.stage, self.task.attempt, self.token)

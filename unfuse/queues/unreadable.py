@@ -20,7 +20,7 @@ class Unreadable:
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
-        self._causes = RepeatedErrors()
+        self._errors = RepeatedErrors()
 
     def sound(self, kind: str, id: str, read: Callable[[], T]) -> T | None:
         """What is read; nothing where that cannot be."""
@@ -34,7 +34,7 @@ class Unreadable:
 
     def note(self, kind: str, id: str, reason: str) -> None:
         """This cannot be read."""
-        self._causes.tell(f"reading a {kind}", ProtocolError(reason), id=id)
+        self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
         if len(self._reasons) < MOST:
             self._reasons[kind, id] = reason
 

@@ -104,7 +104,7 @@ class Call:
         asked, card = await self.gateway.model(name)
         medium = self.medium
         if not medium.made_by(card.limits):
-            others = " or ".join(other.several for other in MEDIA if other.made_by(card.limits))
+            others = " or ".join(other.plural for other in MEDIA if other.made_by(card.limits))
             hint = f": ask it for {others}" if others else ""
             raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
         if card.takes_image and not picture:

@@ -21,7 +21,7 @@ from uvicorn import Config, Server
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from unfuse.core.token_bucket import Seldom
+from unfuse.core.log_throttle import LogThrottle
 from unfuse.server.access import Access, address_of
 from unfuse.server.errors import Refusal, envelope
 
@@ -63,7 +63,7 @@ class Connections(ServerState):
         self.bounds, self._access = bounds, access
         self._most = min(bounds.connections, _files(bounds.connections + OTHER_FILES) - OTHER_FILES)
         self._from: Counter[str] = Counter()
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
 
     def enter(self, peer: str) -> Refusal | None:
         """Count one that has come; why it may not stay, if it may not."""
@@ -94,7 +94,7 @@ class Connections(ServerState):
 
     def say(self, what: str, **told: object) -> None:
         """Log what goes on at the connections, each cause once a second at most."""
-        if times := self._seldom.times(what):
+        if times := self._throttle.count_if_due(what):
             log.warning(what, times=times, **told)
 
     def _whose(self, peer: str) -> str:

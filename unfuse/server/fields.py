@@ -33,7 +33,7 @@ def schema_of(parameter: Parameter) -> Schema:
     chosen: Schema = {"enum": list(parameter.choices)} if parameter.choices else {}
     chosen |= {"pattern": f"^({parameter.form[0]})$"} if parameter.kind == "form" else {}
     default = {} if parameter.default is None else {"default": parameter.default}
-    return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.says}
+    return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.description}
 
 
 def _fields(medium: Medium) -> Schema:

@@ -1,4 +1,4 @@
-"""What goes wrong again and again is told now and then."""
+"""Logs errors that repeat, but not each time."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable
 import structlog
 
 from unfuse.core.errors import UnfuseError
-from unfuse.core.token_bucket import Seldom
+from unfuse.core.log_throttle import LogThrottle
 
 log = structlog.get_logger(__name__)
 
 
 class RepeatedErrors:
-    """Tells of each cause, which is what failed and the type of error it failed with, at most once in TELL_S seconds.
+    """Logs each cause (what failed, and the type of the error) at most once in LOG_EVERY_S seconds.
 
-    An error that unfuse raises on purpose is its sentence; any other is a defect, and told with its traceback.
+    An UnfuseError is logged as its message. Any other error is a defect, and is logged with its traceback.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._seldom = Seldom(now)
+        self._throttle = LogThrottle(now)
 
-    def tell(self, what: str, error: Exception, **about: object) -> None:
-        """Log that `what` failed, and how often it did since that was last told."""
-        times = self._seldom.times(f"{what}: {type(error).__name__}")
+    def log(self, what: str, error: Exception, **about: object) -> None:
+        """Log that `what` failed with this error, and how often since the last line; or only count it."""
+        times = self._throttle.count_if_due(f"{what}: {type(error).__name__}")
         if times and isinstance(error, UnfuseError):
             log.warning("failed, going on", doing=what, reason=str(error), times=times, **about)
         elif times:

@@ -1,4 +1,4 @@
-"""Keeps background work going: what it raises costs one round of it, and is told."""
+"""Keeps background work going: an error in it is logged, and the work goes on."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from unfuse.supervision.repeated_errors import RepeatedErrors
 
 PAUSE_S = 0.2
-"""Before work that has failed is done again."""
+"""Seconds before work that has failed is repeated."""
 
 
 class Supervisor:
-    """The background work of one owner, on one event loop, until `close`."""
+    """Runs the background work of one owner, on one event loop, until `close`."""
 
     def __init__(self) -> None:
-        self._causes = RepeatedErrors()
+        self._errors = RepeatedErrors()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def forever(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Do this work over and over, with a pause after a round that failed. It paces itself otherwise."""
+        """Start a task that repeats this work, and waits PAUSE_S only after it failed: `work` must pace itself."""
         return self._begin(self.repeat(what, work))
 
     def once(self, what: str, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Do this work, beside everything else."""
+        """Start a task that does this work once."""
         return self._begin(self._once(what, work))
 
     async def repeat(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
-        """What `forever` does, here."""
+        """Repeat this work as `forever` does, in the caller's task."""
         while True:
             failed = True
             with self.besides(what):
@@ -40,14 +40,14 @@ class Supervisor:
 
     @contextmanager
     def besides(self, what: str, **about: object) -> Iterator[None]:
-        """What fails inside costs nothing but itself: what counts was done before, or is done all the same."""
+        """A context that logs any error raised inside and goes on. `about` is logged too."""
         try:
             yield
-        except Exception as error:  # that nobody has foreseen, too
-            self._causes.tell(what, error, **about)
+        except Exception as error:  # also an error that nobody has foreseen
+            self._errors.log(what, error, **about)
 
     async def close(self) -> None:
-        """End all of it."""
+        """Cancel all work, and wait until it has ended."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

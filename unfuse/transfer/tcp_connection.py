@@ -21,7 +21,7 @@ from unfuse.arena.objects import Extent
 from unfuse.arena.sockets import exactly
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
-from unfuse.core.framing import frame, take
+from unfuse.core.framing import frame, read_message
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
@@ -246,7 +246,7 @@ def write(connection: socket.socket, data: bytes) -> None:
 
 def read(connection: socket.socket) -> bytes:
     """The next bytes that were sent so."""
-    return take(partial(exactly, connection), MAX_MESSAGE)
+    return read_message(partial(exactly, connection), MAX_MESSAGE)
 
 
 def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:

@@ -17,7 +17,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.token_bucket import Seldom
+from unfuse.core.log_throttle import LogThrottle
 from unfuse.supervision.supervisor import Supervisor
 
 SIDES = ("scheduler", "worker")
@@ -49,9 +49,9 @@ class Keys(msgspec.Struct, frozen=True):
         """Before bind: have the library's question answered whether a connection may come in."""
         asked = context.socket(zmq.REP)
         asked.bind("inproc://zeromq.zap.01")
-        return Supervisor().forever("letting workers in", partial(self._admit, asked, Seldom()))
+        return Supervisor().forever("letting workers in", partial(self._admit, asked, LogThrottle()))
 
-    async def _admit(self, asked: zmq.asyncio.Socket, seldom: Seldom) -> None:
+    async def _admit(self, asked: zmq.asyncio.Socket, throttle: LogThrottle) -> None:
         """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
         version, number, *question = await asked.recv_multipart()
         known = False
@@ -59,7 +59,7 @@ class Keys(msgspec.Struct, frozen=True):
             known = question[3:] == [b"CURVE", z85.decode(self.peer)]
         finally:  # the socket takes no other question before this one is answered
             await asked.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
-        if not known and (times := seldom.times("key")):
+        if not known and (times := throttle.count_if_due("key")):
             log.warning("refused a connection without the workers' key", times=times)
 
 

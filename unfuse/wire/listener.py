@@ -14,7 +14,8 @@ import structlog
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.token_bucket import Seldom, TokenBucket
+from unfuse.core.log_throttle import LogThrottle
+from unfuse.core.token_bucket import TokenBucket
 from unfuse.wire.address import unix_path
 from unfuse.wire.bounded_connection import BoundedConnection, Bounds, Owner, Side
 from unfuse.wire.unix_socket import BACKLOG, leave, listening
@@ -52,7 +53,7 @@ class BoundedListener(Owner):
         self._connections: set[BoundedConnection] = set()
         self._waiting: dict[BoundedConnection, None] = {}
         self._opening: set[asyncio.Task[None]] = set()
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
         self._rest: asyncio.TimerHandle | None = None
         self._loop.add_reader(listener, self._accept)
 
@@ -87,7 +88,7 @@ class BoundedListener(Owner):
 
     @override
     def tell(self, reason: str, peer: str) -> None:
-        if times := self._seldom.times(reason):
+        if times := self._throttle.count_if_due(reason):
             log.warning("dropped a connection to the control port", reason=reason, peer=peer, times=times)
 
     def _accept(self) -> None:

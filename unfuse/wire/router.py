@@ -17,8 +17,8 @@ import zmq.asyncio
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
+from unfuse.core.log_throttle import LogThrottle
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
-from unfuse.core.token_bucket import Seldom
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
 from unfuse.wire.listener import BoundedListener, listen
@@ -67,7 +67,7 @@ class Router:
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pending: Counter[bytes] = Counter()
-        self._seldom = Seldom()
+        self._throttle = LogThrottle()
         if path := unix_path(address):
             folder = path.parent
         self._made = None if folder else tempfile.mkdtemp(prefix="unfuse-")
@@ -114,7 +114,7 @@ class Router:
                 raise ProtocolError(f"more than {MAX_PENDING} messages wait for an answer")
             message: ToScheduler = decode(body, ToScheduler)
         except ProtocolError as error:
-            if times := self._seldom.times("refused"):
+            if times := self._throttle.count_if_due("refused"):
                 log.warning("refused a message", reason=str(error), times=times)
             await self._send(peer, number, Refused(str(error)))
             return
@@ -137,12 +137,12 @@ class Router:
         try:
             return await self._answer(self._named(peer), message)
         except TransientError as error:
-            if times := self._seldom.times("again"):
+            if times := self._throttle.count_if_due("again"):
                 reason, name = str(error), type(message).__name__
                 log.warning("a message has to be said again", message=name, reason=reason, times=times)
             return Refused(str(error))
         except Exception as error:  # one worker's message must not end the service of all
-            if times := self._seldom.times(type(error).__name__):
+            if times := self._throttle.count_if_due(type(error).__name__):
                 log.exception("a message could not be answered", message=type(message).__name__, times=times)
             return Refused(f"the scheduler failed on this message: {error}")
 

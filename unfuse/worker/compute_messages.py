@@ -10,7 +10,7 @@ import msgspec
 
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.framing import HEADER_BYTES, frame, length_of, take
+from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
@@ -136,7 +136,7 @@ class ComputeChannel:
 
     def receive(self) -> ToCompute:
         """The next message. Raises EOFError when the parent is gone."""
-        return decode(take(self._read, MAX_BYTES), ToCompute)
+        return decode(read_message(self._read, MAX_BYTES), ToCompute)
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
