@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.queues.base import Filter, Limits, TaskQueue
-from unfuse.queues.index import BLOCK, Entry, Ordered
+from unfuse.queues.index import BLOCK, Entry, SortedEntries
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
@@ -186,7 +186,7 @@ async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
 def test_blocks_keep_the_order(moves: list[tuple[bool, int]], key: int) -> None:
     """Given small blocks, when entries come and go, then both directions go through them in order, from any key."""
     with patch("unfuse.queues.index.BLOCK", 3):
-        ordered, there = Ordered(lambda entry: entry.number), dict[int, Entry]()
+        ordered, there = SortedEntries(lambda entry: entry.number), dict[int, Entry]()
         for comes, number in moves:
             if comes and number not in there:
                 there[number] = Entry(request("a"), number)

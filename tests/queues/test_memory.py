@@ -166,7 +166,7 @@ class TestTheSuiteCanFail:
         class Absent(QueueState):
             def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
                 leases = super().claim(worker, wanted, ttl)
-                self.pools = dict.fromkeys(lease.task.pool for lease in leases)
+                self.changed_pools = dict.fromkeys(lease.task.pool for lease in leases)
                 return leases
 
         broken = await self.broken_rules(QueueState=Absent)
@@ -176,14 +176,14 @@ class TestTheSuiteCanFail:
         class Hasty(QueueState):
             def commit(self, change: Change) -> Entry:
                 for key in change.close:
-                    self._drop(key)
+                    self._remove_task(key)
                 return super().commit(change)
 
         assert await self.broken_rules(QueueState=Hasty) == {"a_commit_that_raises_has_no_effect"}
 
     async def test_when_nobody_is_woken(self) -> None:
         class Sleepy(Waiters):
-            def _wake(self, pool: str) -> None:
+            def _wake_for(self, pool: str) -> None:
                 pass
 
         broken = await self.broken_rules(Waiters=Sleepy)

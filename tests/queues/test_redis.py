@@ -23,8 +23,8 @@ from unfuse.core.event import Event
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
-from unfuse.queues.remote_waiters import TOGETHER
-from unfuse.queues.script import pushed
+from unfuse.queues.remote_waiters import MAX_BATCH
+from unfuse.queues.script import task_fields
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,
@@ -172,7 +172,7 @@ class TestTwoQueuesOverOneServer:
         for call in (history(queue, "a"), queue.load("a")):
             with pytest.raises(NotFound, match="no request a"):
                 await call
-        assert not queue._hearing._followers
+        assert not queue._subscription._followers
 
     async def test_a_gap_in_sweeping_is_one_for_all_of_them(self, server: Server) -> None:
         """Given leases that ran on while no scheduler was there, then the first sweep extends them, whoever makes it,
@@ -293,7 +293,7 @@ async def test_a_claim_nobody_heard_of_is_taken_back(queue: TaskQueue) -> None:
 
 
 async def test_more_wait_than_share_a_call(queue: TaskQueue) -> None:
-    names = [f"{number:03}" for number in range(TOGETHER + 10)]
+    names = [f"{number:03}" for number in range(MAX_BATCH + 10)]
     waiting = [await started(queue.lease("w", wanted("p"), TTL, wait=30.0)) for _ in names]
     await asyncio.gather(*(submitted(queue, name) for name in names))
     leases = [lease for one in waiting for lease in await one]
@@ -336,7 +336,7 @@ async def test_a_closed_queue_hands_out_nothing(queue: TaskQueue) -> None:
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)), min_size=2))
 def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> None:
-    ranks = {(-p, o + 0.0): bytes(pushed(task("a", priority=p, order=o))["rank"]) for p, o in pairs}
+    ranks = {(-p, o + 0.0): bytes(task_fields(task("a", priority=p, order=o))["rank"]) for p, o in pairs}
     assert sorted(ranks.values()) == [ranks[pair] for pair in sorted(ranks)]
 
 

@@ -30,7 +30,7 @@ from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.row import Standing
+from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -485,9 +485,9 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
     assert await queue.lease("v", wanted("p"), TTL) == []
     assert len(await queue.lease("w", wanted("p"), TTL)) == 1
     await queue.close()
-    stood = msgspec.msgpack.decode(msgspec.msgpack.encode(Standing(3, task("a"), "w", b"t", 1.0, {"v": 3})))
+    stood = msgspec.msgpack.decode(msgspec.msgpack.encode(StoredTask(3, task("a"), "w", b"t", 1.0, {"v": 3})))
     for parts in (stood[:5], [*stood, "from a later version"]):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=Standing).since == 1.0
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=StoredTask).since == 1.0
 
 
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:

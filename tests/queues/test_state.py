@@ -25,10 +25,10 @@ def test_a_request_lives_without_an_event_loop() -> None:
     (lease,) = state.claim("w", wanted("p"), TTL)
     assert state.hand_back(lease.claim)
     assert [found.stage for found in state.peek("r", 9)] == []
-    assert state.ripens() == 1_005.0
+    assert state.next_due() == 1_005.0
     clock.advance(5)
     assert [found.stage for found in state.peek("r", 9)] == ["u"]
-    assert state.ripens() is None
+    assert state.next_due() is None
     state.commit(change(record, status="cancelled", completed_at=1.0))
     assert (state.size("p"), state.list(Filter(over=False), None, 9, False)) == (0, [])
     assert state.drop("a") and state.requests == {}
@@ -39,17 +39,17 @@ def test_what_changes_is_told_to_who_waits_and_to_who_writes() -> None:
     clock, written = ManualClock(), list[Entry]()
     state = QueueState(clock, written.append)
     record = filled(state)
-    assert (set(state.pools), len(written)) == ({"p", "q", "r"}, 1)
-    state.pools.clear()
+    assert (set(state.changed_pools), len(written)) == ({"p", "q", "r"}, 1)
+    state.changed_pools.clear()
     (lease,) = state.claim("w", wanted("p"), TTL)
     assert state.progress(lease.claim, [Event("progress", step=1, steps=2)])
-    assert (set(state.pools), len(written)) == ({"p"}, 2)
-    state.pools.clear()
+    assert (set(state.changed_pools), len(written)) == ({"p"}, 2)
+    state.changed_pools.clear()
     clock.advance(5)
-    state.ripen(clock.now())
-    assert set(state.pools) == {"r"}
+    state.release_due(clock.now())
+    assert set(state.changed_pools) == {"r"}
     state.commit(Change(change(record).context, close=(("a", "t"),)))
-    assert (set(state.pools), len(written)) == ({"q", "r"}, 3)
+    assert (set(state.changed_pools), len(written)) == ({"q", "r"}, 3)
 
 
 def test_a_row_is_all_that_a_restart_needs() -> None:

@@ -15,10 +15,10 @@ BACKENDS = {
 
 
 def open(url: str, clock: Clock | None = None) -> TaskQueue:
-    """The queue at `url`: a backend's name, alone or followed by ":" and what that backend makes of the rest.
+    """Open the queue at `url`: the name of a backend, which may be followed by ":" and an address for that backend.
 
-    A backend of somebody else is named `module:attr`, alone or followed by "://" and the rest.
-    Raises ConfigError for a backend that nobody knows.
+    A backend outside unfuse is named `module:attr`, which may be followed by "://" and an address. Raises ConfigError
+    for an unknown backend.
     """
     known = url.partition(":")[0]
     name = known if known in BACKENDS else url.partition("://")[0]

@@ -1,7 +1,7 @@
 """The queue port: where tasks wait and contexts live. All state is here, so schedulers keep none.
 
-Whoever writes a backend runs `unfuse.testing.check_queue` on it: the suite is the contract in executable form,
-and the memory backend its plainest reading.
+To check a new backend, run `unfuse.testing.check_queue` on it: the suite is the contract in executable form, and the
+memory backend is its simplest implementation.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from unfuse.queues.wanted import Wanted
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """How much may be accepted: requests that are not over, their cost in all, and tasks that wait in one pool.
+    """How much may be accepted: requests that are not over, the sum of their costs, and waiting tasks of one pool.
 
-    A request that costs more than everything may is accepted when nothing else is active.
+    A request whose own cost exceeds `max_cost` is accepted when no other is active.
     """
 
     max_active: int = 256
@@ -38,26 +38,26 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 MOST_RETURNS = 3
-"""So often a worker may turn a task down; from then on it gets that one no more."""
+"""A worker that has turned a task down this often does not get it again."""
 
 MAX_CACHED = 512
-"""Encoder outputs that are kept, at most: whoever owns them names each with every heartbeat."""
+"""The most encoder outputs that are cached; few, because workers name each with every heartbeat."""
 
 
 Heading = tuple[str | None, str, object]
-"""What requests are listed under: a tenant or None for all of them, a field or "" for any request, and its value."""
+"""A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value."""
 
-ONES_OWN = ("idempotency_key", "fingerprint")
-TELLING = {"dead": True, "over": False, "video": True}
-"""Fields of a context that few requests share, listed by tenant alone; and those of which one value is listed."""
+TENANT_FIELDS = ("idempotency_key", "fingerprint")
+LISTED_VALUES = {"dead": True, "over": False, "video": True}
+"""Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed."""
 
 
 class Filter(msgspec.Struct, frozen=True):
-    """Which requests `list` returns; None means any. `status` is the one that is shown (`Record.status`).
+    """Which requests `list` returns; None means any. `status` is compared to `Record.status`.
 
-    Asking costs as much as is answered, however much is stored, for each of these alone or within a tenant: everything,
-    a status, what is dead, what is not over, what is a video; and within a tenant for an idempotency key and for a
-    fingerprint. Any other combination looks through what the narrowest of those finds.
+    These filters have an index, alone or with a tenant: everything, a status, dead, not over, video; and with a tenant,
+    an idempotency key and a fingerprint. Their cost depends on the answer's length alone. Any other combination reads
+    through what the narrowest of these finds.
     """
 
     over: bool | None = None
@@ -69,18 +69,18 @@ class Filter(msgspec.Struct, frozen=True):
     video: bool | None = None
 
     def asked(self) -> dict[str, Any]:
-        """What it asks of a request's fields."""
+        """The fields that it compares, with the values that they must have."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
     @property
     def heading(self) -> Heading:
-        """The narrowest heading that all are listed under for which it asks."""
-        for name in ONES_OWN if self.tenant is not None else ():
+        """The narrowest index that has all requests which this filter selects."""
+        for name in TENANT_FIELDS if self.tenant is not None else ():
             if value := getattr(self, name):
                 return self.tenant, name, value
         if self.status is not None and not self.dead:
             return self.tenant, "status", self.status
-        for name, value in TELLING.items():
+        for name, value in LISTED_VALUES.items():
             if getattr(self, name) == value:
                 return self.tenant, name, value
         return self.tenant, "", ""
@@ -96,9 +96,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """Models that are to be served whether or not workers are there, and declared pools that may be `asleep`.
+    """Models that are to be served whether or not workers are there.
 
-    That is how many slots each of these has when its workers are awake.
+    `asleep` has the declared pools that may be without workers, with the number of slots that their workers would have.
     """
 
     cards: tuple[ModelCard, ...]
@@ -106,9 +106,9 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True):
-    """What waits in a pool: how many tasks, and how many seconds ago the first of the first FRONT in line was pushed.
+    """Statistics of one pool: the number of waiting tasks, and the age of the oldest of the first FRONT, in seconds.
 
-    `left_s` is how many seconds were predicted for all stages of the pool, of active requests, that are not done.
+    `left_s` is the sum of the predicted seconds of the pool's stages that are not done, over all active requests.
     """
 
     waiting: int = 0
@@ -117,18 +117,18 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 
 class Stats(msgspec.Struct, frozen=True):
-    """How many requests are not over, and the lines of the pools that were asked for."""
+    """How many requests are not over, and the statistics of the pools that were asked for."""
 
     active: int
     pools: dict[str, PoolStats]
 
 
 FRONT = 4
-"""Of so many tasks of a line it is looked at how long they wait."""
+"""How many tasks, from the front of a pool's queue, count for `PoolStats.oldest_s`."""
 
 
 class Damage(msgspec.Struct, frozen=True):
-    """Something stored that cannot be read: the `id` of a request or worker or the name of a task, its kind, why."""
+    """A stored record that cannot be read. `id` is that of a request or worker, or the name of a task."""
 
     id: str
     kind: str
@@ -136,14 +136,14 @@ class Damage(msgspec.Struct, frozen=True):
 
 
 class Renewal(msgspec.Struct, frozen=True):
-    """What became of renewed claims: those still held, and those that ended (lost, or their request is over)."""
+    """The result of `renew`: the claims that are still held, and those that have ended."""
 
     held: tuple[Claim, ...]
     ended: tuple[Claim, ...]
 
 
 EXACT = 2**53
-"""Up to here, every backend means the same by a number."""
+"""Every backend stores integers up to this one exactly."""
 
 _NUMBERS = {
     kind: attrgetter(
@@ -154,9 +154,9 @@ _NUMBERS = {
 
 
 def check_storable(*parts: RequestContext | Task | Event) -> None:
-    """Raise ProtocolError for what no backend stores, before it has stored any of it.
+    """Raise ProtocolError for what no backend can store, before any of it is stored.
 
-    That is text that is not Unicode, more than a message may hold, a number beyond EXACT or that is none.
+    That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond EXACT.
     """
     encode(parts)
     for part in parts:
@@ -167,10 +167,10 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
 
 
 class TaskQueue(ABC):
-    """Tasks, leases, contexts, events and the worker registry behind one set of transactions.
+    """Tasks, leases, contexts, events and the registry of workers, changed by transactions.
 
-    Every method is one transaction: its effects are all visible or none. Times are seconds of the queue's own clock.
-    What is in a `shared` one, the schedulers of other processes see too.
+    Every method is one transaction: all of its effects are visible or none. Times are seconds of the queue's own clock.
+    A `shared` queue is used by the schedulers of several processes.
     """
 
     shared = False
@@ -178,22 +178,22 @@ class TaskQueue(ABC):
     @classmethod
     @abstractmethod
     def at(cls, url: str, clock: Clock) -> Self:
-        """The queue at `url`, which begins with this backend's name; one with a clock of its own may ignore `clock`.
+        """Open the queue at `url`, which begins with this backend's name. A backend may have its own clock instead.
 
-        Raises ConfigError when the address makes no sense.
+        Raises ConfigError for an address that it cannot use.
         """
 
     @abstractmethod
     async def now(self) -> float:
-        """This queue's clock, in seconds; it never runs backwards."""
+        """The reading of this queue's clock, in seconds; it never runs backwards."""
 
     async def reach(self) -> None:
-        """Raise ConfigError when what is at the address cannot be this queue, now or later. What passes does not."""
+        """Raise ConfigError if what is at the address can never be this queue; an error that may pass is no reason."""
         return
 
     @abstractmethod
     async def check(self) -> None:
-        """Raise TransientError while this queue cannot work; the answer comes within a few seconds."""
+        """Raise TransientError while this queue cannot work; returns within a few seconds."""
 
     @abstractmethod
     async def submit(
@@ -201,189 +201,188 @@ class TaskQueue(ABC):
     ) -> Record:
         """Store a new request and queue its first tasks.
 
-        Idempotent: a context whose id is known, or whose (tenant, non-empty idempotency key) is, changes nothing and
-        the stored record is returned. Raises Overloaded, having stored nothing, when a limit would be passed; a repeat
-        is answered even then. Raises ProtocolError, as `commit` and `progress` do, for what cannot be stored.
+        Idempotent: if its id is known, or its tenant with its non-empty idempotency key, nothing changes and the stored
+        record is returned, whatever the limits. Raises Overloaded, with nothing stored, if a limit would be exceeded.
+        Raises ProtocolError, as `commit` and `progress` do, for what cannot be stored.
         """
 
     @abstractmethod
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks, in order of (−priority, −later, order, arrival) over all the pools that are not held back.
+        """Claim tasks, in order of (−priority, −later, order, arrival) over all pools that are not held back.
 
-        Of the first PREFERENCE_AMONG tasks of the first one's priority and `later`, one near the worker, else one of
-        its affinity, goes first, unless the first could have been leased for PREFERENCE_S already. Who waits without
-        `above` is woken before who waits with it, then who has the lower `rank`, then who waits longer.
+        Tasks whose `not_before` is in the future are passed over. Among the first PREFERENCE_AMONG tasks with the
+        priority and `later` of the first one, a task near the worker is preferred, then one of its affinity, unless the
+        first one could have been leased for PREFERENCE_S already.
 
-        Tasks whose `not_before` is in the future are passed over. Claiming stops at the first task that needs more of a
-        resource, with what the tasks claimed before it need, than its pool is offered, so that a large task is not
-        starved by small ones: no more is taken of pools that draw on that resource and are not later. Later ones go on,
-        since they let requests come to their end and give it back, and so do those that do not draw on it.
+        When the next task needs more of a resource than is left of its pool's offer, nothing more is claimed from pools
+        that use this resource, so that small tasks do not starve a large one. Two kinds of pools go on: those that do
+        not use the resource, and those that are later, since they bring requests to their end, which frees it.
 
-        Waits up to `wait` seconds for a first task, woken by whatever lets it take one (a push, a hand-back, a
-        `not_before` that comes, a task ahead that is gone, a pool that is not held back any more); a caller that is
-        cancelled while it waits has claimed nothing. A claim publishes `stage_started`; the context does not change:
-        `Record.running` tells of it.
+        Waits up to `wait` seconds for a first task. It is woken by a push, a hand-back, a `not_before` that comes, a
+        task ahead that is gone, or a pool that is no longer held back. Among callers that wait, those without `above`
+        are served first, then lower `rank`s, then those that wait longer. A caller that is cancelled while it waits has
+        claimed nothing. A claim publishes `stage_started` and shows in `Record.running`; the context does not change.
         """
 
     @abstractmethod
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Move the end of these leases to now + ttl; a claim that does not hold any more is answered as ended."""
+        """Extend these leases to now + ttl. A claim that no longer holds its lease is returned as ended."""
 
     @abstractmethod
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
-        """Publish progress of a held lease; not durable, outside the version. False, and nothing, if it is not held.
+        """Publish progress of a held lease. Returns False, with nothing published, if it is not held.
 
-        The step of the last event is what `Record.running` shows. Events without a time (at 0) get the queue's.
+        `Record.running` shows the step of the last event. An event without a time (`at` 0) gets the queue's time.
+        Progress is not durable, and does not change the context's version.
         """
 
     @abstractmethod
     async def commit(self, change: Change) -> Record:
-        """Apply a transition. One that raises has had no effect. Raises NotFound, LeaseLost, Conflict.
+        """Apply a transition. Raises NotFound, LeaseLost or Conflict, with nothing changed.
 
-        With a claim: a commit that was applied already (the stored stage state is done with the same attempt and
-        token) changes nothing and succeeds; a claim that is not held raises LeaseLost. Then a version that is not the
-        stored one plus one raises Conflict. A lease whose time has passed is still held until a change closes it.
-        `close` removes queued tasks and ends leases; `push` queues tasks (one per key: a pushed task replaces one that
-        waits under its key, and ends a lease under it). Events get their numbers here. After a terminal change nothing
-        of the request is queued or leased.
+        With a claim: a commit that was already applied (the stored stage is done with the same attempt and token)
+        changes nothing and succeeds; a claim that is not held raises LeaseLost. Then a version that is not the stored
+        one plus one raises Conflict. A lease whose time has passed is held until a change closes it. `close` removes
+        queued tasks and ends leases. `push` queues tasks; a pushed task replaces a queued or leased one of its key.
+        Events get their numbers here. After a terminal change, no task of the request is queued or leased.
         """
 
     @abstractmethod
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, builtins.list[Lease]]:
-        """Apply a transition as `commit` does, then claim tasks as `lease` does without waiting, with nobody between.
+        """Apply a transition as `commit` does and claim tasks as `lease` does without waiting, in one transaction.
 
-        What the change pushes, closes and gives back counts for the claim; who waits is served behind it. What raises
-        has claimed nothing; a repeat that was applied already claims like any other. The record tells of these leases.
-        Whoever is cancelled meanwhile may have claimed: such leases end with their time.
+        The claim sees what the change pushes, closes and frees, and comes before callers that wait. If this raises,
+        nothing is claimed. A repeated commit claims all the same. The record shows the new leases. A caller that is
+        cancelled may have claimed tasks: their leases expire.
         """
 
     @abstractmethod
     async def hand_back(self, claim: Claim) -> bool:
-        """Return a leased task to its old place in the queue, under the next attempt. False if it is not held."""
+        """Return a leased task to its old place in the queue, as the next attempt. False if it is not held."""
 
     @abstractmethod
     async def turn_down(self, claim: Claim) -> int:
-        """Hand a leased task back, and count that its worker did, unless a step of it was reported under this lease.
+        """Hand a leased task back, and count this for its worker unless a step was reported under this lease.
 
-        A worker that has turned a task down MOST_RETURNS times is not leased it any more, until the task is pushed
-        again. Returns how many such workers there are. Raises LeaseLost if the claim is not held.
+        A worker that was counted MOST_RETURNS times does not get the task again until it is pushed anew. Returns the
+        number of such workers. Raises LeaseLost if the claim is not held.
         """
 
     @abstractmethod
     async def expired(self, ttl: float) -> list[Lease]:
-        """Leases whose time has passed, for the caller to decide on; they stay held until a commit closes them.
+        """The leases whose time has passed. They stay held until a commit closes them.
 
-        When nobody has asked for longer than ttl / 2 (while every scheduler was away, workers could not renew), all
-        leases that would end sooner are first moved to now + ttl, once, and none is returned.
+        If the last call was more than ttl / 2 ago, no scheduler was there and workers could not renew: then all leases
+        are extended to now + ttl, and none is returned.
         """
 
     @abstractmethod
     async def load(self, request: str) -> Record:
         """The stored request. Raises NotFound, and Damaged for one that cannot be read.
 
-        Its position is the number of tasks that would be leased from the pool before the first of its own (the least
-        over its queued tasks); None unless it waits: something is queued and nothing runs.
+        Its position is the number of tasks ahead of its own in their pool, the least over its queued tasks. It is None
+        if a stage runs, or no task is queued.
         """
 
     @abstractmethod
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these requests are over, or not known, in the order in which they were asked for.
+        """Which of these requests are over or unknown, in the order of the argument.
 
-        One of which that cannot be read is not among them. However many are asked for, no context is read for it.
+        A request of which this cannot be read is left out. No context is read for it, however many ids there are.
         """
 
     @abstractmethod
     async def list(
         self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
     ) -> list[Record]:
-        """Up to `limit` requests, newest or oldest first, starting behind the one of id `after`.
+        """Up to `limit` requests, newest or oldest first, starting behind the request with the id `after`.
 
-        That one need not be asked for itself. Raises NotFound when it is not known, or is not of the tenant that is.
-        One that cannot be read is left out, here and wherever several things are answered: see `damaged`.
+        The filter need not select that request. Raises NotFound if it is unknown, or of another tenant than the
+        filter's. Records that cannot be read are left out here, as everywhere in a list: see `damaged`.
         """
 
     @abstractmethod
     async def size(self, pool: str) -> int:
-        """Tasks that wait in a pool, those whose `not_before` is in the future among them (leased ones not counted)."""
+        """The number of tasks that wait in a pool, also those whose `not_before` is in the future; not leased ones."""
 
     @abstractmethod
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do. It costs the same however much that is: no request is looked at for it."""
+        """How much there is to do. Its cost does not grow with the number of requests, since no request is read."""
 
     @abstractmethod
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The tasks of a pool that may be leased now, in the order they would be."""
+        """The first tasks of a pool that may be leased now, in their order."""
 
     @abstractmethod
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Events of a request with a number above `after`, waiting for more until the terminal one.
+        """Events of a request with a number above `after`; waits for more until the terminal one.
 
-        The log is bounded: old progress is dropped first, numbers are never given twice. The stream ends behind the
-        terminal event (at once, if `after` is that one or a later), when the request is forgotten, and on `close`.
-        Raises NotFound for an unknown request, at once or when the first event is asked for.
+        The history is bounded: old progress is dropped first, and no number is used twice. The stream ends after the
+        terminal event (at once, if `after` is its number or higher), when the request is forgotten, and on `close`.
+        Raises NotFound for an unknown request, at once or at the first event.
         """
 
     @abstractmethod
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        """Let an encoder's output be found under that key, in place of what was found there; not durable.
+        """Put an encoder's output into the cache under this key, in place of another; not durable.
 
-        Then the least recently used are given up, until there are `room` bytes of them and MAX_CACHED, at most. One
-        that is larger than the room is not kept.
+        The least recently used outputs are removed until at most `room` bytes and MAX_CACHED outputs are left. An
+        output larger than `room` is not cached.
         """
 
     @abstractmethod
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """What is found under these keys, which thereby are used, in this order, unless it is no `use`."""
+        """The cached outputs of these keys, by key. With `use` they count as used now, in this order."""
 
     @abstractmethod
     async def cached_bytes(self) -> int:
-        """Bytes of all that is found under any key."""
+        """Bytes of all cached outputs."""
 
     @abstractmethod
     async def uncache(self, key: str, id: str) -> None:
-        """Let the object of that id be found under the key no more; another one stays. Idempotent."""
+        """Remove the object of this id from the key; another object stays. Idempotent."""
 
     @abstractmethod
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker, or say that it lives. Cards stay known while a worker that brought them is registered.
+        """Register a worker, or note that it is alive. Its cards are known as long as it is registered.
 
-        A worker that says so without cards keeps those it brought before.
+        A worker that brings no cards keeps those that it brought before.
         """
 
     @abstractmethod
     async def bye(self, worker: str) -> None:
-        """Forget a worker; its leases run out as they would."""
+        """Forget a worker. Its leases expire in their time."""
 
     @abstractmethod
     async def declare(self, by: str, declaration: Declaration) -> None:
-        """Keep this in place of what was declared under that name; a queue of one process keeps it as long as that."""
+        """Store a declaration in place of the last one named `by`. A queue of one process forgets it at its end."""
 
     @abstractmethod
     async def declared(self) -> dict[str, Declaration]:
-        """What is declared, by the names of those who did."""
+        """All declarations, by the name under which each was stored."""
 
     @abstractmethod
     async def workers(self) -> Sequence[Member]:
-        """The registry."""
+        """All registered workers."""
 
     @abstractmethod
     async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that were over before Unix time `before`; returns their ids."""
+        """Drop requests that ended before the Unix time `before`. Returns their ids."""
 
     @abstractmethod
     async def drop(self, request: str) -> None:
-        """Forget one request that is over, now; one that is not stays. Idempotent."""
+        """Drop one request, if it is over. Idempotent."""
 
     async def damaged(self) -> Sequence[Damage]:
-        """What was met that is stored here and cannot be read, and still is."""
+        """Records that could not be read, and are still there."""
         return ()
 
     async def discard(self, id: str) -> None:
-        """Drop what cannot be read of a request, or a worker, of that id, with all that is known to belong to it."""
+        """Drop the unreadable records of the request or worker with this id, and everything that belongs to them."""
         await self.drop(id)
 
     @abstractmethod
     async def close(self) -> None:
-        """Release the backend; waiting callers are woken with an empty answer."""
+        """Release the backend. Callers that wait get an empty answer."""

@@ -15,53 +15,53 @@ MAX_EVENTS = 512
 """Events kept of one request."""
 
 PASSING = ("progress", "preview")
-"""Events that may be dropped: they tell how far something is, not what happened."""
+"""Events that may be dropped, because a later one replaces them."""
 
 
 class History:
-    """Numbered events, the oldest progress dropped first once there are more than MAX_EVENTS."""
+    """Numbered events. Above MAX_EVENTS the oldest is dropped: progress first, then any."""
 
     def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
         self._events = {event.seq: event for event in events}
         self._droppable: deque[int] = deque()
         self.last = last
-        """The newest number that was given."""
+        """The highest number that an event has got."""
         self.ended = False
-        """Whether nothing more will come."""
+        """Whether no more events will come."""
         self._listeners: dict[Callable[[], None], None] = {}
 
     def publish(self, event: Event, wall: float) -> None:
-        """Number an event, date it if it is not dated, and tell who listens."""
+        """Give an event its number, and a time if it has none, then call the listeners."""
         self.last += 1
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
         if event.type in PASSING:
             self._droppable.append(self.last)
         if len(self._events) > MAX_EVENTS:
             del self._events[self._droppable.popleft() if self._droppable else next(iter(self._events))]
-        self._tell()
+        self._call_listeners()
 
     def above(self, after: int) -> list[Event]:
-        """What there is with a higher number."""
+        """The events with a number above `after`."""
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def lasting(self) -> tuple[Event, ...]:
-        """What happened, without how far it was meanwhile."""
+        """The events that must not be lost: all but the PASSING ones."""
         return tuple(event for event in self._events.values() if event.type not in PASSING)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """No more events will come: call the listeners."""
         self.ended = True
-        self._tell()
+        self._call_listeners()
 
     @contextmanager
-    def told(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have someone called whenever something comes, and at the end."""
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """A context in which `listener` is called after each event and at the end."""
         self._listeners[listener] = None
         try:
             yield
         finally:
             del self._listeners[listener]
 
-    def _tell(self) -> None:
+    def _call_listeners(self) -> None:
         for listener in self._listeners:
             listener()

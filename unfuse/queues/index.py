@@ -1,4 +1,4 @@
-"""Under what a queue in memory finds requests, so that a question costs what it answers, whatever else is stored."""
+"""An index of requests in memory: the cost of a lookup depends on what it finds, not on what is stored."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from itertools import islice, takewhile
 from typing import Any
 
 from unfuse.core.request import RequestContext, RequestStatus
-from unfuse.queues.base import ONES_OWN, TELLING, Filter, Heading
+from unfuse.queues.base import LISTED_VALUES, TENANT_FIELDS, Filter, Heading
 from unfuse.queues.history import History
 
 BLOCK = 512
-"""Entries that are moved when one comes or goes."""
+"""The usual size of a block: adding or removing an entry moves the others of its block."""
 
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A request and its history. `stages` are the names it ever had a task under, `left` is what it
-    adds to the sum of what is left; the index keeps the rest.
+    """A stored request and its history. `stages` has the names of all its tasks so far, `left` the predicted
+    nanoseconds by pool that it adds to the sums. The index maintains the other fields.
     """
 
     context: RequestContext
@@ -32,20 +32,20 @@ class Entry:
     left: dict[str, int] = field(default_factory=dict)
 
     def fits(self, which: Filter) -> bool:
-        """Whether it is one of those."""
+        """Whether the filter selects this request."""
         asked = which.asked().items()
         return all(getattr(self if name == "status" else self.context, name) == value for name, value in asked)
 
 
-Key = Callable[[Entry], Any]
+SortKey = Callable[[Entry], Any]
 
 
-class Ordered:
-    """Entries by a key, in blocks: one comes or goes in microseconds, at any place, among 100,000 too."""
+class SortedEntries:
+    """Entries sorted by a key, in blocks: adding or removing takes microseconds, also with 100,000 entries."""
 
     __slots__ = ("_blocks", "_key")
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: SortKey) -> None:
         self._key = key
         self._blocks: list[list[Entry]] = []
 
@@ -53,7 +53,7 @@ class Ordered:
         return bool(self._blocks)
 
     def add(self, entry: Entry) -> None:
-        """Put an entry in its place."""
+        """Insert an entry."""
         at = min(self._block_of(self._key(entry)), len(self._blocks) - 1)
         if at < 0:
             self._blocks.append([entry])
@@ -64,7 +64,7 @@ class Ordered:
             self._blocks[at : at + 1] = [block[:BLOCK], block[BLOCK:]]
 
     def remove(self, entry: Entry) -> None:
-        """Take an entry out, whose key has not changed since it came."""
+        """Remove an entry. Its key must not have changed since `add`."""
         at = self._block_of(self._key(entry))
         block = self._blocks[at]
         del block[bisect_left(block, self._key(entry), key=self._key)]
@@ -72,57 +72,58 @@ class Ordered:
             del self._blocks[at]
 
     def after(self, key: Any = None) -> Iterator[Entry]:
-        """Those behind a key, or all."""
+        """The entries with a key above this one (None: all), in order."""
         at = 0 if key is None else self._block_of(key)
         for number, block in enumerate(islice(self._blocks, at, None)):
             skipped = bisect_right(block, key, key=self._key) if key is not None and number == 0 else 0
             yield from islice(block, skipped, None)
 
     def before(self, key: Any = None) -> Iterator[Entry]:
-        """Those before a key, or all, the last first."""
+        """The entries with a key below this one (None: all), in reverse order."""
         for block in reversed(self._blocks if key is None else self._blocks[: self._block_of(key) + 1]):
             kept = len(block) if key is None else bisect_left(block, key, key=self._key)
             yield from reversed(block[:kept])
 
     def _block_of(self, key: Any) -> int:
-        """The first block that does not end before a key."""
+        """The index of the first block whose last entry has this key or a higher one."""
         return bisect_left(self._blocks, key, key=lambda block: self._key(block[-1]))
 
 
 class Index:
-    """Every stored request under each of its headings, by number; those that are over also by when that was."""
+    """Every stored request under each of its headings, sorted by number; ended ones also by the time of their end."""
 
     def __init__(self) -> None:
-        self._under: dict[Heading, tuple[Heading, Ordered]] = {}
-        self._over = Ordered(_end)
+        self._under: dict[Heading, tuple[Heading, SortedEntries]] = {}
+        self._over = SortedEntries(_end)
 
     def __len__(self) -> int:
         return len(self._under)
 
     def put(self, entry: Entry, status: RequestStatus) -> None:
-        """List an entry as it stands, shown with that status."""
+        """Index an entry by its present context, and by the status that is shown for it."""
         context, entry.status = entry.context, status
         self._list(entry, _headings(context, status), (context.completed_at or 0.0) if context.over else None)
 
     def remove(self, entry: Entry) -> None:
-        """List an entry nowhere."""
+        """Remove an entry from the index."""
         self._list(entry, (), None)
 
     def find(self, which: Filter, behind: Entry | None = None, oldest_first: bool = False) -> Iterator[Entry]:
-        """Those that a filter asks for whose turn comes behind an entry, newest first unless it is said otherwise."""
+        """The entries that the filter selects, newest or oldest first, starting behind the entry `behind`."""
         if which.heading not in self._under:
             return iter(())
         _, listed = self._under[which.heading]
-        found = listed.after(behind and behind.number) if oldest_first else listed.before(behind and behind.number)
+        number = behind and behind.number
+        found = listed.after(number) if oldest_first else listed.before(number)
         return (entry for entry in found if entry.fits(which))
 
     def repeated(self, context: RequestContext) -> Entry | None:
-        """The request that came under the same idempotency key, if any."""
+        """The stored request of the same tenant and idempotency key, if any."""
         key = context.idempotency_key
         return next(self.find(Filter(tenant=context.tenant, idempotency_key=key)), None) if key else None
 
     def over_before(self, time: float) -> list[Entry]:
-        """Those that were over before that time, in the order in which they were."""
+        """The requests that ended before this Unix time, in the order of their ends."""
         return list(takewhile(lambda entry: _end(entry) < (time,), self._over.after()))
 
     def _list(self, entry: Entry, headings: tuple[Heading, ...], ended: float | None) -> None:
@@ -140,7 +141,7 @@ class Index:
             if not listed:
                 del self._under[heading]
         for heading in set(headings).difference(entry.headings):
-            self._under.setdefault(heading, (heading, Ordered(_number)))[1].add(entry)
+            self._under.setdefault(heading, (heading, SortedEntries(_number)))[1].add(entry)
         entry.headings = tuple(self._under[heading][0] for heading in headings)
 
 
@@ -153,10 +154,10 @@ def _end(entry: Entry) -> tuple[float, int]:
 
 
 def _headings(context: RequestContext, status: RequestStatus) -> tuple[Heading, ...]:
-    """All that `Filter.heading` may ask for this request under."""
+    """Every value of `Filter.heading` that must find this request."""
     fields: list[tuple[str, object]] = [("", ""), ("status", status)]
-    fields += [(name, value) for name, value in TELLING.items() if getattr(context, name) == value]
-    own = [(name, value) for name in ONES_OWN if (value := getattr(context, name))]
+    fields += [(name, value) for name, value in LISTED_VALUES.items() if getattr(context, name) == value]
+    own = [(name, value) for name in TENANT_FIELDS if (value := getattr(context, name))]
     return (
         *((None, name, value) for name, value in fields),
         *((context.tenant, name, value) for name, value in [*fields, *own]),

@@ -19,7 +19,7 @@ from unfuse.core.errors import ConfigError, InUse, TransientError
 from unfuse.queues.row import Row
 
 APPLICATION, SCHEMA = 0x756E6675, 2
-"""What marks a file as a queue of unfuse, and how it is laid out."""
+"""SQLite's application_id for a queue of unfuse, and the version of the tables."""
 
 TABLES = """
 CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB NOT NULL) STRICT;
@@ -28,20 +28,21 @@ INSERT INTO starts VALUES (-1);
 """
 
 MAGIC = b"SQLite format 3\0"
-"""What a database of SQLite begins with."""
+"""The first bytes of every SQLite database."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 REMOTE = {"9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "smb3", "smbfs"}
 LOCAL_FUSE = "fuse.fuse-overlayfs"
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""What the system says where there is no room."""
+"""The errors of the system when the disk is full."""
 
 
 class Journal:
-    """The file. It is locked as long as it is open, and written by one thread.
+    """The file. It is locked while it is open, and one thread writes it.
 
-    `rows` is what it held at the start, `damaged` the number and the trouble of each row that cannot be read, by id.
+    `rows` has what the file held at the start. `damaged` maps the id of a row that cannot be read to its number and
+    the error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -71,9 +72,9 @@ class Journal:
         self.thread = ThreadPoolExecutor(1, "queue")
 
     def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
-        """Replace these rows, and delete those that are None, as a whole. What is not durable may go with the power.
+        """Replace these rows, and delete those that are None, in one transaction; without `durable` it is not synced.
 
-        Raises TransientError, with nothing changed, where the disk has no room.
+        Raises TransientError, with nothing changed, when the disk is full.
         """
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
@@ -87,7 +88,7 @@ class Journal:
             raise TransientError("the disk is full") from error
 
     def close(self) -> None:
-        """Let the next process have it."""
+        """Close and unlock the file."""
         self.thread.shutdown()
         self._opened.close()
 
@@ -122,7 +123,7 @@ class Journal:
 
 
 def _locked(path: Path) -> FileIO:
-    """A file beside the queue's that says which process has it. Raises InUse when it is another one."""
+    """Lock the file beside the queue's, and write our process id into it. Raises InUse if another process has it."""
     lock = path.with_name(f"{path.name}.lock")
     file = os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
     try:
@@ -141,7 +142,7 @@ def _locked(path: Path) -> FileIO:
 
 
 def _check_ours(file: apsw.Connection) -> None:
-    """Raise ConfigError for a database with tables that are not a queue's of this layout."""
+    """Raise ConfigError for a database that is not a queue of this version's tables."""
     found = file.pragma("application_id"), file.pragma("user_version")
     if file.pragma("schema_version") and found != (APPLICATION, SCHEMA):
         raise ConfigError(
@@ -151,7 +152,7 @@ def _check_ours(file: apsw.Connection) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise ConfigError for what somebody else keeps there. It is only read: nothing changes in it, nor beside it."""
+    """Raise ConfigError for a file of something else. The file is only read: nothing changes in it or beside it."""
     if not path.exists():
         return
     if not path.is_file():
@@ -160,7 +161,7 @@ def _refuse_foreign(path: Path) -> None:
         begins = file.read(len(MAGIC))
     if begins not in (b"", MAGIC):
         raise ConfigError("it is not a database, it holds something else: give this one a file of its own")
-    with suppress(apsw.Error):  # what is torn, and may be mended from its journal, is for whoever opens it
+    with suppress(apsw.Error):  # a torn database may still be repaired from its journal, when it is opened
         look = apsw.Connection(f"{path.as_uri()}?immutable=1", flags=apsw.SQLITE_OPEN_READONLY | apsw.SQLITE_OPEN_URI)
         try:
             _check_ours(look)
@@ -169,7 +170,7 @@ def _refuse_foreign(path: Path) -> None:
 
 
 def _refuse_remote(path: Path) -> None:
-    """Raise ConfigError when a path's folder is not on a disk of this machine: locks and syncs mean nothing there."""
+    """Raise ConfigError if the folder is on a network file system, where locks and syncs cannot be trusted."""
     device = path.parent.stat().st_dev
     for line in MOUNTS.read_text().splitlines():
         kind = line.partition(" - ")[2].split()[0]

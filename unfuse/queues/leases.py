@@ -19,7 +19,7 @@ from unfuse.queues.returned import Key
 
 @dataclass(eq=False, slots=True)
 class Held:
-    """A leased task, where it stood, and how far it is."""
+    """A leased task, its rank in the queue, and its progress."""
 
     lease: Lease
     rank: Rank
@@ -27,38 +27,38 @@ class Held:
 
 
 class Leases:
-    """What is leased, by the task's key. Times are seconds of the queue's clock; `since` is Unix seconds."""
+    """All leases, by the task's key. Times are seconds of the queue's clock; `since` is Unix seconds."""
 
     def __init__(self) -> None:
         self._held: dict[Key, Held] = {}
         self._swept = -math.inf
 
     def give(self, rank: Rank, worker: str, expires: float, since: float) -> Lease:
-        """A task is leased, under a token of its own."""
+        """Lease a task under a new token."""
         return self.restore(rank, worker, secrets.token_bytes(16), expires, since)
 
     def restore(self, rank: Rank, worker: str, token: bytes, expires: float, since: float) -> Lease:
-        """A task is leased, under this token."""
+        """Lease a task under this token."""
         task = rank[3]
         lease = Lease(task, worker, token, expires)
         self._held[task.key] = Held(lease, rank, Running(task.stage, task.attempt, worker, since))
         return lease
 
     def of(self, key: Key) -> Held | None:
-        """The lease of a task."""
+        """The lease of a task, if it is leased."""
         return self._held.get(key)
 
     def held(self, claim: Claim) -> Held | None:
-        """The lease that a claim holds."""
+        """The lease that this claim holds, if it still holds one."""
         held = self._held.get(claim.key)
         return held if held is not None and held.lease.claim == claim else None
 
     def end(self, key: Key) -> None:
-        """A task is leased no more."""
+        """End the lease of a task, if there is one."""
         self._held.pop(key, None)
 
     def renew(self, claims: Sequence[Claim], expires: float) -> Renewal:
-        """Extend what is held."""
+        """Extend the leases that are still held."""
         held: list[Claim] = []
         ended: list[Claim] = []
         for claim in claims:
@@ -69,12 +69,16 @@ class Leases:
         return Renewal(tuple(held), tuple(ended))
 
     def expired(self, now: float, ttl: float) -> list[Lease]:
-        """Leases whose time has passed; none after a gap, which all of them are forgiven."""
-        for held in self._held.values() if now - self._swept > ttl / 2 else ():
-            held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))
+        """Leases whose time has passed.
+
+        If the last call was more than ttl / 2 ago, workers could not renew: all leases are extended instead.
+        """
+        if now - self._swept > ttl / 2:
+            for held in self._held.values():
+                held.lease = msgspec.structs.replace(held.lease, expires=max(held.lease.expires, now + ttl))
         self._swept = now
         return [held.lease for held in self._held.values() if held.lease.expires <= now]
 
     def by_worker(self) -> Counter[str]:
-        """How many each worker holds."""
+        """How many leases each worker holds."""
         return Counter(held.lease.worker for held in self._held.values())

@@ -1,4 +1,4 @@
-"""A registry in memory of who works for a queue."""
+"""The registry of workers, in memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from unfuse.core.messages import WorkerInfo
 from unfuse.queues.base import Declaration, Member
 
 
-class Registry:
-    """Workers in order of arrival, and what was declared by whom."""
+class Members:
+    """Registered workers in order of arrival, and declarations by the name of their author."""
 
     def __init__(self) -> None:
         self._members: dict[str, Member] = {}
         self.declared: dict[str, Declaration] = {}
 
     def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard], now: float) -> None:
-        """Register a worker; cards it brought before are kept when it brings none."""
+        """Register a worker. One that brings no cards keeps those that it brought before."""
         known = self._members.get(worker.id)
         kept = tuple(cards) or (known.cards if known is not None else ())
         self._members[worker.id] = Member(worker, kept, now)
@@ -29,5 +29,5 @@ class Registry:
         self._members.pop(worker, None)
 
     def members(self, leased: Mapping[str, int]) -> list[Member]:
-        """All of them, with how many tasks each holds."""
+        """All workers, each with the number of tasks that it holds."""
         return [msgspec.structs.replace(m, leased=leased.get(name, 0)) for name, m in self._members.items()]

@@ -1,7 +1,7 @@
-"""The queue in this process's memory: what tests and small installations run on.
+"""The queue in this process's memory, for tests and small installations.
 
-Nothing here awaits between its first check and its last effect, so a method is a transaction because the event loop
-runs one thing at a time.
+A method is a transaction because it does not await between its first check and its last effect, and the event loop runs
+one task at a time.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ class MemoryQueue(TaskQueue):
         return self._clock.now()
 
     async def check(self) -> None:
-        """Memory works as long as its process does."""
+        """Return at once: memory always works."""
 
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        """Store a new request, once."""
+        """Store a new request; a repeat returns the stored one."""
         entry = self._state.submit(context, tasks, events, limits)
-        self._waiters.tell()
+        self._waiters.wake()
         return self._state.record(entry)
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks, waiting for a first one."""
+        """Claim tasks, waiting up to `wait` seconds for a first one."""
         return await self._waiters.claim(worker, wanted, ttl, wait)
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend what is held."""
+        """Extend the leases that are held."""
         return self._state.renew(claims, ttl)
 
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
-        """Publish while held."""
+        """Publish progress of a lease that is held."""
         return self._state.progress(claim, events)
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
         entry = self._state.commit(change)
-        self._waiters.tell()
+        self._waiters.wake()
         return self._state.record(entry)
 
     async def commit_and_lease(
@@ -74,31 +74,31 @@ class MemoryQueue(TaskQueue):
         """Apply a transition, then claim tasks."""
         entry = self._state.commit(change)
         leases = self._state.claim(worker, wanted, ttl)
-        self._waiters.tell()
+        self._waiters.wake()
         return self._state.record(entry), leases
 
     async def hand_back(self, claim: Claim) -> bool:
-        """Put a leased task back where it stood."""
+        """Return a leased task to its place."""
         was_held = self._state.hand_back(claim)
-        self._waiters.tell()
+        self._waiters.wake()
         return was_held
 
     async def turn_down(self, claim: Claim) -> int:
-        """Put a leased task back where it stood, and remember whose it was."""
-        done_with = self._state.turn_down(claim)
-        self._waiters.tell()
-        return done_with
+        """Return a leased task to its place, and count that for its worker."""
+        excluded = self._state.turn_down(claim)
+        self._waiters.wake()
+        return excluded
 
     async def expired(self, ttl: float) -> builtins.list[Lease]:
         """Leases whose time has passed."""
         return self._state.expired(ttl)
 
     async def load(self, request: str) -> Record:
-        """The stored request."""
+        """The stored record of a request."""
         return self._state.record(self._state.entry(request))
 
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these are over, or not known."""
+        """Which of these requests are over, or unknown."""
         return self._state.over(requests)
 
     async def list(
@@ -108,15 +108,15 @@ class MemoryQueue(TaskQueue):
         return [self._state.record(entry) for entry in self._state.list(which, after, limit, oldest_first)]
 
     async def size(self, pool: str) -> int:
-        """Tasks that wait, their time come or not."""
+        """The number of tasks that wait in a pool, delayed ones included."""
         return self._state.size(pool)
 
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do."""
+        """The number of active requests, and the statistics of these pools."""
         return self._state.stats(pools)
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The tasks that would be leased next."""
+        """The tasks of a pool that would be leased next."""
         return self._state.peek(pool, limit)
 
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
@@ -124,53 +124,53 @@ class MemoryQueue(TaskQueue):
         return follow(self._state.entry(request).history, after)
 
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        """Keep a handle, and no more than there is room for."""
-        self._state.cached.keep(key, ref, room)
+        """Put an output into the cache; remove the least recently used ones above `room` bytes."""
+        self._state.cached.add(key, ref, room)
 
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """Look handles up."""
+        """Find cached outputs."""
         return self._state.cached.find(keys, use)
 
     async def cached_bytes(self) -> int:
-        """Their sum."""
+        """Bytes of all cached outputs."""
         return self._state.cached.bytes
 
     async def uncache(self, key: str, id: str) -> None:
-        """Give that object up."""
-        self._state.cached.lose(key, id)
+        """Remove this object from the cache."""
+        self._state.cached.remove(key, id)
 
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker; cards it brought before are kept when it brings none."""
-        self._state.registry.hello(worker, cards, self._clock.now())
+        """Register a worker. One that brings no cards keeps those that it brought before."""
+        self._state.members.hello(worker, cards, self._clock.now())
 
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
-        self._state.registry.bye(worker)
+        self._state.members.bye(worker)
 
     async def declare(self, by: str, declaration: Declaration) -> None:
-        """Keep what somebody declares."""
-        self._state.registry.declared[by] = declaration
+        """Store a declaration."""
+        self._state.members.declared[by] = declaration
 
     async def declared(self) -> dict[str, Declaration]:
-        """All of it."""
-        return dict(self._state.registry.declared)
+        """All declarations."""
+        return dict(self._state.members.declared)
 
     async def workers(self) -> Sequence[Member]:
-        """The registry, in order of arrival."""
+        """All registered workers, in order of arrival."""
         return self._state.workers()
 
     async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that were over before `before`."""
+        """Drop requests that ended before the Unix time `before`."""
         old = [entry.context.id for entry in self._state.over_before(before)]
         for request in old:
             self._state.drop(request)
         return old
 
     async def drop(self, request: str) -> None:
-        """Drop one that is over."""
+        """Drop a request, if it is over."""
         self._state.drop(request)
 
     async def close(self) -> None:
-        """Wake everyone who waits."""
+        """Wake all callers that wait."""
         self._waiters.close()
         self._state.end()

@@ -1,4 +1,4 @@
-"""What keeps a server from ever being the queue, as opposed to what passes."""
+"""Finds out why a server can never be the queue, as opposed to errors that may pass."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from redis.exceptions import (
 from unfuse.core.errors import ConfigError
 
 TRIES, PAUSE_S, ANSWER_S = 3, 0.2, 3.0
-"""A server that hangs up so often in a row is none of ours: one that is just ending is not met again."""
+"""A server that hangs up TRIES times in a row is not Redis; one that is just shutting down does not do so."""
 
 HANGS_UP = "whatever listens there hangs up: it is not Redis, or wants rediss:// (TLS)"
-
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name], or rediss:// for TLS"
 
 
-def address(url: str) -> tuple[str, str]:
-    """Where a queue in Redis is, and what its keys begin with. Raises ConfigError for an address that is none."""
+def parse_address(url: str) -> tuple[str, str]:
+    """The URL of the server, and the prefix of the queue's keys. Raises ConfigError for a malformed address."""
     try:
         parts = urlsplit(url if "//" in url else f"{url.partition(':')[0]}://127.0.0.1")
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -42,7 +41,7 @@ def address(url: str) -> tuple[str, str]:
 
 
 async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
-    """Why it makes no sense to wait until `ask` succeeds; nothing if it does, or may later."""
+    """Why `ask` can never succeed, in words; "" if it succeeds, or may succeed later."""
     for _ in range(TRIES):
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -52,15 +51,15 @@ async def obstacle(url: str, ask: Callable[[], Awaitable[object]]) -> str:
             plain = url.startswith("rediss") and await _answers_plainly(url)
             return "it is Redis without TLS: write redis://, or give it a certificate" if plain else ""
         except RedisError as error:
-            found = _meaning(error)
+            found = _permanent_reason(error)
             if found != HANGS_UP:
                 return found
         await asyncio.sleep(PAUSE_S)
     return HANGS_UP
 
 
-def _meaning(error: RedisError) -> str:
-    """What an error says of the server for good; nothing for one that may pass."""
+def _permanent_reason(error: RedisError) -> str:
+    """Why this error will not pass, in words; "" for one that may pass."""
     match error:
         case AuthenticationError():
             return f"it refuses the user or the password ({error}): write redis://user:password@host"

@@ -1,4 +1,4 @@
-"""The queues in which tasks wait, one a pool, and who goes first for a worker."""
+"""Tasks that wait: one sorted queue for each pool, and the choice of a worker's next task."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from unfuse.queues.returned import Key
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 
 Rank = tuple[float, float, int, Task]
-"""Where a task stands, (−priority, order, arrival), and the task; arrivals differ, so tasks are never compared."""
+"""The sort key of a task, (−priority, order, arrival), then the task, which is never compared: arrivals differ."""
 
 
 class PoolQueues:
-    """Ready tasks of each pool as a sorted list: finding a place is a bisection, and the move of pointers behind it
-    costs microseconds even at 100,000 tasks. Those whose time has not come are in one list, by that time.
+    """One sorted list of ready tasks for each pool, and one list of tasks whose `not_before` is in the future.
+
+    Inserting is a bisection and a move of pointers: microseconds at 100,000 tasks.
     """
 
     def __init__(self) -> None:
@@ -30,7 +31,7 @@ class PoolQueues:
         self._sizes = Counter[str]()
 
     def put(self, rank: Rank, now: float) -> None:
-        """A task takes its place, or waits for its time."""
+        """Add a task to its pool's queue, or to the delayed tasks if its time has not come."""
         task = rank[3]
         self._ranks[task.key] = rank
         self._sizes[task.pool] += 1
@@ -39,21 +40,21 @@ class PoolQueues:
         else:
             self._insert(rank, now)
 
-    def ripen(self, now: float) -> list[str]:
-        """Tasks whose time has come join their queues; their pools."""
+    def release_due(self, now: float) -> list[str]:
+        """Move delayed tasks whose time has come to their queues. Returns the pools of these tasks."""
         count = bisect_right(self._delayed, now, key=itemgetter(0))
-        ripe = [rank for _, _, rank in self._delayed[:count]]
+        due = [rank for _, _, rank in self._delayed[:count]]
         del self._delayed[:count]
-        for rank in ripe:
+        for rank in due:
             self._insert(rank, rank[3].not_before)
-        return [rank[3].pool for rank in ripe]
+        return [rank[3].pool for rank in due]
 
-    def ripens(self) -> float | None:
-        """When the next task's time comes."""
+    def next_due(self) -> float | None:
+        """When the next delayed task may be leased; None if no task is delayed."""
         return self._delayed[0][0] if self._delayed else None
 
     def remove(self, key: Key) -> Rank | None:
-        """A task is gone; where it stood, if it was there."""
+        """Remove a task. Returns its rank, if it was there."""
         rank = self._ranks.pop(key, None)
         if rank is None:
             return None
@@ -61,45 +62,45 @@ class PoolQueues:
         if self._since.pop(key, None) is None:
             del self._delayed[bisect_left(self._delayed, (rank[3].not_before, rank[2], rank))]
         else:
-            line = self._queues[rank[3].pool]
-            del line[bisect_left(line, rank)]
+            queue = self._queues[rank[3].pool]
+            del queue[bisect_left(queue, rank)]
         return rank
 
     def rank(self, key: Key) -> Rank | None:
-        """Where a task stands."""
+        """The rank of a task, if it waits."""
         return self._ranks.get(key)
 
     def size(self, pool: str) -> int:
-        """Tasks that wait in a pool, their time come or not."""
+        """The number of tasks that wait in a pool, delayed ones included."""
         return self._sizes[pool]
 
     def front(self, pool: str, count: int) -> list[Rank]:
-        """The first of a pool's line."""
+        """The first tasks of a pool's queue."""
         return self._queues[pool][:count] if pool in self._queues else []
 
     def position(self, rank: Rank) -> int:
-        """How many of its pool go before a task."""
+        """How many tasks of its pool are ahead of this one."""
         return bisect_left(self._queues[rank[3].pool], rank)
 
     def next(
         self, wanted: Wanted, full: frozenset[str], others: frozenset[Key], now: float, used: Mapping[str, int]
     ) -> Rank | None:
-        """The task that such a worker takes, having taken tasks that have `used` so much of its resources.
+        """The next task for a worker whose earlier tasks have `used` so much of its resources.
 
-        `full` are pools that are held back, `others` the keys of tasks that are for others.
-        Where there is not enough for one, only pools go on that are later than its own or need nothing of that.
+        Pools in `full` are held back; `others` are keys of tasks that this worker must not get. When a task needs more
+        of a resource than is left, only pools that are later, or do not use this resource, are considered further.
         """
         pools = [pool for pool in wanted.pools if pool not in full and pool in self._queues]
         while (rank := self._first(wanted, pools, others, now)) is not None:
             task = rank[3]
             offer = wanted.pools[task.pool]
-            lacks = offer.lacks(task.resources, used)
-            if not lacks:
+            lacking = offer.lacks(task.resources, used)
+            if not lacking:
                 return rank
             pools = [
                 pool
                 for pool in pools
-                if wanted.pools[pool].later > offer.later or lacks.isdisjoint(wanted.pools[pool].amounts)
+                if wanted.pools[pool].later > offer.later or lacking.isdisjoint(wanted.pools[pool].amounts)
             ]
         return None
 
@@ -108,29 +109,31 @@ class PoolQueues:
         self._since[rank[3].key] = now
 
     def _first(self, wanted: Wanted, pools: list[str], others: frozenset[Key], now: float) -> Rank | None:
-        firsts = (
-            (next((rank for rank in self._queues[pool] if rank[3].key not in others), None), pool) for pool in pools
-        )
-        heads = ((rank, pool) for rank, pool in firsts if rank is not None)
-        found = min(((rank[0], -_later(wanted, pool), rank) for rank, pool in heads), default=None)
-        if found is None or (wanted.above is not None and -found[0] <= wanted.above):
+        """The first task of these pools that the worker may have; within PREFERENCE_S, one that it prefers."""
+        heads = []
+        for pool in pools:
+            head = next((rank for rank in self._queues[pool] if rank[3].key not in others), None)
+            if head is not None:
+                heads.append((head[0], -wanted.pools[pool].later, head))
+        if not heads:
             return None
-        priority, later, first = found
-        if (wanted.near or wanted.affinity) and now - self._since[first[3].key] < PREFERENCE_S:
-            lines = [self._queues[pool][:PREFERENCE_AMONG] for pool in pools if -_later(wanted, pool) == later]
-            front = islice(heapq.merge(*lines), PREFERENCE_AMONG)
-            among = [rank for rank in front if rank[0] == priority and rank[3].key not in others]
-            first = max(among, key=lambda rank: _liking(wanted, rank[3]))
-        return first
+        negative_priority, negative_later, first = min(heads)
+        if wanted.above is not None and -negative_priority <= wanted.above:
+            return None
+        if not (wanted.near or wanted.affinity) or now - self._since[first[3].key] >= PREFERENCE_S:
+            return first
+        equally_late = [pool for pool in pools if -wanted.pools[pool].later == negative_later]
+        front = heapq.merge(*(self._queues[pool][:PREFERENCE_AMONG] for pool in equally_late))
+        candidates = [
+            rank
+            for rank in islice(front, PREFERENCE_AMONG)
+            if rank[0] == negative_priority and rank[3].key not in others
+        ]
+        return max(candidates, key=lambda rank: _preference(wanted, rank[3]))
 
 
-def _later(wanted: Wanted, pool: str) -> int:
-    """How far a pool is from the beginning of its pipelines."""
-    return wanted.pools[pool].later
-
-
-def _liking(wanted: Wanted, task: Task) -> int:
-    """How much a worker prefers a task: inputs that are near, then company."""
+def _preference(wanted: Wanted, task: Task) -> int:
+    """How much a worker prefers a task: 2 for inputs on its node, 1 for its affinity, else 0."""
     if wanted.near and task.near == wanted.near:
         return 2
     return int(bool(wanted.affinity) and task.affinity == wanted.affinity)

@@ -1,4 +1,4 @@
-"""What is still to be computed for a request, by the seconds that were predicted when it came."""
+"""The predicted seconds of a request's stages that are not done, by pool."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from unfuse.core.request import RequestContext
 
 NANOSECONDS = 10**9
-"""Sums are of whole nanoseconds, so that what is added and taken away again leaves nothing."""
+"""Sums count whole nanoseconds: adding and subtracting the same number leaves exactly nothing."""
 
 MOST_S = 10**5
-"""No stage is predicted to take longer: a number beyond it, or none, counts for nothing."""
+"""The longest prediction, in seconds, that counts; a longer one, or one of no number, counts as 0."""
 
 
 def remaining_of(context: RequestContext) -> dict[str, int]:
-    """Nanoseconds of the stages that are not done, by pool; nothing of a request that is over."""
+    """Predicted nanoseconds of the stages that are not done, by pool; empty for a request that is over."""
     left = Counter[str]()
     for stage in () if context.over else context.plan.stages:
         state = context.stages.get(stage.name)

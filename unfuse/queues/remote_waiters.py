@@ -1,4 +1,4 @@
-"""Those who wait for tasks in this process, for a queue that is elsewhere: one call asks for all of them."""
+"""Callers of this process that wait for tasks of a queue in Redis: one call asks for all of them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import Wanted
 
 RETRY_S = 0.2
-"""How long until a server that did not answer is asked again."""
+"""Seconds until a server that did not answer is asked again."""
 
-TOGETHER = 128
-"""Calls in one round trip, and those who wait in one call."""
+MAX_BATCH = 128
+"""The most calls in one round trip, and the most waiters in one call."""
 
 MAX_CLAIMS = 1024
-"""Tasks of one lease, at most."""
+"""The most tasks that one caller can claim at once."""
 
 
 Call = Callable[..., Awaitable[Any]]
-"""Runs a verb of the script with its arguments. Raises TransientError, and what the verb refuses with."""
+"""Runs a verb of the script with its arguments. Raises TransientError, and the errors of the verb."""
 
 
 class Background:
-    """Tasks by name, each running at most once at a time."""
+    """asyncio tasks by name; of each name, at most one runs."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def run(self, name: str, work: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:
-        """Have the task of that name run, unless it does."""
+        """Start a task of this name unless one runs. Returns the one that runs."""
         if name not in self._tasks or self._tasks[name].done():
             self._tasks = {name: task for name, task in self._tasks.items() if not task.done()}
             self._tasks[name] = asyncio.create_task(work())
         return self._tasks[name]
 
     async def end(self, *cancelled: str) -> None:
-        """Cancel those, and wait for all."""
+        """Cancel the tasks of these names, and wait until all tasks have ended."""
         for name in self._tasks.keys() & set(cancelled):
             self._tasks[name].cancel()
         while running := [task for task in self._tasks.values() if not task.done()]:
@@ -55,12 +55,12 @@ class Background:
 
 
 class Waiter:
-    """A caller of `lease`: `asked` for while a call is under way, answered with nothing once it is not `patient`."""
+    """A caller of `lease`. `asked`: a call for it is under way. `patient`: it waits for a task, else it gets none."""
 
     def __init__(self, worker: str, wanted: Wanted, ttl: float, patient: bool) -> None:
         self.worker, self.ttl, self.patient = worker, ttl, patient
         self.turn = wanted.above is not None, wanted.rank
-        self.pools = wanted.concerned()
+        self.pools = wanted.watched_pools()
         self.tokens = secrets.token_bytes(16 * min(wanted.slots, MAX_CLAIMS))
         ask = {"worker": worker, "ttl": ttl, "tokens": script.raw(self.tokens), "wanted": wanted}
         self.ask = msgspec.Raw(encode(ask)[1:])
@@ -68,17 +68,17 @@ class Waiter:
         self.asked = False
 
     def leases(self, claims: list[list[bytes]], now: float, unreadable: Unreadable) -> list[Lease]:
-        """What the script claimed for it, one token after the other."""
+        """The leases that the script made for it, each with the next one of its tokens."""
         tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
-        found = zip(claims, tokens, strict=False)
-        read = (
-            (unreadable.sound("task", f"of {self.worker}", partial(script.task, *claim)), token)
-            for claim, token in found
-        )
-        return [Lease(task, self.worker, token, now + self.ttl) for task, token in read if task]
+        leases = []
+        for claim, token in zip(claims, tokens, strict=False):
+            task = unreadable.read("task", f"of {self.worker}", partial(script.task, *claim))
+            if task:
+                leases.append(Lease(task, self.worker, token, now + self.ttl))
+        return leases
 
     def settle(self, leases: list[Lease], error: Exception | None = None) -> None:
-        """A call for it has ended."""
+        """A call for it has ended: answer it, unless it has no lease yet and waits on."""
         self.asked = False
         if self.answer.done() or (self.patient and not leases):
             return
@@ -89,7 +89,7 @@ class Waiter:
 
 
 class RemoteWaiters:
-    """All who wait. `serve` is for whenever there may be something for them."""
+    """All callers that wait for tasks. Call `serve` whenever there may be a task for them."""
 
     def __init__(self, call: Call, background: Background, clock: Clock, unreadable: Unreadable) -> None:
         self._call, self._background, self._clock, self._unreadable = call, background, clock, unreadable
@@ -98,7 +98,7 @@ class RemoteWaiters:
         self._withdraw_alarm: Callable[[], None] = lambda: None
 
     async def claim(self, worker: str, wanted: Wanted, ttl: float, wait: float) -> list[Lease]:
-        """Claim tasks, waiting for a first one. All who ask at the same time are served by one call, in their turn."""
+        """Claim tasks, waiting up to `wait` seconds for a first one. One call serves all who ask at the same time."""
         waiter = Waiter(worker, wanted, ttl, patient=wait > 0)
         self._waiters[waiter] = None
         self.serve()
@@ -116,18 +116,18 @@ class RemoteWaiters:
             withdraw_alarm()
             del self._waiters[waiter]
 
-    def concerns(self, pool: str) -> bool:
-        """Whether a change of that pool may let somebody take something."""
+    def waits_for(self, pool: str) -> bool:
+        """Whether a change of this pool may let a waiter take a task."""
         return any(pool in waiter.pools for waiter in self._waiters)
 
     def serve(self) -> None:
-        """Have everyone who waits asked for, once more if that is being done."""
+        """Ask for tasks for all waiters; once more after the call that is under way, if there is one."""
         self._stale = True
         if self._waiters:
             self._background.run("ask", self._ask)
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Answer all waiters with nothing."""
         for waiter in self._waiters:
             self._give_up(waiter)
         self._withdraw_alarm()
@@ -138,39 +138,39 @@ class RemoteWaiters:
             self._withdraw_alarm()
             waiting = [waiter for waiter in self._waiters if not waiter.answer.done()]
             waiting.sort(key=lambda waiter: waiter.turn)
-            for first in range(0, len(waiting), TOGETHER):
-                await self._ask_for(waiting[first : first + TOGETHER])
+            for first in range(0, len(waiting), MAX_BATCH):
+                await self._ask_for(waiting[first : first + MAX_BATCH])
 
     async def _ask_for(self, asking: list[Waiter]) -> None:
-        """Settle who gets something, and who does not wait; have the others asked for when a task's time comes."""
+        """Ask for tasks for these waiters, and set an alarm for the next delayed task."""
         for waiter in asking:
             waiter.asked = True
         try:
-            now, ripens, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
-        except Exception as error:  # whatever it is, those who wait must hear of it
+            now, due, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
+        except Exception as error:  # the callers must get any error
             for waiter in asking:
                 waiter.settle([], error)
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
             return
         for waiter, claims in zip(asking, answers, strict=True):
             waiter.settle(waiter.leases(claims, float(now), self._unreadable))
-        if ripens is not None:
-            self._withdraw_alarm = self._call_at(float(now), float(ripens), self.serve)
+        if due is not None:
+            self._withdraw_alarm = self._call_at(float(now), float(due), self.serve)
 
     def _give_up(self, waiter: Waiter) -> None:
-        """A waiter's time is over: it is answered now, or with what the call under way brings."""
+        """A waiter's time is over: answer it now, or with the result of the call that is under way."""
         waiter.patient = False
         if not waiter.asked:
             waiter.settle([])
 
     async def _undo(self, waiter: Waiter) -> None:
-        """Give back what a caller who is gone has claimed."""
+        """Hand back the tasks that were claimed for a caller that was cancelled."""
         with suppress(TransientError):
             for lease in await waiter.answer:
-                await self._call("hand_back", claim=script.shown(lease.claim), undo=True)
+                await self._call("hand_back", claim=script.claim_fields(lease.claim), undo=True)
 
     def _call_at(self, now: float, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Set an alarm for a time of a clock that shows `now`; returns what takes it back."""
+        """Set an alarm for the time `when` of a clock that shows `now`. Returns a function that cancels it."""
         if not isinstance(self._clock, AlarmClock):
             return asyncio.get_running_loop().call_later(max(0.0, when - now), callback).cancel
         if when > self._clock.now():

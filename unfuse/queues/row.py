@@ -1,4 +1,4 @@
-"""A request as a journal stores it."""
+"""A request as the journal stores it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from unfuse.core.request import RequestContext
 from unfuse.core.task import Task
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
-    """A task that is queued, or leased to the worker it names, and how often workers have turned it down.
+class StoredTask(msgspec.Struct, frozen=True, array_like=True):
+    """A task that is queued, or leased if it has a token: then to `worker`, `since` that time.
 
-    `since` and `pushed` are Unix seconds.
+    `returned` counts how often each worker has turned it down. `since` and `pushed` are Unix seconds.
     """
 
     arrival: int
@@ -25,10 +25,10 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A request as it is stored, whole: whatever changes, one row is replaced."""
+    """A whole stored request: any change replaces its row. `last` is the highest number of an event."""
 
     context: RequestContext
     stages: tuple[str, ...]
-    tasks: tuple[Standing, ...]
+    tasks: tuple[StoredTask, ...]
     events: tuple[Event, ...]
     last: int

@@ -1,4 +1,4 @@
-"""What the queue in Redis and its Lua scripts say to each other."""
+"""The Lua script of the queue in Redis: how its arguments are encoded and its answers decoded."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from unfuse.queues.remaining import remaining_of
 PARTS = ("common", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
-"""All verbs as one script, and what Redis knows it by once it is loaded."""
-
+"""All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded."""
 
 REFUSALS: dict[str, type[UnfuseError]] = {
     "NOTFOUND": NotFound,
@@ -36,19 +35,19 @@ REFUSALS: dict[str, type[UnfuseError]] = {
     "DAMAGED": Damaged,
 }
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
-"""What of it there is to be dropped: an event, say, is only passed over."""
+"""Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
 
 BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a valid float")
-"""What a server says of a script that met what it did not expect."""
+"""Errors of the server when the script finds data that it does not expect."""
 
 
 def raw(data: bytes) -> msgspec.Raw:
-    """Bytes as a string of msgpack: the scripts' reader knows no other kind."""
+    """Bytes as a msgpack string, since the script's decoder has no binary type."""
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
 
 
 def text(value: object) -> str:
-    """A field of a request as it is stored and searched for."""
+    """A field of a request as text, in the form that is stored and searched for."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -56,98 +55,100 @@ def _mark(attempt: int, token: bytes) -> msgspec.Raw:
     return raw(b"%d:%b" % (attempt, token))
 
 
-def shown(claim: Claim) -> dict[str, Any]:
-    """A claim; the script compares its mark."""
+def claim_fields(claim: Claim) -> dict[str, Any]:
+    """A claim for the script, which compares its mark."""
     mark = _mark(claim.attempt, claim.token)
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
 
 
 def task(task: bytes, attempt: bytes) -> Task:
-    """The stored task; its attempt is kept beside it."""
+    """A stored task, with the attempt that is stored beside it."""
     return msgspec.structs.replace(decode(task, Task), attempt=int(attempt))
 
 
 def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: bytes, _: bytes) -> Lease:
-    """A lease as it is answered."""
+    """A lease from the fields of an answer."""
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
 def record(reply: Sequence[Any]) -> Record:
-    """A request as it is answered."""
+    """A record from the fields of an answer."""
     context, running, position = reply[:3]
     return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
 
 
 def error(met: Exception, place: str) -> UnfuseError:
-    """What a refusal of the scripts, or of the server at that place, is here."""
+    """The exception for an error of the script, or of the server at `place`."""
     kind, _, text = str(met).partition(" ")
     if kind in REFUSALS:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
-        return Damaged(f"the queue at {place} holds something else than it should: {met}")
+        return Damaged(f"the queue at {place} holds data that is not as expected: {met}")
     return TransientError(f"the queue at {place} does not answer: {met}")
 
 
 def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:
-    """A worker as it is answered, with its cards."""
+    """A worker from the fields of an answer, with its cards."""
     return Member(decode(info, WorkerInfo), cards, float(seen), int(leased or 0))
 
 
-def shown_text(name: bytes) -> str:
-    """A name that may hold anything, for people."""
+def printable_name(name: bytes) -> str:
+    """A name as text that people can read, whatever bytes it has."""
     return name.decode(errors="backslashreplace")
 
 
-def stored(shown: str) -> msgspec.Raw:
-    """The name that `shown_text` shows so."""
+def raw_name(shown: str) -> msgspec.Raw:
+    """The bytes of the name that `printable_name` returned, as a msgpack string."""
     return raw(re.sub(rb"\\x([0-9a-f]{2})", lambda found: bytes.fromhex(found[1].decode()), shown.encode()))
 
 
 @lru_cache(maxsize=64)
 def declaration(stored: bytes) -> Declaration:
-    """What somebody declared, which hardly ever changes."""
+    """A stored declaration; cached, because it hardly ever changes."""
     return decode(stored, Declaration)
 
 
 @lru_cache(maxsize=64)
 def cards(brought: bytes) -> tuple[ModelCard, ...]:
-    """A worker's cards, which are read with every answer to who is there and hardly ever change."""
+    """A worker's cards; cached, because every list of workers has them and they hardly ever change."""
     return decode(brought, tuple[ModelCard, ...])
 
 
-def pushed(task: Task) -> dict[str, Any]:
-    """A task with its rank, bytes that sort as (−priority, order) does: a float's bits do, its sign out of the way."""
+def task_fields(task: Task) -> dict[str, Any]:
+    """A task for the script. Its rank is bytes that sort like (−priority, order); the bits of a float sort like it
+    once the sign bit, and for negative numbers every bit, is inverted.
+    """
     (bits,) = struct.unpack(">Q", struct.pack(">d", task.order + 0.0))
     rank = struct.pack(">QQ", 2**63 - 1 - task.priority, bits ^ (2**64 - 1 if bits >> 63 else 2**63))
     names = ("stage", "attempt", "pool", "room", "near", "affinity", "priority", "not_before", "needs")
     return {name: getattr(task, name) for name in names} | {"task": raw(encode(task)), "rank": raw(rank)}
 
 
-def facts(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
-    """What `submit` and `commit` send: the context, what of it scripts look at, and what comes with it."""
+def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
+    """The arguments of `submit` and `commit`: the context, the fields that the script reads, tasks and events."""
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
     names = ("version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at")
     facts = {name: getattr(context, name) for name in names}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}
-    share = counted(context)
+    share = remaining_fields(context)
     stored |= {"left": share["packed"], "counted": share["counted"]}
     fields = [part for item in stored.items() for part in item]
     facts |= {"id": context.id, "fields": fields, "left": share["left"]}
-    return facts | {"push": [pushed(task) for task in push], "events": events}
+    return facts | {"push": [task_fields(task) for task in push], "events": events}
 
 
-def changed(change: Change) -> dict[str, Any]:
-    """What `commit` sends."""
-    more = {"close": change.close, "claim": change.claim and shown(change.claim)}
-    return facts(change.context, change.push, change.events) | more
+def change_fields(change: Change) -> dict[str, Any]:
+    """The arguments of `commit`."""
+    more = {"close": change.close, "claim": change.claim and claim_fields(change.claim)}
+    return context_fields(change.context, change.push, change.events) | more
 
 
 UNREADABLE = {"packed": raw(msgspec.msgpack.encode({}))}
-"""What is counted of a request that cannot be read."""
+"""The `remaining_fields` of a request that cannot be read."""
 
 
-def counted(context: RequestContext) -> dict[str, Any]:
-    """What is left of a request, by pool and as it is stored, and the version at which that is so."""
+def remaining_fields(context: RequestContext) -> dict[str, Any]:
+    """The predicted nanoseconds that are left of a request, by pool and packed, and the version that they are of."""
     left = remaining_of(context)
     return {"left": left, "packed": raw(msgspec.msgpack.encode(left)), "counted": text(context.version)}

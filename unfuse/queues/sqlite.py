@@ -1,8 +1,8 @@
 """The queue on disk, for one scheduler process: the state in memory decides, and SQLite is its journal.
 
-A method decides and applies in memory, as MemoryQueue does, and returns once what it changed is committed; readers too
-are told only what is. All that changed while one transaction was being written goes into the next one, as it stands
-in memory at one moment: the file always holds what memory held at some moment.
+A method applies a change in memory, as MemoryQueue does, and returns when it is committed to the file. Readers, too,
+wait until what they read is committed. Everything that changes while a transaction is being written goes into the next
+one, as memory has it at one moment: so the file always has a state that memory had.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from unfuse.queues.wanted import Wanted
 from unfuse.queues.writer import Writer
 
 EVENTS_A_START = 2**24
-"""More events than one request publishes between two starts: numbers continue at the next multiple."""
+"""More than the events of one request between two starts: after a start, numbers go on at the next multiple."""
 
 
 class _UnixClock(AlarmClock):
-    """A clock whose readings mean the same after a restart: Unix time at the start, and what has passed since."""
+    """A clock whose readings stay valid after a restart: Unix time at the start plus monotonic seconds since."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -52,8 +52,8 @@ class _UnixClock(AlarmClock):
 
 
 class SqliteQueue(TaskQueue):
-    """A queue that survives its process. While its disk is full, what would change anything is refused, and what is not
-    written yet waits for room. When its file cannot be written for another reason, it does nothing any more.
+    """A queue that survives its process. While the disk is full, methods that change anything raise TransientError, and
+    what is not written yet waits. If the file cannot be written for another reason, all methods raise TransientError.
     """
 
     def __init__(self, path: Path, clock: Clock) -> None:
@@ -69,79 +69,79 @@ class SqliteQueue(TaskQueue):
 
     @classmethod
     def at(cls, url: str, clock: Clock) -> SqliteQueue:
-        """The queue in the file `sqlite:PATH`. Raises ConfigError when it cannot be kept there."""
+        """Open the queue in the file `sqlite:PATH`. Raises ConfigError if it cannot be kept there."""
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
             raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
         return cls(Path(path).expanduser().absolute(), clock)
 
     async def now(self) -> float:
-        """Unix seconds at the start, and what has passed since."""
+        """Unix seconds at the start plus the monotonic seconds since."""
         return self._clock.now()
 
     async def check(self) -> None:
-        """Raise TransientError while the disk is full, and once the file could not be written."""
+        """Raise TransientError while the disk is full, and after a write has failed for good."""
         self._writer.check()
 
     async def submit(
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
-        """Store a new request, once."""
+        """Store a new request; a repeat returns the stored one."""
         self._writer.check()
-        return await self._kept(self._state.submit(context, tasks, events, limits))
+        return await self._when_written(self._state.submit(context, tasks, events, limits))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
-        """Claim tasks. This is written with what comes next and not waited for: at worst a task is leased twice."""
+        """Claim tasks. Returns before the leases are written: after a crash, a task may be leased a second time."""
         self._writer.check()
         leases = await self._waiters.claim(worker, wanted, ttl, wait)
         self._writer.check_file()
         return leases
 
     async def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend what is held, in memory."""
+        """Extend the leases that are held, in memory."""
         if claims:
             self._writer.check()
         self._restored.difference_update(claims)
         return self._state.renew(claims, ttl)
 
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
-        """Publish while held, in memory."""
+        """Publish progress of a lease that is held, in memory."""
         self._writer.check()
         return self._state.progress(claim, events)
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
         self._writer.check()
-        return await self._kept(self._state.commit(change))
+        return await self._when_written(self._state.commit(change))
 
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, list[Lease]]:
-        """Apply a transition, then claim tasks; both are in one transaction, which is waited for."""
+        """Apply a transition and claim tasks in one transaction; returns when it is written."""
         self._writer.check()
         entry = self._state.commit(change)
         leases = self._state.claim(worker, wanted, ttl)
-        return await self._kept(entry), leases
+        return await self._when_written(entry), leases
 
     async def hand_back(self, claim: Claim) -> bool:
-        """Put a leased task back where it stood."""
+        """Return a leased task to its place."""
         self._writer.check()
         was_held = self._state.hand_back(claim)
-        self._waiters.tell()
+        self._waiters.wake()
         if was_held:
-            await self._writer.settled(self._state.entry(claim.request))
+            await self._writer.wait_until_written(self._state.entry(claim.request))
         return was_held
 
     async def turn_down(self, claim: Claim) -> int:
-        """Put a leased task back where it stood, and remember whose it was."""
+        """Return a leased task to its place, and count that for its worker."""
         self._writer.check()
-        done_with = self._state.turn_down(claim)
-        self._waiters.tell()
-        await self._writer.settled(self._state.entry(claim.request))
-        return done_with
+        excluded = self._state.turn_down(claim)
+        self._waiters.wake()
+        await self._writer.wait_until_written(self._state.entry(claim.request))
+        return excluded
 
     async def expired(self, ttl: float) -> builtins.list[Lease]:
-        """Leases whose time has passed. One from before the start that nobody has renewed since is handed back."""
+        """Leases whose time has passed. A lease from before the start that was never renewed since is handed back."""
         self._writer.check()
         late = self._state.expired(ttl)
         for lease in late:
@@ -150,21 +150,21 @@ class SqliteQueue(TaskQueue):
         return [lease for lease in late if lease.claim not in self._restored]
 
     async def load(self, request: str) -> Record:
-        """The stored request."""
+        """The stored record of a request."""
         if request in self._journal.damaged:
-            raise Damaged(f"what is stored of request {request} cannot be read, `unfuse dead ls` lists it")
+            raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`")
         entry = self._entry(request)
         record = self._state.record(entry)
-        await self._writer.settled(entry)
+        await self._writer.wait_until_written(entry)
         return record
 
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these are over, or not known, by what is written."""
+        """Which of these requests are over or unknown, once that is written."""
         self._writer.check_file()
         over = [request for request in self._state.over(requests) if request not in self._journal.damaged]
         for request in over:
             if entry := self._state.requests.get(request):
-                await self._writer.settled(entry)
+                await self._writer.wait_until_written(entry)
         return over
 
     async def list(
@@ -175,68 +175,68 @@ class SqliteQueue(TaskQueue):
         entries = self._state.list(which, after, limit, oldest_first)
         records = [self._state.record(entry) for entry in entries]
         for entry in entries:
-            await self._writer.settled(entry)
+            await self._writer.wait_until_written(entry)
         return records
 
     async def size(self, pool: str) -> int:
-        """Tasks that wait, their time come or not."""
+        """The number of tasks that wait in a pool, delayed ones included."""
         return self._state.size(pool)
 
     async def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do."""
+        """The number of active requests, and the statistics of these pools."""
         return self._state.stats(pools)
 
     async def peek(self, pool: str, limit: int = 16) -> Sequence[Task]:
-        """The tasks that would be leased next."""
+        """The tasks of a pool that would be leased next."""
         return self._state.peek(pool, limit)
 
     def watch(self, request: str, after: int = 0) -> AsyncIterator[Event]:
-        """Follow a request's history, behind what is written of it."""
+        """Follow a request's history; an event comes after it is written."""
         return self._watch(self._entry(request), after)
 
     async def cache(self, key: str, ref: ObjectRef, room: int) -> None:
-        """Keep a handle, and no more than there is room for."""
-        self._state.cached.keep(key, ref, room)
+        """Put an output into the cache; remove the least recently used ones above `room` bytes."""
+        self._state.cached.add(key, ref, room)
 
     async def cached(self, keys: Sequence[str], *, use: bool = True) -> dict[str, ObjectRef]:
-        """Look handles up."""
+        """Find cached outputs."""
         return self._state.cached.find(keys, use)
 
     async def cached_bytes(self) -> int:
-        """Their sum."""
+        """Bytes of all cached outputs."""
         return self._state.cached.bytes
 
     async def uncache(self, key: str, id: str) -> None:
-        """Give that object up."""
-        self._state.cached.lose(key, id)
+        """Remove this object from the cache."""
+        self._state.cached.remove(key, id)
 
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
-        """Register a worker; cards it brought before are kept when it brings none."""
-        self._state.registry.hello(worker, cards, self._clock.now())
+        """Register a worker. One that brings no cards keeps those that it brought before."""
+        self._state.members.hello(worker, cards, self._clock.now())
 
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
-        self._state.registry.bye(worker)
+        self._state.members.bye(worker)
 
     async def declare(self, by: str, declaration: Declaration) -> None:
-        """Keep what somebody declares."""
-        self._state.registry.declared[by] = declaration
+        """Store a declaration."""
+        self._state.members.declared[by] = declaration
 
     async def declared(self) -> dict[str, Declaration]:
-        """All of it."""
-        return dict(self._state.registry.declared)
+        """All declarations."""
+        return dict(self._state.members.declared)
 
     async def workers(self) -> Sequence[Member]:
-        """The registry, which is new after a start: workers say that they live."""
+        """All registered workers. The registry is empty after a start, until workers register again."""
         self._writer.check_file()
         return self._state.workers()
 
     async def damaged(self) -> Sequence[Damage]:
-        """Rows that could not be read at the start."""
+        """The rows that could not be read at the start."""
         return [Damage(id, "request", reason) for id, (_, reason) in self._journal.damaged.items()]
 
     async def discard(self, id: str) -> None:
-        """Delete such a row, or drop one that is over."""
+        """Delete a row that cannot be read, or drop a request that is over."""
         if id not in self._journal.damaged:
             await self.drop(id)
             return
@@ -249,19 +249,19 @@ class SqliteQueue(TaskQueue):
         self._journal.damaged.pop(id, None)
 
     async def forget(self, before: float) -> Sequence[str]:
-        """Drop requests that were over before `before`."""
+        """Drop requests that ended before the Unix time `before`."""
         old = [entry.context.id for entry in self._state.over_before(before)]
         for request in old:
             await self.drop(request)
         return old
 
     async def drop(self, request: str) -> None:
-        """Drop one that is over."""
+        """Drop a request, if it is over."""
         if entry := self._state.drop(request):
-            await self._writer.settled(entry)
+            await self._writer.wait_until_written(entry)
 
     async def close(self) -> None:
-        """Wake everyone who waits, write what is not written, and let go of the file."""
+        """Wake all callers that wait, write what is not written, and close the file."""
         self._end()
         await self._writer.close()
         self._journal.close()
@@ -274,18 +274,18 @@ class SqliteQueue(TaskQueue):
         self._writer.check_file()
         return self._state.entry(request)
 
-    async def _kept(self, entry: Entry) -> Record:
-        """The record as it is now, once it is on the disk."""
-        self._waiters.tell()
+    async def _when_written(self, entry: Entry) -> Record:
+        """Wait until the entry is on the disk, and return its record as it is now."""
+        self._waiters.wake()
         record = self._state.record(entry)
-        await self._writer.settled(self._writer.note(entry, durable=True))
+        await self._writer.wait_until_written(self._writer.note(entry, durable=True))
         return record
 
     async def _watch(self, entry: Entry, after: int) -> AsyncIterator[Event]:
         async for event in follow(entry.history, after):
             while not self._writer.is_written(entry):
-                with suppress(TransientError):  # whoever follows waits as long as the disk is full
-                    await self._writer.settled(entry)
+                with suppress(TransientError):  # while the disk is full, the stream waits
+                    await self._writer.wait_until_written(entry)
                 self._writer.check_file()
             yield event
         self._writer.check_file()

@@ -1,7 +1,7 @@
-"""What a queue in one process holds, and its rules: the plainest reading of the port.
+"""The state of a queue in one process, and the rules of the port in their simplest form.
 
-Nothing here waits, tells the time or writes anything down: each method checks everything, then applies everything, and
-whoever holds the state wakes those who wait and keeps what has changed.
+Nothing here waits or writes to disk. Each method first checks everything, then applies everything. The queue that holds
+the state wakes callers that wait, and stores what has changed.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from unfuse.core.event import Event
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import FRONT, Filter, Limits, Member, PoolStats, Renewal, Stats, check_storable
-from unfuse.queues.cached import Cached
+from unfuse.queues.cached import CachedRefs
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
 from unfuse.queues.leases import Leases
-from unfuse.queues.members import Registry
+from unfuse.queues.members import Members
 from unfuse.queues.pool_queues import PoolQueues, Rank
 from unfuse.queues.remaining import NANOSECONDS, remaining_of
 from unfuse.queues.returned import Key, Returned
-from unfuse.queues.row import Row, Standing
+from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.wanted import Wanted
 
 
 class QueueState:
-    """Requests with their tasks, leases and events, what is cached, and who works.
+    """Requests with their tasks, leases and events, the encoder cache's index, and the registered workers.
 
-    `changed` hears of each entry that a journal has to write, as soon as it has changed; the pools in which somebody
-    may find something new are in `pools`, until they are taken.
+    `changed` is called with each entry that a journal has to write, when it has changed. `changed_pools` has the pools
+    in which a caller may find something new; the queue takes them from there.
     """
 
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
         self.requests: dict[str, Entry] = {}
-        self.pools: dict[str, None] = {}
-        self.cached, self.registry = Cached(), Registry()
+        self.changed_pools: dict[str, None] = {}
+        self.cached, self.members = CachedRefs(), Members()
         self._clock, self._changed = clock, changed
         self._index = Index()
         self._active = 0
@@ -55,7 +55,7 @@ class QueueState:
         self._arrivals = 0
 
     def submit(self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits) -> Entry:
-        """Store a new request, once."""
+        """Store a new request; a repeat returns the stored one. See `TaskQueue.submit`."""
         check_storable(context, *tasks, *events)
         known = self.requests.get(context.id) or self._index.repeated(context)
         if known is not None:
@@ -65,21 +65,25 @@ class QueueState:
         self._count(entry, False)
         self._push(entry, tasks)
         self._publish(entry, events)
-        self._alter(entry)
+        self._note_change(entry)
         return entry
 
-    def first(self, worker: str, wanted: Wanted, used: Mapping[str, int] = MappingProxyType({})) -> Rank | None:
-        """The task that such a worker takes, having used so much; pools that feed a full one are held back."""
-        self.ripen(self._clock.now())
-        fed = ((pool, name, most) for pool, offer in wanted.pools.items() for name, most in offer.behind.items())
-        full = frozenset(pool for pool, name, most in fed if self._pool_queues.size(name) > most)
-        return self._pool_queues.next(wanted, full, self._returned.kept_from(worker), self._clock.now(), used)
+    def next_task(self, worker: str, wanted: Wanted, used: Mapping[str, int] = MappingProxyType({})) -> Rank | None:
+        """The next task for a worker whose earlier tasks have `used` so much; pools that feed a full one wait."""
+        self.release_due(self._clock.now())
+        held_back = frozenset(
+            pool
+            for pool, offer in wanted.pools.items()
+            if any(self._pool_queues.size(fed) > most for fed, most in offer.behind.items())
+        )
+        excluded = self._returned.excluded_for(worker)
+        return self._pool_queues.next(wanted, held_back, excluded, self._clock.now(), used)
 
     def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
-        """Claim tasks."""
+        """Claim tasks, without waiting. See `TaskQueue.lease`."""
         leases: list[Lease] = []
         used = Counter[str]()
-        while len(leases) < wanted.slots and (rank := self.first(worker, wanted, used)) is not None:
+        while len(leases) < wanted.slots and (rank := self.next_task(worker, wanted, used)) is not None:
             task = rank[3]
             used.update(task.resources)
             self._pool_queues.remove(task.key)
@@ -87,17 +91,17 @@ class QueueState:
             leases.append(self._leases.give(rank, worker, self._clock.now() + ttl, at))
             entry = self.requests[task.request]
             entry.history.publish(Event("stage_started", at, task.stage, task.attempt, worker), at)
-            self._alter(entry)
-        if leases:  # all: somebody may have been woken for another task than it took
-            self.pools |= dict.fromkeys(wanted.pools)
+            self._note_change(entry)
+        if leases:  # all pools: a caller may have been woken for another task than it took
+            self.changed_pools |= dict.fromkeys(wanted.pools)
         return leases
 
     def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend what is held."""
+        """Extend the leases that are still held."""
         return self._leases.renew(claims, self._clock.now() + ttl)
 
     def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
-        """Publish while held."""
+        """Publish progress of a lease. False if it is not held."""
         check_storable(*events)
         mine = self._leases.held(claim)
         if mine is None:
@@ -108,7 +112,7 @@ class QueueState:
         return True
 
     def commit(self, change: Change) -> Entry:
-        """Apply a transition."""
+        """Apply a transition. See `TaskQueue.commit`."""
         context, claim = change.context, change.claim
         check_storable(context, *change.push, *change.events)
         entry = self.entry(context.id)
@@ -123,99 +127,99 @@ class QueueState:
         was_active, entry.context = not entry.context.over, context
         self._count(entry, was_active)
         for key in (claim.key, *change.close) if claim is not None else change.close:
-            self._drop(key)
+            self._remove_task(key)
         self._push(entry, change.push)
         if context.over:
             for stage in entry.stages:
-                self._drop((context.id, stage))
+                self._remove_task((context.id, stage))
         self._publish(entry, change.events)
-        self._alter(entry)
+        self._note_change(entry)
         return entry
 
     def hand_back(self, claim: Claim) -> bool:
-        """Put a leased task back where it stood."""
+        """Return a leased task to its place. False if the lease is not held."""
         mine = self._leases.held(claim)
         if mine is None:
             return False
         self._leases.end(claim.key)
         priority, order, arrival, task = mine.rank
         self._put((priority, order, arrival, msgspec.structs.replace(task, attempt=task.attempt + 1)))
-        self._alter(self.requests[task.request])
+        self._note_change(self.requests[task.request])
         return True
 
     def turn_down(self, claim: Claim) -> int:
-        """Put a leased task back where it stood, and remember whose it was."""
+        """Return a leased task to its place and count that. Returns how many workers are now excluded from it."""
         mine = self._leases.held(claim)
         if mine is None:
             raise _lost(claim)
         if not mine.running.step:
             self._returned.count(claim.key, mine.lease.worker)
         self.hand_back(claim)
-        return self._returned.done_with(claim.key)
+        return self._returned.count_excluded(claim.key)
 
     def expired(self, ttl: float) -> list[Lease]:
-        """Leases whose time has passed; none after a gap, which all of them are forgiven."""
+        """Leases whose time has passed; none after a gap, which extends all leases."""
         return self._leases.expired(self._clock.now(), ttl)
 
     def entry(self, request: str) -> Entry:
-        """What is stored of a request. Raises NotFound."""
+        """The entry of a request. Raises NotFound."""
         entry = self.requests.get(request)
         if entry is None:
             raise _unknown(request)
         return entry
 
     def record(self, entry: Entry) -> Record:
-        """A request as it stands."""
+        """The record of a request, with what runs now and its position."""
         keys = [(entry.context.id, stage) for stage in entry.stages]
         running = tuple(held.running for key in keys if (held := self._leases.of(key)))
         if running:
             return Record(entry.context, running)
-        self.ripen(self._clock.now())
+        self.release_due(self._clock.now())
         waiting = [rank for key in keys if (rank := self._pool_queues.rank(key))]
         position = min((self._pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position)
 
     def over(self, requests: Sequence[str]) -> builtins.list[str]:
-        """Which of these are over, or not known."""
+        """Which of these requests are over, or unknown."""
         known = ((request, self.requests.get(request)) for request in requests)
         return [request for request, entry in known if entry is None or entry.context.over]
 
     def list(self, which: Filter, after: str | None, limit: int, oldest_first: bool) -> builtins.list[Entry]:
-        """Requests in the order of their arrival."""
+        """Requests in the order of their arrival. Raises NotFound for `after`."""
         behind = None if after is None else self.entry(after)
         if behind is not None and which.tenant not in (None, behind.context.tenant):
             raise _unknown(behind.context.id)
         return [*islice(self._index.find(which, behind, oldest_first), limit)]
 
     def size(self, pool: str) -> int:
-        """Tasks that wait, their time come or not."""
+        """The number of tasks that wait in a pool, delayed ones included."""
         return self._pool_queues.size(pool)
 
     def stats(self, pools: Sequence[str]) -> Stats:
-        """How much there is to do."""
-        self.ripen(self._clock.now())
-        return Stats(self._active, {pool: self._line(pool) for pool in pools})
+        """The number of active requests, and the statistics of these pools."""
+        self.release_due(self._clock.now())
+        return Stats(self._active, {pool: self._pool_stats(pool) for pool in pools})
 
-    def _line(self, pool: str) -> PoolStats:
+    def _pool_stats(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
         oldest = max((wall - self._pushed[rank[3].key] for rank in self._pool_queues.front(pool, FRONT)), default=0.0)
         return PoolStats(self._pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
 
     def peek(self, pool: str, limit: int) -> Sequence[Task]:
-        """The tasks that would be leased next."""
-        self.ripen(self._clock.now())
+        """The tasks of a pool that would be leased next."""
+        self.release_due(self._clock.now())
         return [rank[3] for rank in self._pool_queues.front(pool, limit)]
 
     def workers(self) -> Sequence[Member]:
-        """The registry, in order of arrival."""
-        return self.registry.members(self._leases.by_worker())
+        """All registered workers, in order of arrival."""
+        return self.members.members(self._leases.by_worker())
 
     def over_before(self, time: float) -> Sequence[Entry]:
-        """Requests that were over before that Unix time."""
+        """Requests that ended before this Unix time."""
         return self._index.over_before(time)
 
     def drop(self, request: str) -> Entry | None:
-        """Drop a request that is over; what it was, if it was."""
+        """Drop a request if it is over. Returns its entry; None if nothing was dropped."""
         entry = self.requests.get(request)
         if entry is None or not entry.context.over:
             return None
@@ -225,39 +229,39 @@ class QueueState:
         self._changed(entry)
         return entry
 
-    def ripen(self, now: float) -> None:
-        """Tasks whose time has come by then may be leased."""
-        self.pools |= dict.fromkeys(self._pool_queues.ripen(now))
+    def release_due(self, now: float) -> None:
+        """Let the delayed tasks whose time has come be leased."""
+        self.changed_pools |= dict.fromkeys(self._pool_queues.release_due(now))
 
-    def ripens(self) -> float | None:
-        """When the next task's time comes."""
-        return self._pool_queues.ripens()
+    def next_due(self) -> float | None:
+        """When the next delayed task may be leased."""
+        return self._pool_queues.next_due()
 
     def end(self) -> None:
-        """Nothing more will come of any request."""
+        """End all histories: the queue is closed."""
         for entry in self.requests.values():
             entry.history.end()
 
     def row(self, entry: Entry) -> Row | None:
-        """All of a request that is to be found after a restart; None once it is dropped."""
+        """The row to store for an entry; None if the request was dropped."""
         context = entry.context
         if self.requests.get(context.id) is not entry:
             return None
-        standing = []
+        stored = []
         for key in ((context.id, stage) for stage in entry.stages):
-            returned = dict(self._returned.by(key))
+            returned = dict(self._returned.counts(key))
             if rank := self._pool_queues.rank(key):
-                standing.append(Standing(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
+                stored.append(StoredTask(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
             if held := self._leases.of(key):
                 lease, since = held.lease, held.running.since
                 leased = lease.task, lease.worker, lease.token, since
-                standing.append(Standing(held.rank[2], *leased, returned, self._pushed[key]))
-        return Row(context, tuple(entry.stages), tuple(standing), entry.history.lasting(), entry.history.last)
+                stored.append(StoredTask(held.rank[2], *leased, returned, self._pushed[key]))
+        return Row(context, tuple(entry.stages), tuple(stored), entry.history.lasting(), entry.history.last)
 
     def restore(self, number: int, row: Row, last: int) -> builtins.list[Claim]:
-        """Take in a stored request, whose next event comes behind `last`; what of it is leased.
+        """Load a stored request; its next event gets a number above `last`. Returns the claims of its leases.
 
-        A lease gets a full time at the first sweep, as after any gap.
+        The first call of `expired` extends these leases, as after any gap.
         """
         context = row.context
         entry = Entry(context, number, dict.fromkeys(row.stages), History(row.events, last))
@@ -266,23 +270,24 @@ class QueueState:
         self._publish(entry, ())
         self.reserve(number)
         claims = []
-        for stood in row.tasks:
-            task = stood.task
-            self.reserve(stood.arrival)
-            rank = (-task.priority, task.order, stood.arrival, task)
+        for stored in row.tasks:
+            task = stored.task
+            self.reserve(stored.arrival)
+            rank = (-task.priority, task.order, stored.arrival, task)
             state = context.stages.get(task.stage)
-            self._pushed[task.key] = stood.pushed or (state and state.queued_at) or self._clock.wall()
-            for worker, times in stood.returned.items():
+            self._pushed[task.key] = stored.pushed or (state and state.queued_at) or self._clock.wall()
+            for worker, times in stored.returned.items():
                 self._returned.count(task.key, worker, times)
-            if not stood.token:
+            if not stored.token:
                 self._put(rank)
                 continue
-            claims.append(self._leases.restore(rank, stood.worker, stood.token, self._clock.now(), stood.since).claim)
-        self._list(entry)
+            lease = self._leases.restore(rank, stored.worker, stored.token, self._clock.now(), stored.since)
+            claims.append(lease.claim)
+        self._update_index(entry)
         return claims
 
     def reserve(self, number: int) -> None:
-        """Numbers up to this one are taken."""
+        """Give no arrival a number up to this one: it is in use."""
         self._arrivals = max(self._arrivals, number + 1)
 
     def _arrival(self) -> int:
@@ -291,7 +296,7 @@ class QueueState:
 
     def _admit(self, context: RequestContext, tasks: Sequence[Task], limits: Limits) -> None:
         if self._active >= limits.max_active:
-            raise Overloaded(f"{self._active} requests are in progress, as many as are accepted: try again later")
+            raise Overloaded(f"{self._active} requests are in progress, no more are accepted: try again later")
         if limits.max_cost is not None and self._active and self._cost + context.cost > limits.max_cost:
             raise Overloaded(
                 f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
@@ -302,7 +307,7 @@ class QueueState:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
 
     def _count(self, entry: Entry, was_active: bool) -> None:
-        """A request is new, or another version of it."""
+        """Update the sums for a new request, or a new version of one."""
         change = (not entry.context.over) - was_active
         self._active += change
         self._cost = self._cost + change * entry.context.cost if self._active else 0.0
@@ -320,29 +325,29 @@ class QueueState:
 
     def _push(self, entry: Entry, tasks: Sequence[Task]) -> None:
         for task in tasks:
-            self._drop(task.key)
+            self._remove_task(task.key)
             entry.stages[task.stage] = None
             self._pushed[task.key] = self._clock.wall()
             self._put((-task.priority, task.order, self._arrival(), task))
 
     def _put(self, rank: Rank) -> None:
         self._pool_queues.put(rank, self._clock.now())
-        self.pools[rank[3].pool] = None
+        self.changed_pools[rank[3].pool] = None
 
-    def _drop(self, key: Key) -> None:
-        """Take a task out of the queue, and end its lease."""
+    def _remove_task(self, key: Key) -> None:
+        """Remove a task from its queue and end its lease, whichever there is."""
         self._leases.end(key)
         self._returned.forget(key)
         self._pushed.pop(key, None)
         if rank := self._pool_queues.remove(key):
-            self.pools[rank[3].pool] = None
+            self.changed_pools[rank[3].pool] = None
 
-    def _alter(self, entry: Entry) -> None:
-        """An entry, or what runs of it, has changed."""
-        self._list(entry)
+    def _note_change(self, entry: Entry) -> None:
+        """Index an entry that has changed, and call `changed`."""
+        self._update_index(entry)
         self._changed(entry)
 
-    def _list(self, entry: Entry) -> None:
+    def _update_index(self, entry: Entry) -> None:
         context = entry.context
         is_running = any(self._leases.of((context.id, stage)) for stage in entry.stages)
         self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)

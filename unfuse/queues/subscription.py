@@ -1,4 +1,4 @@
-"""What is heard of a queue that is elsewhere: which pools and which requests have changed."""
+"""Hears, by Redis pub/sub, which pools and requests of the queue have changed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from unfuse.queues.remote_waiters import RETRY_S, RemoteWaiters
 from unfuse.supervision.supervisor import Supervisor
 
 SWEEP_S = 5.0
-"""Seconds until those who wait look by themselves, should nothing come."""
+"""Seconds without a message after which all waiters look at the queue anyway."""
 
 
 class Subscription:
-    """One channel, for those who wait for tasks and those who follow requests in this process."""
+    """One subscription for all callers in this process that wait for tasks or follow requests."""
 
     def __init__(self, redis: Redis, channel: str, waiting: RemoteWaiters) -> None:
         self._redis, self._channel, self._waiting = redis, channel, waiting
@@ -25,45 +25,45 @@ class Subscription:
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
 
-    def of(self, request: str) -> asyncio.Future[None]:
-        """Done when something is heard of a request, or may have been."""
+    def news_of(self, request: str) -> asyncio.Future[None]:
+        """A future that is done when the request has changed, or may have."""
         news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._followers.setdefault(request, []).append(news)
         return news
 
-    def tell(self, *requests: str) -> None:
-        """There may be something new of these requests."""
+    def notify(self, *requests: str) -> None:
+        """Complete the futures of these requests."""
         for news in [news for request in requests for news in self._followers.pop(request, ())]:
             if not news.done():
                 news.set_result(None)
 
     async def listen(self) -> None:
-        """Hear what changes, until `close`."""
+        """Receive messages until `close`."""
         await self._supervisor.repeat("hearing what changed", self._hear_changes)
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Wake everyone who waits."""
         self._closed = True
         self._waiting.close()
-        self.tell(*self._followers)
+        self.notify(*self._followers)
 
     async def _hear_changes(self) -> None:
-        """On a new connection, and when it is quiet, everyone looks."""
+        """Receive messages; after connecting, and after SWEEP_S without a message, wake everyone."""
         while not self._closed:
             with suppress(RedisError, OSError):
-                async with self._redis.pubsub() as ear:
-                    await ear.subscribe(self._channel)
+                async with self._redis.pubsub() as channel:
+                    await channel.subscribe(self._channel)
                     while not self._closed:
-                        self._hear(await ear.get_message(timeout=SWEEP_S))
+                        self._hear(await channel.get_message(timeout=SWEEP_S))
             await asyncio.sleep(RETRY_S)
 
     def _hear(self, message: dict[str, Any] | None) -> None:
         if message is None or message["type"] != "message":
             self._waiting.serve()
-            self.tell(*self._followers)
+            self.notify(*self._followers)
             return
         kind, _, name = message["data"].decode(errors="replace").partition(":")
         if kind == "request":
-            self.tell(name)
-        elif self._waiting.concerns(name):
+            self.notify(name)
+        elif self._waiting.waits_for(name):
             self._waiting.serve()

@@ -1,4 +1,4 @@
-"""What a queue that is elsewhere has met and could not read."""
+"""Remembers which records of a queue in Redis could not be read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from unfuse.queues.base import Damage
 from unfuse.supervision.repeated_errors import RepeatedErrors
 
 MOST = 1000
-"""So many are remembered: whoever repairs a queue begins with those."""
+"""How many are remembered: enough to begin a repair."""
 
 T = TypeVar("T")
 
 
 class Unreadable:
-    """What was met of it, by kind and id. What is stored is the queue's own; this says where to look."""
+    """Records that could not be read, by kind and id. The records themselves stay in Redis."""
 
     def __init__(self) -> None:
         self._reasons: dict[tuple[str, str], str] = {}
         self._errors = RepeatedErrors()
 
-    def sound(self, kind: str, id: str, read: Callable[[], T]) -> T | None:
-        """What is read; nothing where that cannot be."""
+    def read(self, kind: str, id: str, read: Callable[[], T]) -> T | None:
+        """What `read` returns; None, and noted, if the record cannot be read."""
         try:
             found = read()
         except (ProtocolError, TypeError, ValueError) as error:
@@ -33,15 +33,15 @@ class Unreadable:
         return found
 
     def note(self, kind: str, id: str, reason: str) -> None:
-        """This cannot be read."""
+        """Log and remember a record that cannot be read."""
         self._errors.log(f"reading a {kind}", ProtocolError(reason), id=id)
         if len(self._reasons) < MOST:
             self._reasons[kind, id] = reason
 
     def forget(self, id: str) -> None:
-        """It is gone."""
+        """Forget the records of this id, because they are gone."""
         self._reasons = {key: reason for key, reason in self._reasons.items() if key[1] != id}
 
     def all(self) -> list[Damage]:
-        """All that was met."""
+        """All records that are remembered."""
         return [Damage(id, kind, reason) for (kind, id), reason in self._reasons.items()]

@@ -1,4 +1,4 @@
-"""Those who wait on a queue in this process: for tasks, and for what becomes of a request."""
+"""Wakes callers that wait on a queue of this process: for tasks, or for a request's events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unfuse.queues.wanted import Wanted
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    """A caller of `lease` that waits. `pools` are all whose changes concern it."""
+    """A caller of `lease` that waits. A change in one of `pools` may let it take a task."""
 
     worker: str
     wanted: Wanted
@@ -26,66 +26,66 @@ class _Waiter:
 
 
 class Waiters:
-    """All who wait for tasks of one state. Whoever changes that calls `tell`, before anybody else can."""
+    """All callers that wait for tasks. Whoever changes the state must call `wake` before it awaits anything."""
 
     def __init__(self, state: QueueState, clock: Clock) -> None:
         self._state, self._clock = state, clock
         self._waiters: dict[_Waiter, None] = {}
         self._closed = False
-        self._ripens: float | None = None
+        self._due: float | None = None
         self._withdraw_alarm: Callable[[], None] = lambda: None
 
     async def claim(self, worker: str, wanted: Wanted, ttl: float, wait: float) -> list[Lease]:
-        """Claim tasks, waiting for a first one."""
+        """Claim tasks, waiting up to `wait` seconds for a first one."""
         until = self._clock.now() + wait
         while True:
             leases = self._state.claim(worker, wanted, ttl)
-            self.tell()
+            self.wake()
             if leases or wanted.slots < 1 or self._closed or self._clock.now() >= until:
                 return leases
             await self._wait(worker, wanted, until)
 
-    def tell(self) -> None:
-        """In each pool that has changed, wake the first in line among those that can take what is now first for them.
+    def wake(self) -> None:
+        """For each pool that has changed, wake the first waiter that can take a task there now.
 
-        One is enough: what it claims is a change again. What is to ripen is told when it does.
+        One waiter is enough, since its claim is a change again. An alarm wakes waiters for tasks that are delayed.
         """
-        pools, self._state.pools = self._state.pools, {}
+        pools, self._state.changed_pools = self._state.changed_pools, {}
         for pool in pools:
-            self._wake(pool)
-        ripens = None if self._closed else self._state.ripens()
-        if ripens != self._ripens:
+            self._wake_for(pool)
+        due = None if self._closed else self._state.next_due()
+        if due != self._due:
             self._withdraw_alarm()
-            self._ripens, self._withdraw_alarm = ripens, lambda: None
-            if ripens is not None:
-                self._withdraw_alarm = call_at(self._clock, ripens, partial(self._ripen, ripens))
+            self._due, self._withdraw_alarm = due, lambda: None
+            if due is not None:
+                self._withdraw_alarm = call_at(self._clock, due, partial(self._release, due))
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Wake all waiters for good."""
         self._closed = True
         for waiter in self._waiters:
             _done(waiter.woken)
-        self.tell()
+        self.wake()
 
-    def _ripen(self, at: float) -> None:
-        self._state.ripen(at)
-        self.tell()
+    def _release(self, at: float) -> None:
+        self._state.release_due(at)
+        self.wake()
 
-    def _wake(self, pool: str) -> None:
+    def _wake_for(self, pool: str) -> None:
         for waiter in sorted(self._waiters, key=lambda waiter: (waiter.wanted.above is not None, waiter.wanted.rank)):
-            if pool in waiter.pools and not waiter.woken.done() and self._state.first(waiter.worker, waiter.wanted):
+            if pool in waiter.pools and not waiter.woken.done() and self._state.next_task(waiter.worker, waiter.wanted):
                 _done(waiter.woken)
                 return
 
     async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
-        waiter = _Waiter(worker, wanted, wanted.concerned(), asyncio.get_running_loop().create_future())
+        waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
         withdraw_alarm = call_at(self._clock, until, partial(_done, waiter.woken))
         try:
             await waiter.woken
         except asyncio.CancelledError:
-            self._state.pools |= dict.fromkeys(wanted.pools)
-            self.tell()
+            self._state.changed_pools |= dict.fromkeys(wanted.pools)
+            self.wake()
             raise
         finally:
             withdraw_alarm()
@@ -93,7 +93,7 @@ class Waiters:
 
 
 async def follow(history: History, after: int) -> AsyncIterator[Event]:
-    """Events numbered above `after`, waiting for more until the end."""
+    """Events with a number above `after`; waits for more until the history has ended."""
     while True:
         while unseen := history.above(after):
             for event in unseen:
@@ -102,12 +102,12 @@ async def follow(history: History, after: int) -> AsyncIterator[Event]:
         if history.ended:
             return
         news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        with history.told(partial(_done, news)):
+        with history.listening(partial(_done, news)):
             await news
 
 
 def call_at(clock: Clock, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-    """Set an alarm; returns what takes it back."""
+    """Set an alarm. Returns a function that cancels it."""
     if isinstance(clock, AlarmClock):
         return clock.call_at(when, callback)
     return asyncio.get_running_loop().call_later(max(0.0, when - clock.now()), callback).cancel

@@ -1,4 +1,4 @@
-"""What a worker would take: a table with a line for each of its pools."""
+"""What a worker would take: one table, with an entry for each of its pools."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from unfuse.core.task import SLOTS
 
 PREFERENCE_AMONG = 16
 PREFERENCE_S = 0.02
-"""Among how many tasks a preference chooses, and how long one that may be leased can be passed over for it."""
+"""A preference chooses among so many tasks; a task can be passed over for so many seconds."""
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What tasks of one pool may take: of each resource that they draw on so much, of any other whatever they need.
+    """What tasks of one pool may take. `amounts` bounds resources by name; a resource that it lacks is unbounded.
 
-    Of one priority, tasks of pools that are `later` (have a higher number) go first. `behind` names pools that this one
-    feeds and how many tasks may wait there: while more do, its own tasks wait too.
+    Among tasks of equal priority, those of the pool with the highest `later` go first. `behind` maps the pools that
+    this pool feeds to numbers of tasks: while more tasks wait in one of them, tasks of this pool are held back.
     """
 
     amounts: dict[str, int]
@@ -25,16 +25,16 @@ class Offer(msgspec.Struct, frozen=True):
     behind: dict[str, int] = {}
 
     def lacks(self, needs: Mapping[str, int], used: Mapping[str, int]) -> set[str]:
-        """The resources of which a task needs more than is left of them when so much is used."""
+        """The names of the resources of which less than `needs` is left, after `used` is taken."""
         return {name for name, most in self.amounts.items() if used.get(name, 0) + needs.get(name, 0) > most}
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What a worker would take, by pool. What it takes of one, it has less for all of them.
+    """What a worker would take, by pool. All pools draw on the same resources.
 
-    With `above`, only tasks of a higher priority than that: for a worker whose slots are taken by less urgent ones.
-    A task `near` this node, then one of this `affinity`, goes before others (see `TaskQueue.lease`). Of those who wait,
-    lower `rank`s are served first.
+    With `above`, the worker takes only tasks of a higher priority than that: its slots are taken by less urgent ones.
+    It prefers tasks with inputs on the node `near`, then tasks of this `affinity` (see `TaskQueue.lease`). Among
+    workers that wait, the one with the lowest `rank` is served first.
     """
 
     pools: dict[str, Offer]
@@ -45,9 +45,9 @@ class Wanted(msgspec.Struct, frozen=True):
 
     @property
     def slots(self) -> int:
-        """The most tasks that it can get."""
+        """The most tasks that the worker can get."""
         return max((offer.amounts.get(SLOTS, 0) for offer in self.pools.values()), default=0)
 
-    def concerned(self) -> frozenset[str]:
-        """The pools whose changes may let such a worker take something."""
+    def watched_pools(self) -> frozenset[str]:
+        """The pools whose changes may let the worker take a task."""
         return frozenset(self.pools).union(*(offer.behind for offer in self.pools.values()))

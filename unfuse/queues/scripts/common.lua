@@ -116,7 +116,7 @@ local function publish(id, event)
   news[id] = true
 end
 
-local function damaged(id) return refuse('DAMAGED what is stored of request %s cannot be read', id) end
+local function damaged(id) return refuse('DAMAGED the stored record of request %s cannot be read', id) end
 
 local function unknown(id) return refuse('NOTFOUND no request %s', id) end
 

@@ -43,7 +43,7 @@ local function overload()
   local active, cost, most = call('ZCARD', ACTIVE), tonumber(call('HGET', META, 'cost')) or 0, A.limits
   local say, later = 'OVERLOADED %s', ': try again later'
   if active >= most.max_active then
-    return refuse(say, active .. ' requests are in progress, as many as are accepted' .. later)
+    return refuse(say, active .. ' requests are in progress, no more are accepted' .. later)
   elseif most.max_cost and active > 0 and cost + A.cost > most.max_cost then
     return refuse(say, 'what is in progress and this together cost more than ' .. most.max_cost .. later)
   end
