@@ -1,4 +1,4 @@
-"""One server a module: starting one costs seconds of imports."""
+"""One server for all modules that ask it as it comes: starting one costs 20 seconds of a core."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def expected_pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [frames[0] for frames in json.loads((folder / "out.json").read_text())]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("serve"), "--arena", "64MiB") as server:
         yield server.ready()

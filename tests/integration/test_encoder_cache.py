@@ -19,7 +19,8 @@ PROMPT = "a blue star on black"
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server whose arenas are smaller than all that is encoded for it."""
-    with serving(tmp_path_factory.mktemp("shared"), "--arena", "256KiB", UNFUSE_LEASE__TTL_S="2") as server:
+    arguments = ["--workers", "encoder=1,denoiser+decoder=1", "--arena", "256KiB"]
+    with serving(tmp_path_factory.mktemp("shared"), *arguments, UNFUSE_LEASE__TTL_S="2") as server:
         yield server.ready()
 
 

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.chaos.oracle import expected
 from tests.integration.pictures import PAIR, digest, made_pair
+from tests.integration.test_restarts import installed
 from tests.netns import SecondHost, second_host
 from tests.transfer.conftest import needed
 from tools.server import Server, environment, own_run_folder, serving, unfuse, until
@@ -115,32 +117,32 @@ def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
         assert moved(server) == {}
 
 
-@pytest.mark.parametrize(
-    "durable",
-    [
-        pytest.param(True, id="from the durable copy", marks=pytest.mark.nightly),
-        pytest.param(False, id="by recompute"),
-    ],
-)
+@pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["fast", "built-in"])
+@pytest.mark.parametrize("durable", [True, False], ids=["from the durable copy", "by recompute"])
 def test_the_owner_of_latents_is_killed_before_they_are_read(
-    durable: bool, tmp_path: Path, expected_pair: list[str]
+    durable: bool, built_in: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Given a denoiser that has finished its stage and is killed, when a decoder comes, then the request completes with
-    the same bytes: from the durable copy without another attempt, else by one."""
+    the bytes it should have: from the durable copy without another attempt, else by one."""
     copies = tmp_path / "copies"
     kept = ["--durable", f"disk:{copies}"] if durable else []
-    with serving(tmp_path, "--no-workers", *kept, UNFUSE_LEASE__TTL_S="2") as server:
+    model, variables = ("unfuse/shapes", {"UNFUSE_LEASE__TTL_S": "2"}) if built_in else installed(tmp_path)
+    with serving(tmp_path, model, "--no-workers", *kept, **variables) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("encoder")
-        denoiser = server.worker("denoiser")
-        id = server.submit(**PAIR[0])
+        server.worker("encoder", **variables)
+        denoiser = server.worker("denoiser", **variables)
+        id = server.submit(**PAIR[0], size="128x128")
         until(lambda: stage(server, id, "denoise.0")["status"] == "done", "the latents to be made")
         if durable:
             until(lambda: [path for path in copies.rglob("*") if path.is_file()], "their copy to be written")
         server.killed(denoiser)
-        server.worker("decoder" if durable else "denoiser+decoder")
+        server.worker("decoder" if durable else "denoiser+decoder", **variables)
         assert server.finished(id)["status"] == "completed"
-        assert digest(server.result(id)) == expected_pair[0]
+        made = server.result(id)
+        if built_in:
+            assert digest(made) == request.getfixturevalue("expected_pair")[0]
+        else:
+            assert made == expected(**PAIR[0], width=128, height=128)
         assert stage(server, id, "denoise.0")["attempt"] == (1 if durable else 2)
         until(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the copy to be dropped")
 

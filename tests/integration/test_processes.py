@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.integration.test_restarts import installed
+from tests.integration.test_restarts import SLOW, installed
 from tools.addresses import free_port
 from tools.server import START_S, Server, all_gone, environment, family_of, serving, unfuse, until
 
@@ -39,38 +38,40 @@ def test_workers_started_by_hand_serve_and_one_that_is_killed_is_replaced_by_ano
     assert server.result(request) == server.result(calm)
 
 
-def healthy(server: Server) -> list[dict[str, Any]]:
-    """Workers that are heard of; one that was killed is listed for a while, as not healthy."""
-    return [worker for worker in server.get("/v1/workers")["data"] if worker["healthy"]]
-
-
-def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(bare_server: Server) -> None:
-    server = bare_server
-    until(lambda: server.get("/health") is not None, "the gateway", server.process)
-    roles = ("encoder+decoder", "denoiser")
-    have = {worker["role"] for worker in healthy(server)}
-    for role in set(roles) - have:
-        server.worker(role)
-    server.ready()
-    request = server.submit("a blue ring on gray", num_inference_steps=100)
-    for event in server.events(request):
-        if event["type"] == "progress" and event["stage"] == "denoise.0":
-            break
-    (pid,) = (worker["pid"] for worker in healthy(server) if worker["role"] == "denoiser")
-    (worker,) = (process for process in server.workers if process.pid == pid)
-    worker.terminate()
-    shown = server.finished(request)
-    assert (shown["status"], shown["attempts"]) == ("completed", 1)
-    assert worker.wait(600) == 0
-
-
-@pytest.mark.parametrize(("layout", "processes"), [("all=1", 3), pytest.param("split", 7, marks=pytest.mark.nightly)])
-def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
-    layout: str, processes: int, tmp_path: Path
-) -> None:
-    with serving(tmp_path, "--workers", layout, "--arena", "64MiB", "--drain-timeout", "1") as server:
+@pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["fast", "built-in"])
+def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(built_in: bool, tmp_path: Path) -> None:
+    model, variables = ("unfuse/shapes", {}) if built_in else installed(tmp_path)
+    with serving(tmp_path, model, "--no-workers", **variables) as server:
+        until(lambda: server.get("/health") is not None, "the gateway", server.process)
+        server.worker("encoder+decoder", **variables)
+        worker = server.worker("denoiser", **variables)
         server.ready()
-        request = server.submit("a red circle on white", num_inference_steps=100)
+        request = server.submit(SLOW, num_inference_steps=100)
+        for event in server.events(request):
+            if event["type"] == "progress" and event["stage"] == "denoise.0":
+                break
+        worker.terminate()
+        shown = server.finished(request)
+        assert (shown["status"], shown["attempts"]) == ("completed", 1)
+        assert worker.wait(600) == 0
+
+
+@pytest.mark.parametrize(
+    ("built_in", "layout", "processes"),
+    [
+        (False, "split", 7),
+        pytest.param(True, "all=1", 3, marks=pytest.mark.nightly),
+        pytest.param(True, "split", 7, marks=pytest.mark.nightly),
+    ],
+)
+def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
+    built_in: bool, layout: str, processes: int, tmp_path: Path
+) -> None:
+    model, variables = ("unfuse/shapes", {}) if built_in else installed(tmp_path)
+    arguments = ["--workers", layout, "--arena", "64MiB", "--drain-timeout", "1"]
+    with serving(tmp_path, model, *arguments, **variables) as server:
+        server.ready()
+        request = server.submit(SLOW, num_inference_steps=100)
         for event in server.events(request):
             if event["type"] == "progress":
                 break
