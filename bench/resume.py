@@ -25,7 +25,7 @@ from tools.server import serving, until
 from unfuse.models import resolve_source
 from unfuse.stages.denoise import Denoise, DenoiseState
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.checkpoints import packed
+from unfuse.worker.checkpoints import pack
 
 REPETITIONS, STEPS, EVERY = 15, 50, 10
 VIDEO = {"prompt": PROMPTS[1], "size": "256x256", "num_frames": 9, "num_inference_steps": STEPS, "output_format": "png"}
@@ -36,7 +36,7 @@ def kept(stage: Denoise, state: DenoiseState, store: TensorStore, about: dict[st
     began = time.perf_counter()
     checkpoint = stage.save(state)
     assert checkpoint is not None
-    ref = store.put(packed(checkpoint), **about)
+    ref = store.put(pack(checkpoint), **about)
     there = time.perf_counter()
     store.save(ref)
     durable = time.perf_counter()

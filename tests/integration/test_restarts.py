@@ -96,7 +96,7 @@ def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: P
         until(encoded, "all to be encoded", server.process)
         server.process.kill()
         server.process.wait()
-        alone = '"requests": 3, "seconds": 2.0, "event": "no scheduler is heard of'
+        alone = '"requests": 3, "seconds": 2.0, "event": "no scheduler answers'
         until(lambda: alone in server.log(), "the encoder to give them up")
         server.killed_and_started_again().ready()
         shown = [server.finished(request) for request in requests]

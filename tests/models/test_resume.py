@@ -9,7 +9,7 @@ from tests.models import conftest as c
 from unfuse.core.errors import PermanentError
 from unfuse.stages.base import Checkpoint, StageInput, SteppedStage
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.checkpoints import packed, unpacked
+from unfuse.worker.checkpoints import pack, unpack
 
 
 def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipeline(
@@ -30,9 +30,9 @@ def test_interrupted_after_every_step_it_makes_the_bits_of_the_undivided_pipelin
             if stage.progress(state)[0] < steps:
                 checkpoint = stage.save(state)
                 assert checkpoint is not None
-                ref = store.put(packed(checkpoint), request="req_0", stage="denoise", attempt=1)
+                ref = store.put(pack(checkpoint), request="req_0", stage="denoise", attempt=1)
                 with store.get(ref, as_torch=True) as held:
-                    state = stage.resume(task, unpacked(held))
+                    state = stage.resume(task, unpack(held))
     latents = stage.finish(state).tensors["latents"]
     assert latents is not None
     assert np.array_equal(latents.float().numpy(), undivided.result(job.name)["latents"])

@@ -202,11 +202,11 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
     executor._given, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
-        background.forever("hearing compute", executor.serve)
+        background.forever("running compute", executor.serve)
         await asyncio.gather(heard.wait(), looked.wait())
         await background.close()
         await executor._background.close()
-    assert {line["doing"] for line in logs} == {"hearing compute", "watching compute"}
+    assert {line["doing"] for line in logs} == {"running compute", "watching compute"}
 
 
 async def test_what_compute_writes_is_read_on_when_nobody_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Lease
 from unfuse.stages.base import Checkpoint, StageInput
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.checkpoints import FAILS_S, Policy, packed, unpacked
+from unfuse.worker.checkpoints import FAILS_S, Policy, pack, unpack
 from unfuse.worker.compute_messages import Cancel, Run, StateSaved, Stepped, Stopped
 from unfuse.worker.step_loop import StepLoop
 
@@ -67,9 +67,9 @@ def test_a_costly_save_is_made_less_often() -> None:
 def test_a_checkpoint_goes_through_a_store_unchanged(values: dict[str, Any]) -> None:
     checkpoint = Checkpoint({"latents": torch.arange(6.0).reshape(2, 3), "none": None}, values)
     with TensorStore.create("memory") as store:
-        ref = store.put(packed(checkpoint), request="req_0", stage="denoise", attempt=1)
+        ref = store.put(pack(checkpoint), request="req_0", stage="denoise", attempt=1)
         with store.get(ref, as_torch=True) as held:
-            found = unpacked(held)
+            found = unpack(held)
             latents = found.tensors["latents"]
             assert latents is not None
             assert torch.equal(latents, torch.arange(6.0).reshape(2, 3))
@@ -79,7 +79,7 @@ def test_a_checkpoint_goes_through_a_store_unchanged(values: dict[str, Any]) -> 
 
 def test_any_other_object_is_no_checkpoint() -> None:
     with pytest.raises(PermanentError, match="no checkpoint"):
-        unpacked({"latents": torch.ones(1)})
+        unpack({"latents": torch.ones(1)})
 
 
 class Saving(Count):

@@ -16,7 +16,7 @@ from unfuse.core.task import Claim
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferOptions
 from unfuse.worker.objects import Objects
-from unfuse.worker.orphan import free_when_alone
+from unfuse.worker.orphan import free_when_orphaned
 
 LONG = 900.0
 
@@ -29,7 +29,7 @@ class Alone:
         self.held, self.given_up = frozenset({"req_1"}), 0
         self._ticks = asyncio.Queue[None]()
         self._waits = asyncio.Event()
-        watch: Any = free_when_alone
+        watch: Any = free_when_orphaned
         self.watching = asyncio.create_task(watch(self.link, self, lambda: self.busy, LONG, self._sleep))
 
     def holding(self) -> frozenset[str]:
@@ -90,7 +90,7 @@ async def test_durable_copies_and_what_a_reader_holds_are_left(tmp_path: Path) -
     objects = Objects("w", "n", 1 << 20, places, {}, TransferOptions())
     ref = objects.store.put({"x": np.arange(9.0)}, request="req_1", stage="denoise", attempt=1)
     objects.made(Done(Claim("req_1", "denoise", 1, b""), ref, (), Timings()), "denoise")
-    await objects.durable.written()
+    await objects.durable.wait_until_written()
     held = objects.store.get(ref)
     await objects.abandon()
     assert not objects.holding()

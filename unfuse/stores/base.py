@@ -1,7 +1,7 @@
-"""The storage port: where the bytes of objects live. It knows nothing of tensors; `tensor_store.py` is the face.
+"""The storage port: where the bytes of objects live. It knows nothing of tensors: `tensor_store.py` is built on it.
 
-Whoever writes a backend runs `unfuse.testing.check_store` on it: the suite is the contract in executable form,
-and the memory backend its plainest reading.
+To check a new backend, run `unfuse.testing.check_store` on it: the suite is the contract in executable form, and the
+memory backend is its simplest implementation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SPILL_CAPACITY = 64 * DEFAULT_CAPACITY
 
 
 class StoreOptions(msgspec.Struct, frozen=True):
-    """What a backend is opened with.
+    """The options of a backend.
 
-    `owner` names the objects' owner in refs; `capacity` is bytes. With `address` and `write_token` the store puts into
-    memory that another process owns. `url` is the name it was opened by. A store that spills does so above the share
-    `threshold` of its fast part, into at most `spill_capacity` bytes. `run_dir` is the folder in which the processes of
-    this machine meet.
+    `owner` is the owner of the objects in refs; `capacity` is bytes. With `address` and `write_token`, the store writes
+    into memory that another process owns. `url` is the name that it was opened by. A store that spills begins when the
+    share `threshold` of its fast part is used, and spills at most `spill_capacity` bytes. `run_dir` is the folder with
+    the sockets of the other owners on this machine.
     """
 
     owner: str
@@ -49,7 +49,7 @@ class StoreOptions(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """An object while it is written: `memory` is its bytes, the rest goes into its ref."""
+    """An object that is being written: `memory` is its bytes, the other fields go into its ref."""
 
     id: str
     key: bytes
@@ -58,9 +58,9 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 class Hold:
-    """The bytes of a sealed object, which stay what and where they are until `release`.
+    """The bytes of a sealed object. They neither move nor change until `release`.
 
-    It is released by itself when neither it nor an array that lies in it exists any more.
+    The hold releases itself when it, and every array over its bytes, is garbage.
     """
 
     def __init__(self, memory: NDArray[np.uint8], release: Callable[[], None]) -> None:
@@ -69,16 +69,16 @@ class Hold:
         self._finalizer.atexit = False
 
     def bytes(self, *, writable: bool = False) -> NDArray[np.uint8]:
-        """The bytes, as an array that keeps this hold. `writable` only says so, for torch: nobody may write."""
+        """The bytes, as an array that keeps this hold. Nobody may write; `writable` is a flag that torch insists on."""
         return np.asarray(_Region(self._memory, writable, self))
 
     def release(self) -> None:
-        """Let go; arrays that lie in it stay valid memory, but may show another object. Again: no effect."""
+        """End the hold. Arrays over its bytes stay valid memory, but may show another object. Idempotent."""
         self._finalizer()
 
 
 class _Region:
-    """An array's base that keeps a hold alive beside the memory."""
+    """The base of an array: it keeps the hold alive as long as the array exists."""
 
     def __init__(self, memory: NDArray[np.uint8], writable: bool, hold: Hold) -> None:
         self._hold = hold
@@ -86,12 +86,12 @@ class _Region:
 
 
 class StorageBackend(ABC):
-    """Objects of one owner: written once, sealed, read by many, deleted when the last reader lets go.
+    """Objects of one owner: written once, sealed, read by many, and freed when they are deleted and nobody holds them.
 
-    Thread-safe. What is not sealed cannot be read; what is sealed never changes. Room comes back when an object is
-    aborted, or deleted and not held. `address` is where other processes reach the objects, and `write_token` what they
-    must show there to put their own; both are empty for a backend that no other process reaches. `arena` is where
-    transfers begin and end, in the process that owns one. All that is put lies in memory where it is `bounded`.
+    Thread-safe. An object can be read only when it is sealed, and never changes then. An object that is aborted, or
+    deleted and not held, frees its room. Other processes read at `address`, and must show `write_token` there to write;
+    both are empty if no other process can reach the backend. `arena` is the memory for transfers, in the process that
+    owns it. A `bounded` backend has no room but that memory's.
     """
 
     address: str = ""
@@ -101,57 +101,57 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def create(self, nbytes: int, request: str) -> Draft:
-        """Make room for an object, to be filled and then sealed or aborted. Raises ArenaFull when there is none now."""
+        """Allocate an object, to be filled and then sealed or aborted. Raises ArenaFull if there is no room now."""
 
     def reserve(self, nbytes: int, request: str) -> Extent:
-        """Room in `arena` for an object from elsewhere, as `create` finds it. Raises ArenaFull."""
+        """Allocate room in `arena` for an object from another node. Raises ArenaFull."""
         assert self.arena
         return self.arena.create(nbytes, request)
 
     @abstractmethod
     def seal(self, id: str) -> None:
-        """Make an object readable. Raises ObjectLost if its request was released meanwhile (the room is free then)."""
+        """Make an object readable. Raises ObjectLost, with its room freed, if its request was released meanwhile."""
 
     @abstractmethod
     def abort(self, id: str) -> None:
-        """Give up an object that is not sealed."""
+        """Drop an object that is not sealed."""
 
     @abstractmethod
     def hold(self, ref: ObjectRef) -> Hold:
-        """Read an object, of this owner or another.
+        """Hold an object, of this owner or another, to read it.
 
-        Raises ObjectLost unless it can be reached and is sealed, with the ref's key, generation and length.
+        Raises ObjectLost if it cannot be reached, is not sealed, or has another key, generation or length than the ref.
         """
 
     @abstractmethod
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Where other owners are, as {owner: (node, address)}: their objects can be held from now on."""
+        """Learn where other owners are, as {owner: (node, address)}: their objects can be held from now on."""
 
     def reaches(self, owner: str) -> bool:
-        """Whether another owner, where it was said to be, is read from without its bytes being brought here."""
+        """Whether another owner's memory can be mapped, at the address that was learned."""
         del owner
         return False
 
     @abstractmethod
     def delete(self, ref: ObjectRef) -> None:
-        """Let nobody new hold the object. Idempotent; an object of another owner is left alone."""
+        """Delete an object; those who hold it may read on. Idempotent. An object of another owner is not touched."""
 
     @abstractmethod
     def release(self, request: str) -> None:
-        """Delete all objects of a request, those being written included. Idempotent."""
+        """Delete all objects of a request, also those that are being written. Idempotent."""
 
     @abstractmethod
     def holding(self) -> frozenset[str]:
-        """Ids of the requests that this owner has objects of (deleted ones not counted)."""
+        """Ids of the requests that this owner has objects of that are not deleted."""
 
     def idle(self) -> Sequence[Extent]:
-        """Some sealed objects of this owner that nobody holds, least recently used first: those `spill` may move."""
+        """Some sealed objects that nobody holds, the least recently used first: candidates for `spill`."""
         return ()
 
     def spill(self, ref: ObjectRef) -> None:
-        """Free the room of an object that is kept elsewhere now, unless somebody holds it.
+        """Free the room of an object that was copied elsewhere, unless somebody holds it.
 
-        Its request still counts as held. Raises ObjectLost if it was given up meanwhile.
+        `holding` still has its request. Raises ObjectLost if it was deleted meanwhile.
         """
         self.delete(ref)
 
@@ -161,11 +161,11 @@ class StorageBackend(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything; the store is not used afterwards, arrays got from it may be."""
+        """Free everything. The store must not be used afterwards; arrays that it gave out stay valid."""
 
 
 def open_backend(url: str, options: StoreOptions) -> StorageBackend:
-    """The backend of that name, or at that URL; "auto" is shared memory where the kernel has it. Raises ConfigError."""
+    """Open the backend of that name or URL; "auto" is shared memory if the kernel has it. Raises ConfigError."""
     if url == "auto":
         url = "shared_memory" if hasattr(os, "memfd_create") else "memory"
     scheme = url.partition(":")[0]

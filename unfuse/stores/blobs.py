@@ -1,6 +1,6 @@
-"""The port for bytes that outlive a process: kept under a folder and a name, on a disk, in Redis, in S3.
+"""The port for blob stores, which keep bytes by folder and name outside of every process: on a disk, in Redis, in S3.
 
-Stores that keep objects by key, durable copies and results are built on it.
+Keyed backends, durable copies and the result store are built on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from urllib.parse import quote, unquote
 
 from unfuse.core.registry import resolve
-from unfuse.stores import SHELVES
+from unfuse.stores import BLOB_STORES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     Data: TypeAlias = bytes | NDArray[np.uint8]
 
 PART_BYTES = 4 * 1024 * 1024
-"""Bytes that are moved at a time."""
+"""Bytes that are read or written at a time."""
 
 
 class Entry(NamedTuple):
-    """One thing that is kept. `modified` is Unix seconds."""
+    """One stored blob. `modified` is Unix seconds."""
 
     folder: str
     name: str
@@ -33,48 +33,48 @@ class Entry(NamedTuple):
 
 
 class BlobStore(ABC):
-    """Bytes by folder and name. What is written is there as a whole or not at all; writing it again replaces it.
+    """Blobs by folder and name. A blob is stored whole or not at all; writing it again replaces it.
 
-    Thread-safe. A folder is a path of parts as `folder_of` makes them; a name has no "/" and does not begin with ".".
-    Every method raises TransientError when the place fails or cannot be reached, and works again when it is back.
-    With `durable`, what is written survives a power cut, as far as the place and its URL can have it.
+    Thread-safe. A folder is a path that `folder_of` made; a name has no "/" and does not begin with ".". Every method
+    raises TransientError while the store fails or cannot be reached, and works again afterwards. A blob written with
+    `durable` survives a power cut, if the store and its URL provide for that.
     """
 
     @abstractmethod
     def write(self, folder: str, name: str, data: Data, *, durable: bool = True) -> None:
-        """Keep `data`. Raises TransientError, nothing kept."""
+        """Store `data`. Raises TransientError, with nothing stored."""
 
     @abstractmethod
     def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
-        """How many bytes there are, known before any is read, and their parts in order. Raises NotFound."""
+        """The size of a blob in bytes, and an iterator over its parts. Raises NotFound."""
 
     @abstractmethod
     def remove(self, folder: str, name: str) -> None:
-        """Forget one. Idempotent."""
+        """Delete a blob. Idempotent."""
 
     @abstractmethod
     def drop(self, folder: str) -> None:
-        """Forget all there is in a folder and those below it. Idempotent."""
+        """Delete all blobs in a folder and in those below it. Idempotent."""
 
     @abstractmethod
     def entries(self, under: str = "") -> Iterator[Entry]:
-        """What is in a folder and those below it."""
+        """All blobs in a folder and in those below it."""
 
 
 def open_blobs(url: str) -> BlobStore:
-    """The blob store at `disk:PATH`, `redis://…`, `s3://BUCKET/…` or `module:attr://…`. Raises ConfigError."""
+    """Open the blob store at `disk:PATH`, `redis://…`, `s3://BUCKET/…` or `module:attr://…`. Raises ConfigError."""
     known = url.partition(":")[0]
-    at = resolve(SHELVES, known if known in SHELVES else url.partition("://")[0], "place to keep things")
+    at = resolve(BLOB_STORES, known if known in BLOB_STORES else url.partition("://")[0], "place to keep things")
     blobs: BlobStore = at(url)
     return blobs
 
 
 def folder_of(*parts: str) -> str:
-    """A folder whose parts may be any text: nothing in them leads elsewhere."""
+    """The path of a folder from parts, which may be any text: special characters in them are quoted."""
     quoted = (quote(part, safe="").replace(".", "%2E").replace("~", "%7E").replace("%", "~") for part in parts)
     return "/".join(filter(None, quoted))
 
 
 def last_part(folder: str) -> str:
-    """The last of the parts that `folder_of` was given."""
+    """The last part of a path that `folder_of` made, as it was given."""
     return unquote(folder.rpartition("/")[2].replace("~", "%"))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Checksums:
-    """The checksums of `memory`, taken while it is filled from front to back, each chunk as soon as it is complete."""
+    """Computes the checksums of `memory` while it is filled from front to back, chunk by chunk."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
         self._memory = memory
@@ -22,17 +22,17 @@ class Checksums:
         self.chunk = chunk_bytes(memory.nbytes)
 
     def filled(self, end: int) -> None:
-        """The first `end` bytes are written."""
+        """Compute the checksums of all complete chunks; the first `end` bytes are written."""
         while (len(self._values) + 1) * self.chunk <= end:
-            self._take()
+            self._add()
 
     def finish(self) -> tuple[int, ...]:
-        """All bytes are written: the checksum of every chunk."""
+        """All bytes are written: return the checksum of every chunk."""
         while len(self._values) * self.chunk < self._memory.nbytes:
-            self._take()
+            self._add()
         return tuple(self._values)
 
-    def _take(self) -> None:
+    def _add(self) -> None:
         start = len(self._values) * self.chunk
         self._values.append(xxhash.xxh3_64_intdigest(self._memory[start : start + self.chunk].data))
 

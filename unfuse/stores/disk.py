@@ -25,14 +25,14 @@ FSYNC = {"yes": True, "no": False, "": None}
 class DiskBlobs(BlobStore):
     """`disk:PATH[?fsync=yes|no]`: one file for each name, readable by its owner only.
 
-    A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without a
-    word in the URL, only what is to be durable is synced.
+    A file appears whole or not at all; with fsync it also survives a power cut once `write` has returned. Without
+    `fsync` in the URL, only durable blobs are synced.
     """
 
     def __init__(self, url: str) -> None:
         path, _, fsync = url.partition(":")[2].partition("?fsync=")
         if not path or fsync not in FSYNC:
-            raise ConfigError(f"{url!r} is no folder: give disk:PATH")
+            raise ConfigError(f"{url!r} is not a folder: give disk:PATH")
         self._root, self._fsync = Path(path).expanduser().absolute(), FSYNC[fsync]
         try:
             _make(self._root)
@@ -60,7 +60,7 @@ class DiskBlobs(BlobStore):
             return path.stat().st_size, _parts(path)
 
     def path(self, folder: str, name: str) -> Path:
-        """Where the file is, if there is one."""
+        """The path of a blob's file, whether or not it exists."""
         return self._root / folder / name
 
     @override

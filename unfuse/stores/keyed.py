@@ -1,4 +1,4 @@
-"""Objects on a blob store: they outlive their owner's process, and are verified whenever they come back."""
+"""Objects in a blob store: they outlive their owner's process, and are verified whenever they are read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, NotFound, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores import SHELVES
+from unfuse.stores import BLOB_STORES
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
@@ -26,16 +26,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OBJECTS, COPIES = "objects", "copies"
-"""Where on a blob store they are."""
+"""The folders of a blob store for objects, and for durable copies."""
 
 
 class KeyedBackend(StorageBackend):
-    """At most `capacity` bytes of one owner's objects on a blob store, where any process that reaches it reads them.
+    """At most `capacity` bytes of one owner's objects in a blob store, which every process with access can read.
 
-    Without an `owner` they are copies of everybody's, unbounded; neither meets the other, or what else
-    is there.
-    What is written, and what is held, lies in this process's memory: `usage` counts it beside what is kept. `full` is
-    what is full when no more fits, and what helps.
+    Without an `owner` it has durable copies of all owners' objects, without a bound, in a folder of their own. Objects
+    that are being written or held are in this process's memory, and count in `usage` too. `full` has the beginning and
+    the end of ArenaFull's message: what is full, and what helps.
     """
 
     bounded = False
@@ -58,7 +57,7 @@ class KeyedBackend(StorageBackend):
 
     @override
     def seal(self, id: str) -> None:
-        """Raises TransientError when the blob store cannot take it; nothing is kept then."""
+        """Write the object to the blob store. Raises TransientError, with the object dropped, if that fails."""
         draft, request = self._writing.get(id) or (None, "")
         if draft is not None:
             folder, name = self._folder(self._owner, request), _name(draft)
@@ -77,18 +76,18 @@ class KeyedBackend(StorageBackend):
         self._writing.pop(id, None)
 
     def keep(self, ref: ObjectRef | Extent, memory: NDArray[np.uint8], *, durable: bool = False) -> None:
-        """Keep a sealed object of another store. Raises ArenaFull, or TransientError when there is no room for it."""
+        """Store a sealed object of another store. Raises ArenaFull, or TransientError if the blob store fails."""
         if self._owner:
             self._admit(ref.nbytes)
         self._blobs.write(self._folder(self._owner, ref.request), _name(ref), memory, durable=durable)
 
     def load(self, object: Extent, memory: NDArray[np.uint8]) -> None:
-        """Fill `memory` with what is kept of an object of this owner, not verified. Raises NotFound, TransientError."""
+        """Fill `memory` with the bytes of an object of this owner, not verified. Raises NotFound, TransientError."""
         self._read(self._folder(self._owner, object.request), object, memory)
 
     @override
     def hold(self, ref: ObjectRef) -> Hold:
-        """Raises ObjectLost also when a byte is not the one that was written."""
+        """Read an object into memory. Raises ObjectLost, also if its checksums do not match."""
         try:
             memory = self._read(self._folder(self._owner and ref.owner, ref.request), ref)
         except (NotFound, TransientError) as error:
@@ -99,7 +98,7 @@ class KeyedBackend(StorageBackend):
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Whose objects are on this blob store can be read without."""
+        """Do nothing: objects of other owners are in the same blob store."""
 
     @override
     def delete(self, ref: ObjectRef) -> None:
@@ -127,14 +126,14 @@ class KeyedBackend(StorageBackend):
 
     @override
     def close(self) -> None:
-        """What is sealed stays."""
+        """Do nothing: sealed objects stay in the blob store."""
 
     def clear(self) -> None:
-        """Forget every object of this owner."""
+        """Delete every object of this owner."""
         self._blobs.drop(self._folder(self._owner))
 
     def forget(self, before: float) -> None:
-        """Forget what was kept before Unix time `before`, whoever its owner is. Raises TransientError."""
+        """Delete objects of all owners that are older than the Unix time `before`. Raises TransientError."""
         for entry in [entry for entry in self._blobs.entries(self._folder()) if entry.modified < before]:
             self._blobs.remove(entry.folder, entry.name)
 
@@ -161,7 +160,7 @@ class KeyedBackend(StorageBackend):
             end += len(part)
             checksums.filled(min(end, nbytes))
         if end != nbytes or (isinstance(object, ObjectRef) and checksums.finish() != object.checksums):
-            raise TransientError("it is damaged: its bytes are not the ones that were written")
+            raise TransientError("it is damaged: its checksums do not match")
         return memory
 
     def _let_go(self, nbytes: int) -> None:
@@ -169,27 +168,30 @@ class KeyedBackend(StorageBackend):
 
 
 def open_keyed(options: StoreOptions, remedy: str = "start the worker with a larger --arena") -> KeyedBackend:
-    """The owner's objects on the blob store at the URL. `remedy` is what to do when it is full. Raises ConfigError."""
+    """Open the owner's objects in the blob store at `options.url`. `remedy` says what helps when it is full.
+
+    Raises ConfigError.
+    """
     full = f"the {options.url.partition(':')[0]} store has no room", remedy
     return KeyedBackend(open_blobs(options.url), options.owner, options.capacity, full)
 
 
 def open_copies(url: str) -> KeyedBackend | None:
-    """Durable copies of everybody's objects at `disk:PATH`, `redis://…`, `s3://…`; "none" is none. Raises ConfigError.
+    """Open the durable copies at `disk:PATH`, `redis://…` or `s3://…`; None for "none". Raises ConfigError.
 
-    They last until they are released with their request, by whoever knows that it is over.
+    Copies stay until somebody releases their request.
     """
     return None if url == "none" else KeyedBackend(open_blobs(url))
 
 
 class Remains:
-    """All that is kept for requests in one place, objects and copies, whoever keeps them and whether that one lives."""
+    """All objects and durable copies in one blob store, of all owners, dead ones included."""
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
 
     def requests(self) -> dict[str, set[str]]:
-        """The folders of each request. Raises TransientError."""
+        """The folders of each request, by its id. Raises TransientError."""
         found: dict[str, set[str]] = {}
         for root in (OBJECTS, COPIES):
             for entry in self._blobs.entries(folder_of(root)):
@@ -197,18 +199,18 @@ class Remains:
         return found
 
     def drop(self, folders: Iterable[str]) -> None:
-        """Forget what is in them. Raises TransientError."""
+        """Delete everything in these folders. Raises TransientError."""
         for folder in folders:
             self._blobs.drop(folder)
 
 
 def remains_at(*urls: str) -> list[Remains]:
-    """What stores and copies at these URLs may leave, as far as it lies where others reach it. Raises ConfigError."""
+    """The contents of the blob stores among these URLs of tensor stores and durable copies. Raises ConfigError."""
     places = dict.fromkeys(url.partition("+")[2] if url.startswith("spill:") else url for url in urls)
-    return [Remains(open_blobs(url)) for url in places if url.partition(":")[0] in SHELVES]
+    return [Remains(open_blobs(url)) for url in places if url.partition(":")[0] in BLOB_STORES]
 
 
 def _name(object: ObjectRef | Extent | Draft) -> str:
-    """What an object is called: who does not have its whole ref does not find it."""
+    """The name of an object's blob. It contains a hash of the key, so only who has the whole ref can find it."""
     secret = hashlib.blake2b(b"%d " % object.generation + object.key, digest_size=16).hexdigest()
     return f"{folder_of(object.id)}.{secret}"

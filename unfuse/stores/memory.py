@@ -1,4 +1,4 @@
-"""Objects in this process's own memory: the plainest store, and the specification of the others."""
+"""Objects in this process's own memory: the simplest backend, and the specification of the others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 
 
 class _Heap:
-    """Room that is one allocation of the operating system for each object."""
+    """An allocator that makes one allocation of the operating system for each object."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -71,7 +71,7 @@ class MemoryBackend(StorageBackend):
 
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """No other owner's memory can be reached."""
+        """Do nothing: no other owner's memory can be reached."""
 
     @override
     def delete(self, ref: ObjectRef) -> None:
@@ -103,5 +103,5 @@ class MemoryBackend(StorageBackend):
 
 
 def open_memory(options: StoreOptions) -> MemoryBackend:
-    """A store of the given capacity; nobody else reaches it."""
+    """Open a backend of the given capacity for this process alone."""
     return MemoryBackend(options.capacity)

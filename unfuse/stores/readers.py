@@ -14,10 +14,10 @@ from unfuse.core.object_ref import ObjectRef
 
 
 class Readers:
-    """One connection for each owner that was asked for, whose socket is looked for in `folder`, if one is given.
+    """One connection for each owner that was asked for. With a `folder`, the owners' sockets must be there.
 
-    A thread without work waits for owners to die: their memory would otherwise stay mapped here, and so exist, until
-    the next object was read. Arrays that lie in it stay valid.
+    A thread waits for owners to die and closes their connections; otherwise their memory would stay mapped, and in
+    use, until the next read. Arrays over that memory stay valid.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -32,7 +32,7 @@ class Readers:
         self._watcher.start()
 
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Where owners are, as {owner: (node, address)}."""
+        """Learn where owners are, as {owner: (node, address)}."""
         self._addresses.update({owner: address for owner, (_, address) in peers.items()})
 
     def find(self, ref: ObjectRef) -> ArenaClient:
@@ -45,7 +45,7 @@ class Readers:
             raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
 
     def reaches(self, owner: str) -> bool:
-        """Whether there is a connection to an owner, or one could be made now. It lasts until that one is gone."""
+        """Whether there is a connection to an owner, or one can be made now. It stays until the owner is gone."""
         try:
             self._client(owner)
         except (NotFound, TransientError, ProtocolError):
@@ -53,7 +53,7 @@ class Readers:
         return True
 
     def close(self) -> None:
-        """End every connection; one that is still being made has nobody to answer it."""
+        """Close every connection, and each that is being made as soon as it is."""
         with self._lock:
             self._closed = True
         os.eventfd_write(self._stop, 1)
@@ -64,7 +64,7 @@ class Readers:
         os.close(self._stop)
 
     def _client(self, owner: str) -> ArenaClient:
-        """An owner that takes its time keeps nobody waiting who wants another one."""
+        """The connection to an owner. It is made without the lock, so that a slow owner does not hold up others."""
         address = self._addresses.get(owner)
         if address is None:
             raise NotFound(f"{owner}, which is not known here")

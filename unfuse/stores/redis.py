@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
 SILENT_S = 30
-"""How long a server may say nothing before it counts as gone."""
+"""Seconds without an answer after which a server counts as gone."""
 
 
 class RedisBlobs(BlobStore):
-    """A hash of parts for each name, and one that lists them. All ends after `ttl` seconds (default: a day).
+    """A Redis hash of parts for each name, and one hash that lists them. All expire after `ttl` seconds (a day).
 
-    How durable it is until then, is the server's setting.
+    How durable they are until then depends on the server's settings.
     """
 
     def __init__(self, url: str) -> None:

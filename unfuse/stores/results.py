@@ -1,4 +1,4 @@
-"""The result store: encoded pictures and videos, kept after their request is over."""
+"""The result store: keeps encoded pictures and videos after their request is over."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
 
 LEAST_ROOM = 1 << 20
-"""Bytes without which a disk counts as full: a picture takes as many."""
+"""A disk with less free bytes than this, about a picture, counts as full."""
 
 COPY_S = 3600
-"""How long a file with a copy of a result is there: longer than anybody reads it."""
+"""Seconds that a local copy of a result is kept: longer than anybody reads it."""
 
 
 class ResultStore(ABC):
-    """Results by request and index. A result is there as a whole or not at all; putting it again replaces it.
+    """Results by request and index. A result is stored whole or not at all; putting it again replaces it.
 
-    Every method raises ResultsUnavailable when the place fails, and NotFound for what is not a request's id.
+    Every method raises ResultsUnavailable when the store fails, and NotFound for a text that is not a request's id.
     """
 
     def __init__(self, blobs: BlobStore) -> None:
         self._blobs = blobs
 
     def put(self, request: str, index: int, content_type: str, data: bytes) -> ResultFile:
-        """Keep `data`; it is safe when this returns. Raises ResultsUnavailable, nothing kept, when there is no room."""
-        with _told():
+        """Store `data` durably. Raises ResultsUnavailable, with nothing stored, if there is no room."""
+        with _unavailable():
             self._blobs.write(_folder(request), str(index), data)
         return ResultFile(index, content_type, len(data), hashlib.sha256(data).hexdigest())
 
@@ -53,40 +53,40 @@ class ResultStore(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ResultsUnavailable when a result could not be kept now, as far as that is known without keeping one."""
+        """Raise ResultsUnavailable if it is known that a result could not be stored now."""
 
     def read(self, request: str, index: int) -> bytes:
         """The bytes of a result. Raises NotFound."""
         return self._read(request, str(index), f"result {index}")
 
     def attach(self, request: str, name: str, data: bytes, *, durable: bool = True) -> None:
-        """Keep bytes beside a request's results until it is over: an upload, a preview, which need not be durable.
+        """Keep an attachment, such as an upload or a preview, until the request is over.
 
-        Raises ResultsUnavailable when there is no room.
+        Raises ResultsUnavailable if there is no room.
         """
-        with _told():
+        with _unavailable():
             self._blobs.write(_folder(request), _attachment(name), data, durable=durable)
 
     def attached(self, request: str, name: str) -> bytes:
-        """What was attached under that name. Raises NotFound."""
+        """The attachment of that name. Raises NotFound."""
         return self._read(request, _attachment(name), name)
 
     def detach(self, request: str) -> None:
-        """Forget what was attached to a request, but not its results. Idempotent."""
-        with _told():
+        """Delete the attachments of a request, but not its results. Idempotent."""
+        with _unavailable():
             for entry in self._blobs.entries(_folder(request)):
                 if entry.name.startswith(ATTACHED):
                     self._blobs.remove(request, entry.name)
 
     def delete(self, request: str) -> None:
-        """Forget a request's results and attachments. Idempotent."""
-        with _told():
+        """Delete a request's results and attachments. Idempotent."""
+        with _unavailable():
             self._blobs.drop(_folder(request))
 
     def forget(self, before: float) -> list[str]:
-        """Delete the results of requests that got their last one before Unix time `before`; returns their ids."""
+        """Delete the results of requests whose last one is older than the Unix time `before`. Returns their ids."""
         last: dict[str, float] = {}
-        with _told():
+        with _unavailable():
             for entry in self._blobs.entries():
                 if REQUEST_ID.fullmatch(entry.folder):
                     last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
@@ -98,7 +98,7 @@ class ResultStore(ABC):
     def _read(self, request: str, name: str, what: str) -> bytes:
         folder = _folder(request)
         try:
-            with _told():
+            with _unavailable():
                 return b"".join(self._blobs.read(folder, name)[1])
         except NotFound:
             raise _none(request, what) from None
@@ -118,14 +118,14 @@ class DiskResults(ResultStore):
 
     @override
     def check(self) -> None:
-        with _told():
+        with _unavailable():
             self._blobs.require_room(LEAST_ROOM)
 
 
 class RemoteResults(ResultStore):
-    """Results in S3, which says that it takes no more only to who writes there.
+    """Results in S3. Whether there is room is known only by writing, so `check` does nothing.
 
-    One that is asked for as a file is copied to this machine, for an hour, to be read in ranges.
+    `path` copies a result to this machine for an hour, so that it can be read in ranges.
     """
 
     @override
@@ -146,9 +146,9 @@ class RemoteResults(ResultStore):
 
 
 def open_results(url: str) -> ResultStore:
-    """The result store at `disk:PATH` or `s3://BUCKET/PREFIX`.
+    """Open the result store at `disk:PATH` or `s3://BUCKET/PREFIX`.
 
-    Raises ConfigError for any other url, and for a folder that cannot be made.
+    Raises ConfigError for any other URL, and for a folder that cannot be made.
     """
     if not url.startswith(("disk:", "s3:")):
         raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
@@ -157,12 +157,12 @@ def open_results(url: str) -> ResultStore:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Whatever fails in the place is a state of the place; where that is, is for logs only."""
+def _unavailable() -> Iterator[None]:
+    """Turn TransientError into ResultsUnavailable, whose message does not say where the store is: clients see it."""
     try:
         yield
     except TransientError as error:
-        raise ResultsUnavailable("the place for results has no room, or cannot be reached") from error
+        raise ResultsUnavailable("the result store has no room, or cannot be reached") from error
 
 
 def _folder(request: str) -> str:
@@ -178,4 +178,4 @@ def _attachment(name: str) -> str:
 
 
 def _none(request: str, what: str) -> NotFound:
-    return NotFound(f"request {request} has no {what}, or it is kept no longer")
+    return NotFound(f"request {request} has no {what}, or it was deleted by now")

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.+))?")
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}
-"""To connect, without a byte, for one call in all."""
+"""The longest time to connect, without receiving a byte, and for a whole call."""
 
 AGAIN = timedelta(seconds=10)
-"""How long a server that fails is asked again."""
+"""How long a call to a server that fails is repeated."""
 
 
 class S3Blobs(BlobStore):
-    """`s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each name; S3 makes whole and durable ones only.
+    """`s3://BUCKET/PREFIX[?endpoint=URL]`: one S3 object for each name. S3 stores objects whole and durably.
 
     Credentials, region and endpoint come from the usual AWS_ variables.
     """
@@ -42,7 +42,7 @@ class S3Blobs(BlobStore):
     def __init__(self, url: str) -> None:
         match = URL.fullmatch(url)
         if match is None:
-            raise ConfigError(f"{url!r} is no place in S3: give s3://BUCKET/PREFIX, and ?endpoint=URL if it is not AWS")
+            raise ConfigError(f"{url!r} is not an address in S3: give s3://BUCKET/PREFIX, and ?endpoint=URL if not AWS")
         self._place = url.partition("?")[0]
         self._store = S3Store(
             match[1],

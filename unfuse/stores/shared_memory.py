@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Reader(Protocol):
-    """An arena as its readers see it, from inside or outside of the process that owns it."""
+    """What readers use of an arena, inside or outside of the process that owns it."""
 
     @property
     def view(self) -> NDArray[np.uint8]:
@@ -35,7 +35,7 @@ class Reader(Protocol):
         ...
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
-        """Keep a sealed object where it is. Raises ObjectLost."""
+        """Hold a sealed object in its place. Raises ObjectLost."""
         ...
 
     def unhold(self, id: str) -> None:
@@ -44,9 +44,9 @@ class Reader(Protocol):
 
 
 class SharedMemoryBackend(StorageBackend):
-    """Puts into `home`, one's own arena or a writer's connection to one; reads from there and from peers.
+    """Writes into `home`, which is the process's own arena or a connection to one, and reads there and from peers.
 
-    Peers are met in the run folder and nowhere else; without one, wherever they say that they are.
+    With a run folder, only sockets of peers in that folder are opened; without one, the addresses that peers give.
     """
 
     def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
@@ -118,7 +118,7 @@ class SharedMemoryBackend(StorageBackend):
 
 
 class OwnedSharedMemory(SharedMemoryBackend):
-    """The store of the process that owns the arena and serves it to the others, in a folder of its own if need be."""
+    """The store of the process that owns the arena and serves it to others, in the run folder or a temporary one."""
 
     def __init__(self, options: StoreOptions) -> None:
         self.arena = Arena(options.capacity)
@@ -137,7 +137,7 @@ class OwnedSharedMemory(SharedMemoryBackend):
 
 
 def open_shared_memory(options: StoreOptions) -> SharedMemoryBackend:
-    """An arena of one's own, or with `address` the one behind it. Raises ConfigError when there is no memory for it."""
+    """Open a new arena, or with `address` that of another process. Raises ConfigError if there is not enough memory."""
     if not options.address:
         return OwnedSharedMemory(options)
     writer = ArenaClient(options.address, options.write_token)

@@ -1,4 +1,4 @@
-"""A store made of two: what nobody reads at the moment moves from the fast one to the slow one when room is short."""
+"""A store of two stores: when room is short, objects that nobody reads move from the fast one to the slow one."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_b
 from unfuse.stores.keyed import KeyedBackend, open_keyed
 
 SPILLED_S = 24 * 3600
-"""After this long whoever moved an object is over, however that one ended."""
+"""Seconds after which a spilled object is deleted at the next start: its owner has ended by then."""
 
 Place = TypeVar("Place")
 
 
 class SpillBackend(StorageBackend):
-    """Objects are put into `fast`; above the share `threshold` of it, the least recently used idle ones go to `slow`.
+    """Puts objects into `fast`. Above the share `threshold` of it, the least recently used idle ones move to `slow`.
 
-    From there they are read where they are, verified; for other nodes' transfers, which verify what they bring
-    themselves, the owner's process takes them back into its arena.
+    Readers of this machine read a spilled object from `slow`, verified. For a transfer to another node, the owner takes
+    it back into its arena, unverified, because the reader verifies it.
     """
 
     bounded = False
@@ -43,7 +43,7 @@ class SpillBackend(StorageBackend):
 
     @override
     def create(self, nbytes: int, request: str) -> Draft:
-        """Raises TransientError when there is no room because the slow store takes no more."""
+        """Allocate an object. Raises TransientError if there is no room and the slow store fails."""
         return self._place(nbytes, partial(self._fast.create, nbytes, request))
 
     @override
@@ -81,7 +81,7 @@ class SpillBackend(StorageBackend):
 
     @override
     def release(self, request: str) -> None:
-        """The fast one first: what is on its way to the slow one is then not left there."""
+        """Release the request in both stores; the fast one first, or an object being spilled could be left."""
         self._fast.release(request)
         self._slow.release(request)
 
@@ -91,13 +91,13 @@ class SpillBackend(StorageBackend):
 
     @override
     def usage(self) -> Usage:
-        """Both together."""
+        """The sums of both stores."""
         fast, slow = (msgspec.structs.astuple(store.usage()) for store in (self._fast, self._slow))
         return Usage(*map(sum, zip(fast, slow, strict=True)))
 
     @override
     def close(self) -> None:
-        """With its owner's arena, what was moved out of it goes, too."""
+        """Close both stores; the owner also deletes what was spilled from its arena."""
         if self.arena:
             self.arena.recall = None
         self._fast.close()
@@ -106,10 +106,10 @@ class SpillBackend(StorageBackend):
                 self._slow.clear()
 
     def _place(self, nbytes: int, find: Callable[[], Place]) -> Place:
-        """The room that `find` finds once enough is moved."""
+        """Spill until `find` finds room, and return what it returns."""
         usage, idle = self._fast.usage(), self._idle()
         excess = usage.used + nbytes - self._options.threshold * usage.capacity
-        with suppress(TransientError):  # until the fast one is full it does not matter that the slow one fails
+        with suppress(TransientError):  # a slow store that fails matters only when the fast one is full
             while excess > 0 and (moved := self._move(idle)):
                 excess -= moved
         while True:
@@ -120,10 +120,10 @@ class SpillBackend(StorageBackend):
                     raise
 
     def _idle(self) -> Iterator[Extent]:
-        yield from self._fast.idle()  # asked only when the first is wanted
+        yield from self._fast.idle()  # a generator, because `idle` is slow and often not needed
 
     def _move(self, idle: Iterator[Extent]) -> int:
-        """Move the next of `idle` that is still there, and return its bytes, at least 1; 0 if there is none."""
+        """Spill the next of `idle` that still exists. Returns its bytes, at least 1; 0 if there is none."""
         for extent in idle:
             with suppress(ObjectLost):  # it was released meanwhile
                 self._move_one(extent)
@@ -145,7 +145,7 @@ class SpillBackend(StorageBackend):
             raise
 
     def _recall(self, extent: Extent) -> Extent:
-        """Take a spilled object back into the arena, held. Raises ArenaFull while there is no room for it."""
+        """Take a spilled object back into the arena and hold it. Raises ArenaFull while there is no room."""
         arena = self.arena
         assert arena
 
@@ -153,7 +153,7 @@ class SpillBackend(StorageBackend):
             self._slow.load(extent, arena.memory[offset : offset + extent.nbytes])
 
         with self._recalling:
-            with suppress(ObjectLost):  # whoever wanted it, too, has brought it back
+            with suppress(ObjectLost):  # another caller may have brought it back meanwhile
                 return arena.hold(extent.id, extent.key, extent.generation, extent.nbytes)
             try:
                 return self._place(extent.nbytes, partial(arena.restore, extent.id, fill))
@@ -164,7 +164,7 @@ class SpillBackend(StorageBackend):
 
 
 def open_spill(options: StoreOptions) -> SpillBackend:
-    """`spill:FAST+SLOW`, say `spill:auto+disk:/scratch`: the two stores. Raises ConfigError."""
+    """Open `spill:FAST+SLOW`, for example `spill:auto+disk:/scratch`. Raises ConfigError."""
     fast, _, slow = options.url.removeprefix("spill:").partition("+")
     if not slow or not 0 < options.threshold <= 1:
         raise ConfigError(f"{options.url!r}: give spill:FAST+SLOW, like spill:auto+disk:/scratch; threshold is 0 to 1")

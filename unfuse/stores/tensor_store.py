@@ -1,4 +1,4 @@
-"""The tensor store: stage outputs in, object refs out, and tensors again wherever a ref is shown."""
+"""The tensor store: `put` stores a stage's output and returns an object ref; `get` reads the tensors of a ref."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 _NARROWED = frozenset(NARROW.values())
 
 LOOK_AGAIN_S = 0.005
-"""How often a put that waits for room looks."""
+"""Seconds between two tries of a `put` that waits for room."""
 
 
 class Held(Mapping[str, Any]):
-    """The tensors of an object by name, for reading: arrays that lie in the store's memory, not copies.
+    """The tensors of an object by name: read-only arrays over the store's memory, not copies.
 
-    The store keeps them until `close` (or the end of the `with` block), after which they must not be read, or else
-    until the last of them is garbage.
+    They must not be read after `close` or the end of the `with` block. Without either, they are held until the last of
+    them is garbage.
     """
 
     def __init__(self, tensors: dict[str, Any], hold: Hold) -> None:
@@ -68,13 +68,13 @@ class Held(Mapping[str, Any]):
         self.close()
 
     def close(self) -> None:
-        """Let the store have its memory back."""
+        """End the hold on the object."""
         self._tensors = {}
         self._hold.release()
 
 
 class TensorStore:
-    """Objects of one owner, and for reading those of others. Synchronous, thread-safe, a context manager."""
+    """Stores the objects of one owner, and reads those of others. Synchronous, thread-safe, a context manager."""
 
     def __init__(
         self, backend: StorageBackend, owner: str, node: str, clock: Clock, copies: KeyedBackend | None = None
@@ -102,9 +102,9 @@ class TensorStore:
         `redis://HOST:PORT/DATABASE`, `s3://BUCKET/PREFIX`, `spill:FAST+SLOW` of two of these, or `module:attr`.
 
         `owner` and `node` go into refs (default: a random owner). Without `address` the store owns `capacity` bytes;
-        with it, and the `write_token` of the process that owns them, it puts into that one's. A spilling store moves
-        objects above the share `threshold` of the fast one. `durable` is where `save` keeps copies. Owners on one
-        machine read from each other in the folder `run_dir`, without one by their whole addresses. Raises ConfigError.
+        with it, and the `write_token` of the owner, it writes into the memory of another process. A store that spills
+        begins when the share `threshold` of the fast one is used. `durable` is where `save` keeps copies. Owners on one
+        machine find each other's sockets in `run_dir`; without it, by their addresses. Raises ConfigError.
         """
         owner = owner or f"store-{secrets.token_hex(4)}"
         options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity, run_dir)
@@ -112,34 +112,34 @@ class TensorStore:
 
     @property
     def address(self) -> str:
-        """Where other processes on this machine find the objects; empty if they cannot."""
+        """The address at which other processes of this machine read the objects; "" if they cannot."""
         return self._backend.address
 
     @property
     def write_token(self) -> bytes:
-        """What a process shows to put into this store's memory. A secret."""
+        """The secret that a process must show to write into this store's memory."""
         return self._backend.write_token
 
     @property
     def arena(self) -> Arena | None:
-        """The memory the objects lie in, if this process owns it."""
+        """The memory of the objects, if this process owns it."""
         return self._backend.arena
 
     @property
     def bounded(self) -> bool:
-        """Whether there is no room but that memory's."""
+        """Whether the store has no room but its memory's."""
         return self._backend.bounded
 
     def reserve(self, nbytes: int, request: str) -> Extent:
-        """Room in that memory for an object from elsewhere, as `put` finds it. Raises ArenaFull."""
+        """Allocate room in that memory for an object from another node. Raises ArenaFull."""
         return self._backend.reserve(nbytes, request)
 
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Where other owners are, as {owner: (node, address)}: their objects can be got from now on."""
+        """Learn where other owners are, as {owner: (node, address)}: their objects can be read from now on."""
         self._backend.learn(peers)
 
     def reaches(self, owner: str) -> bool:
-        """Whether objects of another owner are read where they lie. May take long, for one that is stopped."""
+        """Whether another owner's memory can be mapped. This may take long if that process is stopped."""
         return self._backend.reaches(owner)
 
     def put(
@@ -154,16 +154,16 @@ class TensorStore:
     ) -> ObjectRef:
         """Store one stage's output, copying each tensor once.
 
-        With an `encoding` ("bf16" or "fp16") 32-bit floats lie in 16 bits, and read as 32 again. Waits up to `wait`
-        seconds for room. Raises ArenaFull when there is none, TransientError when the store cannot keep it, ObjectLost
-        when the request was released meanwhile, TypeError or ValueError for what may not cross a stage border.
+        With an `encoding` ("bf16" or "fp16"), 32-bit floats are stored in 16 bits and read as 32 bits again. Waits up
+        to `wait` seconds for room. Raises ArenaFull if there is none, TransientError if the store fails, ObjectLost if
+        the request was released meanwhile, TypeError or ValueError for values that stages cannot hand on.
         """
         wide = tensors
         if encoding != "none":
             tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
         metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
         narrow = {name for name in tensors if tensors[name] is not wide[name]}
-        draft = self._room(nbytes, request, wait)
+        draft = self._create(nbytes, request, wait)
         try:
             checksums = _write(draft.memory, metas, tensors)
         except BaseException:
@@ -186,17 +186,16 @@ class TensorStore:
         )
 
     def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False) -> Held:
-        """Read an object where it lies, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.
+        """Read an object without copying, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.
 
-        Raises ObjectLost when it is not there any more, or not what the ref says; with `verify`, also when a byte of it
-        is not the one that was written.
+        Raises ObjectLost if it is gone or does not match the ref; with `verify`, also if its checksums do not match.
         """
         hold = self.hold(ref, verify=verify)
         over, memory = (torch_over if as_torch else numpy_over), hold.bytes(writable=as_torch)
         return Held({meta.name: over(memory, meta) for meta in ref.tensors}, hold)
 
     def hold(self, ref: ObjectRef, *, verify: bool = False) -> Hold:
-        """The bytes of an object as in `get`, from its store or else from its durable copy. Raises ObjectLost."""
+        """Hold the bytes of an object, or else those of its durable copy. Raises ObjectLost, as `get` does."""
         if not _consistent(ref):
             raise ObjectLost(f"object {ref.id} cannot be read: its ref contradicts itself", ref.id)
         try:
@@ -212,34 +211,34 @@ class TensorStore:
             raise
 
     def save(self, ref: ObjectRef) -> None:
-        """Keep a durable copy of an object, if there is a place for such; it is read when the object is lost.
+        """Write a durable copy of an object, if there is a store for copies. It is read if the object is lost.
 
-        Raises ObjectLost when it is lost already, TransientError when the copy cannot be written.
+        Raises ObjectLost if it is lost already, TransientError if the copy cannot be written.
         """
         if self._copies:
             self._copies.keep(ref, self._backend.hold(ref).bytes(), durable=True)
 
     def delete(self, ref: ObjectRef) -> None:
-        """Give an object of this owner up; its memory is free when the last reader closes. Idempotent."""
+        """Delete an object of this owner; its memory is free when the last reader closes. Idempotent."""
         self._backend.delete(ref)
 
     def discard(self, ref: ObjectRef) -> None:
-        """Give an object of this owner up, and the durable copy of anybody's. Idempotent.
+        """Delete an object of this owner, and its durable copy whoever owns it. Idempotent.
 
-        Raises TransientError for a copy that stays.
+        Raises TransientError if the copy could not be deleted.
         """
         self.delete(ref)
         if self._copies:
             self._copies.delete(ref)
 
     def release(self, request: str) -> None:
-        """Give up all objects of a request, durable copies too. Idempotent. Raises TransientError for what stays."""
+        """Delete all objects of a request, and their durable copies. Idempotent. Raises TransientError if some stay."""
         self.abandon(request)
         if self._copies:
             self._copies.release(request)
 
     def abandon(self, request: str) -> None:
-        """Give up the objects of a request, and leave durable copies. Idempotent. Raises TransientError."""
+        """Delete all objects of a request, but not their durable copies. Idempotent. Raises TransientError."""
         self._backend.release(request)
 
     def holding(self) -> frozenset[str]:
@@ -251,10 +250,10 @@ class TensorStore:
         return self._backend.usage()
 
     def close(self) -> None:
-        """Give everything up. Arrays that were got stay valid, as long as they live."""
+        """Free everything. Arrays that were read stay valid as long as they exist."""
         self._backend.close()
 
-    def _room(self, nbytes: int, request: str, wait: float) -> Draft:
+    def _create(self, nbytes: int, request: str, wait: float) -> Draft:
         until = self._clock.now() + wait
         while True:
             try:
@@ -272,7 +271,7 @@ class TensorStore:
 
 
 def _consistent(ref: ObjectRef) -> bool:
-    """Whether a ref's tensors lie where `lay_out` puts them, so that none reaches into another object."""
+    """Whether a ref's tensors are where `lay_out` puts them, so that none extends into another object."""
     try:
         if any(meta.wide not in ("", "float32") or meta.wide and meta.dtype not in _NARROWED for meta in ref.tensors):
             return False
@@ -283,7 +282,7 @@ def _consistent(ref: ObjectRef) -> bool:
 
 
 def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Mapping[str, Value]) -> tuple[int, ...]:
-    """Copy the tensors to their places, zeros between them, and hash each chunk while it is still in the cache."""
+    """Copy the tensors to their places, with zeros between them; hash each chunk while it is in the CPU's cache."""
     checksums = Checksums(memory)
     for meta in metas:
         value, end = tensors[meta.name], meta.offset + meta.nbytes

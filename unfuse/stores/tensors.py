@@ -1,4 +1,4 @@
-"""Tensors as bytes and back. Types numpy lacks are tags over raw bytes, so none of this needs torch."""
+"""Converts tensors to bytes and back. Types that numpy lacks are kept as their bits, so none of this needs torch."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ if TYPE_CHECKING:
     Value: TypeAlias = NDArray[Any] | Tensor | None
 
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
-"""What numpy shows of the types it lacks: their bits."""
-
+"""The numpy types for the bits of types that numpy lacks."""
 
 NARROW = {"bf16": "bfloat16", "fp16": "float16"}
-"""Encodings of 32-bit floats on their way: the types they are then."""
+"""Encodings of 32-bit floats, and the types that they narrow them to."""
 
 
 def narrowed(value: Value, encoding: str) -> Value:
-    """A tensor of 32-bit floats in 16 bits, rounded; any other as it is, and one whose numbers float16 has not."""
+    """A tensor of 32-bit floats rounded to 16 bits. Other tensors, and those that would overflow, are not changed."""
     if value is None or describe(value)[0] != "float32":
         return value
     if isinstance(value, np.ndarray):
         if encoding == "bf16":
-            raise TypeError("numpy knows no bfloat16: have what this stage makes encoded as fp16")
+            raise TypeError("numpy has no bfloat16: encode the outputs of this stage as fp16")
         with np.errstate(over="ignore"):
             narrow = value.astype(np.float16)
         return value if np.isinf(narrow).sum() > np.isinf(value).sum() else narrow
@@ -53,15 +52,15 @@ def describe(value: Value) -> tuple[str, tuple[int, ...]]:
 
 
 @cache
-def _name(dtype: np.dtype[Any]) -> str:  # numpy puts it together anew each time, which is a third of a small put
+def _name(dtype: np.dtype[Any]) -> str:  # numpy builds the name at each call, a third of the time of a small put
     return dtype.name
 
 
 def flat_bytes(value: NDArray[Any] | Tensor) -> NDArray[np.uint8] | None:
-    """A tensor's own bytes in C order without a copy, or None where they do not lie so in this process's memory."""
+    """A tensor's bytes in C order, not copied; None if they are not contiguous in this process's memory."""
     if isinstance(value, np.ndarray):
-        straight = value.flags.c_contiguous and value.dtype.isnative
-        return value.reshape(-1).view(np.uint8) if straight else None
+        is_plain = value.flags.c_contiguous and value.dtype.isnative
+        return value.reshape(-1).view(np.uint8) if is_plain else None
     if value.device.type != "cpu" or not value.is_contiguous():
         return None
     import torch
@@ -80,7 +79,10 @@ def copy_into(memory: NDArray[np.uint8], value: NDArray[Any] | Tensor) -> None:
 
 
 def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | None:
-    """The tensor that `meta` places in an object's bytes, copied only to be widened; bfloat16 and float8 as bits."""
+    """The tensor that `meta` describes, as an array over an object's bytes; a narrowed one is copied to be widened.
+
+    bfloat16 and float8 are arrays of their bits.
+    """
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]
@@ -91,7 +93,7 @@ def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | No
 
 
 def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
-    """As numpy_over, for torch. torch knows no read-only tensor: writing to this one ends the process."""
+    """As numpy_over, for torch. The memory is read-only, which torch does not know: writing to it ends the process."""
     if meta.dtype == "none":
         return None
     found = _torch_over(memory[meta.offset : meta.offset + meta.nbytes], meta.dtype, meta.shape)

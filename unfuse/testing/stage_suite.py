@@ -13,7 +13,7 @@ from unfuse.core.object_ref import lay_out
 from unfuse.stages.base import Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.stores.tensors import describe
-from unfuse.worker.checkpoints import packed, unpacked
+from unfuse.worker.checkpoints import pack, unpack
 
 Bits = dict[str, tuple[str, tuple[int, ...], bytes] | None]
 
@@ -76,9 +76,9 @@ def _steps(stage: SteppedStage[Any], task: StageInput, expected: Bits) -> None:
             done += 1
             checkpoint = stage.save(state) if done < steps else None
             if checkpoint is not None:
-                ref = store.put(packed(checkpoint), request="req_0", stage="checked", attempt=1)
+                ref = store.put(pack(checkpoint), request="req_0", stage="checked", attempt=1)
                 with store.get(ref, as_torch=_torch(task.tensors)) as held:
-                    state = stage.resume(task, unpacked(held))
+                    state = stage.resume(task, unpack(held))
                 assert stage.progress(state) == (done, steps), "a resumed task is where it was saved"
     assert _bits(stage.finish(state).tensors) == expected, "stepped and resumed, it came to something else"
 

@@ -1,4 +1,4 @@
-"""How many tasks share a forward: as many as the setting allows, as pay off, and as fit in memory."""
+"""Finds how many tasks should share a forward: as many as make each task cheaper, and fit in memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 GAIN = 0.95
-"""A batch twice as large pays off when a task takes at most this part of the time it took in the smaller one."""
+"""A batch of twice the size pays off if a task takes at most this share of its time in the smaller one."""
 
 SMOOTHING = 0.5
 RETRY = 256
-"""Batches after which a size that did not pay off is tried once more: what else runs on the device changes."""
+"""The number of batches after which a size that did not pay off is tried again, since the device's load changes."""
 
 MAX_KEYS = 256
 
@@ -26,19 +26,19 @@ class _Key:
 
 
 class BatchSizes:
-    """The batch size of each key, at most `most`. It starts at 1, and doubles while that makes each task cheaper."""
+    """The batch size of each key, at most `most`. It starts at 1 and doubles as long as that pays off."""
 
     def __init__(self, most: int) -> None:
         self._sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
         self._keys: dict[Hashable, _Key] = {}
 
     def size(self, key: Hashable) -> int:
-        """Most tasks of that key to run together now."""
+        """The most tasks of this key that should share the next forward."""
         found = self._of(key)
         return found.sizes[found.place]
 
     def measured(self, key: Hashable, size: int, seconds: float) -> None:
-        """A batch of that size took so long."""
+        """Learn that a batch of this size took so many seconds."""
         found = self._of(key)
         found.batches += 1
         per_task, known = seconds / size, found.seconds.get(size)
@@ -54,7 +54,7 @@ class BatchSizes:
                 found.place += 1
 
     def too_large(self, key: Hashable, size: int) -> None:
-        """A batch of that size did not fit in memory: from now on at most half of it."""
+        """Learn that a batch of this size did not fit in memory: from now on use at most half of it."""
         found = self._of(key)
         found.sizes = [smaller for smaller in found.sizes if smaller <= size // 2] or [1]
         found.place = min(found.place, len(found.sizes) - 1)
@@ -68,7 +68,7 @@ class BatchSizes:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, had no memory left for what was tried."""
-    torch = sys.modules.get("torch")  # a process without it has no device to fill
+    """Whether the error means that a device, or the host, had not enough memory."""
+    torch = sys.modules.get("torch")  # without torch, there is no device whose memory could be full
     on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
     return on_device or isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error)

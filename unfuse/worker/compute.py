@@ -1,6 +1,6 @@
-"""The compute process: loads the stages of its role and runs the step loop. Only here is torch imported, if at all.
+"""The compute process: loads the stages of its role and runs the step loop. Of a worker, only this process uses torch.
 
-Started by the executor with one end of a socketpair; it ends when the other end closes, whatever it is doing.
+The executor starts it with one end of a socket pair. It ends when the other end closes, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ def main() -> None:
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:
-    """Feed the loop; when the parent is gone, end at once, also from within a long forward."""
+    """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     while True:
         try:
             message = channel.receive()
         except (EOFError, OSError):
             os._exit(0)
         if isinstance(message, Load):
-            raise PermanentError("a compute process loads once")
+            raise PermanentError("a compute process can load only once")
         inbox.put(message)
 
 
 def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
-    """The device, the stages by declared pool, the pools whose stages take numpy arrays, and the libraries they use."""
+    """Load the stages. Returns the device, stages by declared pool, pools that take numpy arrays, and libraries."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     for name, folder, dtype in models:
@@ -93,7 +93,7 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
 
 
 class LoadProgress:
-    """Tells what is loaded, and how much of all that these stages need is."""
+    """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
 
     def __init__(self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[Loading | Loaded], None]) -> None:
         self._left = {folder / name: _size(folder / name) for spec, folder in stages for name in spec.components}
@@ -101,18 +101,18 @@ class LoadProgress:
         self._folder = Path()
 
     def begin(self, model: str, stage: StageSpec, folder: Path) -> None:
-        """A stage is loaded next."""
+        """Report that this stage is loaded next."""
         self._folder = folder
         self._tell(Loading(model, stage.name, self._total - sum(self._left.values()), self._total))
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
-        """A component of that stage is loaded: see Report."""
+        """Report that a component of that stage is loaded, in these seconds, with `size` bytes of memory."""
         self._left.pop(self._folder / component, None)
         self._tell(Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder."""
+    """Bytes of the files in a folder; 0 if it is missing."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
@@ -127,7 +127,7 @@ def _device(options: ComputeOptions, with_torch: bool) -> str:
 
 
 def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str, str]:
-    """What bytes depend on here: settings, the versions of these libraries, and what they compute on."""
+    """What the bytes of results depend on: settings, versions of libraries, and the device."""
     options = load.compute
     settings = options.outcome | {"guidance-halves": "fused" if options.fused else "apart"}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
@@ -140,7 +140,7 @@ def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str,
 
 
 def _name(device: str) -> str:
-    """What there may be several of, equally fast: a kind of GPU."""
+    """The name of the kind of device: cpu, or the model of the GPU."""
     if not device.startswith("cuda"):
         return device
     import torch

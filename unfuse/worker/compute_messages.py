@@ -1,4 +1,4 @@
-"""Messages between a worker's parent and its compute process: length-prefixed, over a socketpair, never pickled."""
+"""Messages between a worker's parent and its compute processes, over a socket pair. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from unfuse.core.task import Claim, Lease
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Load the chosen stages of these (name, source, dtype) models, then say Ready.
+    """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
 
-    `owner`, `node`, `arena` and `write_token` open the worker's own arena; `places` are the stores, and other arenas of
-    this machine are in `run_dir`.
+    `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
+    the sockets of other arenas of this machine are in `run_dir`.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -43,9 +43,9 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stop a task at its next step and drop it; answered by Stopped unless it has ended already.
+    """Drop a task at its next step. The answer is Stopped, unless the task has ended already.
 
-    With `save`, its state is saved before, as StateSaved says.
+    With `save`, its state is saved first, which StateSaved reports.
     """
 
     claim: Claim
@@ -53,7 +53,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """A stage is going to be loaded; `done` of the `total` bytes of all stages' files are."""
+    """A stage will be loaded next; `done` of the `total` bytes of all stages' files are loaded."""
 
     model: str
     stage: str
@@ -62,7 +62,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """A component is in memory, where it takes `bytes`; with it `done` of the `total` bytes of files are loaded."""
+    """A component is loaded and takes `bytes` of memory; `done` of the `total` bytes of files are loaded now."""
 
     component: str
     seconds: float
@@ -72,7 +72,7 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """Everything is loaded; `device` is where: cpu, or the name of the GPU.
+    """Everything is loaded. `device` is cpu or the name of the GPU.
 
     `outcome` is what the bytes of results depend on beside weights, dtypes and parameters.
     """
@@ -82,13 +82,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
-    """Nothing can run: the sentence says why. The process ends."""
+    """Loading failed, for the reason in `message`. The process ends."""
 
     message: str
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """Steps `first`…`step` of `steps` are done, with `previews` of some; step 0 says that the task began."""
+    """Steps `first` to `step` of `steps` are done; `previews` lists those with a preview. Step 0: the task began."""
 
     claim: Claim
     step: int
@@ -98,7 +98,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
 
 
 class StateSaved(msgspec.Struct, frozen=True, tag=True):
-    """A task's state after so many steps is saved: it is in the arena."""
+    """A task's state after `step` steps is saved in the arena."""
 
     claim: Claim
     checkpoint: ObjectRef
@@ -106,13 +106,13 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Waits(msgspec.Struct, frozen=True, tag=True):
-    """A task waits until the result store takes what it made, or gives what was uploaded for it. Said at each try."""
+    """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
     claim: Claim
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """A cancelled task is dropped."""
+    """A cancelled task was dropped."""
 
     claim: Claim
 
@@ -122,20 +122,20 @@ FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | StateSaved | Wai
 
 
 class ComputeChannel:
-    """The compute process's end. `receive` blocks; `send` may be called from any thread."""
+    """The compute process's end of the socket pair. `receive` blocks; any thread may call `send`."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, message: FromCompute) -> None:
-        """Send to the parent. Raises BrokenPipeError when it is gone."""
+        """Send to the parent. Raises BrokenPipeError if it is gone."""
         data = frame(encode(message))
         with self._lock:
             self._connection.sendall(data)
 
     def receive(self) -> ToCompute:
-        """The next message. Raises EOFError when the parent is gone."""
+        """The next message. Raises EOFError if the parent is gone."""
         return decode(read_message(self._read, MAX_BYTES), ToCompute)
 
     def _read(self, size: int) -> bytes:
@@ -150,22 +150,22 @@ class ComputeChannel:
 
 
 class ParentChannel:
-    """The parent's end, for one event loop."""
+    """The parent's end of the socket pair, for one event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     @classmethod
     async def open(cls, connection: socket.socket) -> ParentChannel:
-        """Take over one end of a socketpair."""
+        """A channel over one end of a socket pair, which it closes."""
         return cls(*await asyncio.open_unix_connection(sock=connection))
 
     async def send(self, message: ToCompute) -> None:
-        """Send to the compute process; a process that is gone is noticed by `receive`."""
+        """Send to the compute process. Raises nothing if that is gone: `receive` notices it."""
         self._writer.write(frame(encode(message)))
 
     async def receive(self) -> FromCompute:
-        """The next message. Raises EOFError when the compute process is gone."""
+        """The next message. Raises EOFError if the compute process is gone."""
         try:
             header = await self._reader.readexactly(HEADER_BYTES)
             return decode(await self._reader.readexactly(length_of(header, MAX_BYTES)), FromCompute)
@@ -173,5 +173,5 @@ class ParentChannel:
             raise EOFError from error
 
     def close(self) -> None:
-        """Hang up: the compute process ends."""
+        """Close the socket: the compute process ends."""
         self._writer.close()

@@ -1,4 +1,4 @@
-"""One compute process as its worker's parent sees it: how it starts, what it says, why it ended."""
+"""One compute process, as the worker's parent sees it: its start, its messages, its log and its end."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.records import read_record, relog
 
 LOG_CHARS = 4000
-"""Of what a compute process wrote to its standard error, the last so many are kept as evidence."""
+"""The number of last characters of a process's standard error that are kept as evidence."""
 
 MAX_LINE = 1 << 16
-"""Bytes of a line that it writes; a longer one is cut."""
+"""The most bytes of a line of its standard error; a longer one is cut."""
 
 LOG_END_S = 1.0
-"""How long the rest of a dead process's standard error may take to arrive: what it started may hold it open."""
+"""Seconds to wait for the rest of a dead process's standard error, which its own children may hold open."""
 
 log = structlog.get_logger(__name__)
 
 
 class ComputeProcess:
-    """A compute process, and the next one when that has died."""
+    """A compute process; `start` may be called again when it has died."""
 
     def __init__(self, load: Load, background: Supervisor) -> None:
         self._load, self._background = load, background
@@ -56,11 +56,11 @@ class ComputeProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id."""
+        """Its process id; None before the first start."""
         return self._process.pid if self._process else None
 
     async def start(self) -> Ready:
-        """Start it and have it load; returns what it is then. Raises ConfigError when it cannot load."""
+        """Start the process and have it load. Raises ConfigError if it cannot."""
         if self._channel:
             self._channel.close()
         ours, theirs = socket.socketpair()
@@ -92,25 +92,25 @@ class ComputeProcess:
                     return message
 
     async def send(self, message: ToCompute) -> None:
-        """Tell it something; one that is gone is noticed by `receive`."""
+        """Send a message. Raises nothing if the process is gone: `receive` notices it."""
         if self._channel:
             await self._channel.send(message)
 
     async def receive(self) -> FromCompute:
-        """What it says next. Raises EOFError when it is gone, ProtocolError for what makes no sense."""
+        """The next message. Raises EOFError if the process is gone, ProtocolError for what is not a message."""
         if not self._channel:
             raise EOFError
         return await self._channel.receive()
 
     def kill(self, reason: str) -> None:
-        """End it now, for this reason; the first one counts."""
+        """Kill the process; `last_words` gives the first reason."""
         if self._process and self._process.returncode is None and not self.killed_for:
             self.killed_for = reason
             with suppress(ProcessLookupError):
                 self._process.kill()
 
     async def close(self) -> None:
-        """Hang up, and end it now, whatever it runs."""
+        """Close the channel and kill the process."""
         if self._channel:
             self._channel.close()
         if self._process and self._process.returncode is None:
@@ -120,15 +120,15 @@ class ComputeProcess:
             self._logging.cancel()
 
     def excess(self, limit: int) -> str:
-        """What to say if its own memory exceeds `limit` bytes (0: any); else nothing."""
+        """The reason to kill it if its own memory exceeds `limit` bytes (0: any), else ""."""
         taken = _own_memory(self.pid) if limit and self.pid else 0
         if taken <= limit:
             return ""
         took, most = readable_bytes(taken), readable_bytes(limit)
-        return f"killed, as it took {took} of memory, and --memory-limit allows {most}"
+        return f"killed, because it took {took} of memory, and --memory-limit allows {most}"
 
     async def last_words(self) -> str:
-        """How it ended, once it has; what it had written is in `log` then."""
+        """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
         if not self._process:
             return "never started"
         code = await self._process.wait()
@@ -137,7 +137,7 @@ class ComputeProcess:
         return self.killed_for or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
 
     async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
-        """Log what the process logs, pass on whatever else it writes to standard error, and keep the end of it all."""
+        """Read standard error: log the records, write the rest to our own, and keep the end in `log`."""
         rest = b""
         while process.stderr and (data := await process.stderr.read(1 << 16)):
             *lines, rest = (rest + data).split(b"\n")
@@ -151,7 +151,7 @@ class ComputeProcess:
     def _pass_on(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         self.log = (self.log + text)[-LOG_CHARS:]
-        with self._background.besides("passing on what compute wrote"):  # else it would wait for us to read on
+        with self._background.besides("passing on what compute wrote"):  # reading must go on, or the process blocks
             if record := read_record(line):
                 relog(record)
             else:
@@ -159,14 +159,14 @@ class ComputeProcess:
                 sys.stderr.flush()
 
     def _environment(self) -> dict[str, str]:
-        """The parent's, with libraries told to keep to our threads and to stay quiet."""
+        """The parent's environment, with the number of threads for libraries, and without their progress bars."""
         threads = str(self._load.compute.threads)
         quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
         return os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | quiet
 
 
 def _own_memory(pid: int) -> int:
-    """Resident bytes that belong to the process alone: neither files nor the arena count."""
+    """Anonymous resident bytes of the process: neither files nor the arena count."""
     with suppress(OSError):
         if found := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
             return int(found[1]) * 1024

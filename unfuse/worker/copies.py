@@ -1,4 +1,4 @@
-"""Copies of inputs that lie on other nodes: brought here by transfer engines, for as long as tasks use them."""
+"""Copies of inputs from other nodes: transfer engines fetch them, and they stay as long as tasks use them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tally import Tally
 
 MOST_LOOKED_AT = 64
-"""Owners of which it is tried at a time whether they are near."""
+"""How many owners at a time are tested for whether their memory can be mapped."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class _Copy:
-    """An object of another node on its way here, or here, for as long as tasks use it."""
+    """An object of another node that is being fetched, or is here. `over` is done when the transfer has ended."""
 
     ref: ObjectRef
     session: Session
@@ -39,9 +39,9 @@ class _Copy:
 
 
 class Copies:
-    """What is pulled into the arena of one owner's `store`; its `engines` serve that arena to others, too.
+    """Fetches objects of other nodes into the arena of `store`; its `engines` also serve that arena to other nodes.
 
-    For one event loop. Nothing is pulled where the store has no arena: every node reaches its place by itself.
+    For one event loop. If the store has no arena, nothing is fetched, because every node can read the store itself.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Copies:
         self._store, self._owner, self._options, self._arena = store, owner, options, store.arena
         self._engines = engines if self._arena else {}
         self.served_at = {name: engine.serve(self._arena) for name, engine in self._engines.items() if self._arena}
-        """Where other nodes pull from, by engine."""
+        """The addresses at which other nodes pull from this arena, by engine."""
         self._ways: dict[str, Mapping[str, str]] = {}
         self._copies: dict[tuple[str, str], _Copy] = {}
         self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
@@ -59,14 +59,15 @@ class Copies:
 
     @property
     def tally(self) -> Tally:
-        """What came here by which engine."""
+        """How much each engine has brought."""
         return self._transfers.tally if "_transfers" in self.__dict__ else Tally()
 
     async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
-        """The lease with copies that are here in place of inputs that cannot be mapped; None when it was cancelled.
+        """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.
 
-        Whether they can is tried, whatever their nodes are called. What cannot be had stays as it is: there may be a
-        durable copy. Raises ArenaFull when there is no room for it.
+        Whether an owner's memory can be mapped is tested, since node names prove nothing. An input that cannot be
+        fetched stays as it is, because there may be a durable copy. Returns None if the task was cancelled. Raises
+        ArenaFull if there is no room.
         """
         self._ways.update(granted.engines)
         self._store.learn(granted.peers)
@@ -87,16 +88,16 @@ class Copies:
         return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint)
 
     def cancel(self, claim: Claim) -> bool:
-        """Whether a task's inputs were on their way, and are not waited for any more."""
+        """Stop waiting for a task's inputs. Returns whether it was waiting for some."""
         return claim in self._bringing and self._bringing[claim].cancel()
 
     def original(self, id: str) -> str:
-        """The object that one here is a copy of; itself if it is none."""
+        """The id of the object that this one is a copy of; its own id if it is no copy."""
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
 
     def let_go(self, claim: Claim) -> None:
-        """A task needs its inputs no more."""
+        """A task has ended: drop the copies that no other task uses."""
         for key, copy in list(self._copies.items()):
             copy.users.discard(claim)
             if not copy.users:
@@ -105,7 +106,7 @@ class Copies:
                 copy.over.add_done_callback(partial(self._drop, copy))
 
     def close(self) -> None:
-        """Serve the arena no more, and pull nothing."""
+        """End all transfers, and close the engines."""
         if "_transfers" in self.__dict__:
             self._transfers.close()
         self._lookers.shutdown(wait=False)
@@ -114,7 +115,7 @@ class Copies:
 
     @cached_property
     def _transfers(self) -> Transfers:
-        """Made when the first object has to come from elsewhere: where nothing ever does, this costs nothing."""
+        """Made for the first object to fetch, so that it costs nothing where no object ever is."""
         assert self._arena
         for engine in self._engines.values():
             engine.register(self._arena.memory)
@@ -124,7 +125,7 @@ class Copies:
         return await asyncio.gather(*(self._bring(claim, ref) for ref in refs))
 
     async def _reaches(self, owner: str) -> bool:
-        """Whether an owner's memory can be mapped. One that is stopped is waited for by one thread only."""
+        """Whether an owner's memory can be mapped. One thread for each owner finds out: a stopped owner blocks it."""
         if owner not in self._reaching:
             looking = asyncio.get_running_loop().run_in_executor(self._lookers, self._store.reaches, owner)
             self._reaching[owner] = looking
@@ -140,21 +141,26 @@ class Copies:
         try:
             await asyncio.shield(copy.over)
         except ObjectLost as error:
-            log.warning("an input cannot be brought here", object=ref.id, owner=ref.owner, reason=str(error))
+            log.warning("an input cannot be fetched", object=ref.id, owner=ref.owner, reason=str(error))
             return ref
         assert (extent := copy.sink.extent)
         return msgspec.structs.replace(
-            ref, id=extent.id, owner=self._owner, node=self._store.node, request=claim.request, key=extent.key,
+            ref,
+            id=extent.id,
+            owner=self._owner,
+            node=self._store.node,
+            request=claim.request,
+            key=extent.key,
             generation=extent.generation,
-        )  # fmt: skip
+        )
 
     def _fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
-        """Begin to bring an object here. It is the task's request that the copy is for, whoever made the original."""
+        """Begin to fetch an object. The copy belongs to the task's request, whichever made the original."""
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self._store.reserve)
         session = self._transfers.fetch(ref, sink)
         over = asyncio.wrap_future(session.over)
-        over.add_done_callback(_looked_at)
+        over.add_done_callback(_read_exception)
         copy = self._copies[key] = _Copy(ref, session, sink, over)
         return copy
 
@@ -163,7 +169,7 @@ class Copies:
             self._arena.delete(copy.sink.extent.id)
 
 
-def _looked_at(over: asyncio.Future[None]) -> None:
-    """Whether anybody still waits for it or not: its failure is no news."""
+def _read_exception(over: asyncio.Future[None]) -> None:
+    """Read the exception, so that asyncio does not warn about a failure that nobody waits for."""
     if not over.cancelled():
         over.exception()

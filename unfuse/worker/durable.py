@@ -1,4 +1,4 @@
-"""Copies of what a worker made, in a place that outlives it."""
+"""Durable copies of a worker's objects, in a store that outlives it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ log = structlog.get_logger(__name__)
 
 
 class DurableCopies:
-    """Written beside the work, where `places` name a place for them. For one event loop; writing is in threads."""
+    """Writes durable copies in threads, if `places` name a store for them. For one event loop."""
 
     def __init__(self, store: TensorStore, places: Places) -> None:
         self._store, self._kinds = store, frozenset(places.saved)
         self.wanted = places.durable != "none"
-        """Whether there is a place for copies."""
+        """Whether there is a store for copies."""
         self._writing: set[asyncio.Task[None]] = set()
 
     def begin(self, ref: ObjectRef, kind: str) -> bool:
-        """Whether outputs of that kind of stage are copied; if so, this one is from now on."""
+        """Begin to copy this output, if outputs of this stage kind are to be copied. Returns whether they are."""
         if not self.wanted or kind not in self._kinds:
             return False
         writing = asyncio.create_task(self.write(ref))
@@ -33,13 +33,13 @@ class DurableCopies:
         return True
 
     async def write(self, ref: ObjectRef) -> None:
-        """Copy an object. Without a copy its stage is run again, should the worker die: that fails nothing."""
+        """Copy an object. An error is only logged: without a copy, the stage runs again if the worker dies."""
         try:
             await asyncio.to_thread(self._store.save, ref)
         except (ObjectLost, TransientError) as error:
             log.warning("no durable copy", request=ref.request, stage=ref.stage, reason=str(error))
 
-    async def written(self) -> None:
+    async def wait_until_written(self) -> None:
         """Wait until every copy that was begun is written."""
         while self._writing:
             await asyncio.wait(self._writing)

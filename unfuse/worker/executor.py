@@ -1,4 +1,4 @@
-"""Drives a worker's compute processes: starts, feeds, hears and watches them, and starts them again when one dies."""
+"""Drives a worker's compute processes: starts them, gives them tasks, watches them, and restarts them."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.compute_process import ComputeProcess
 
 RESTART_S = 1.0
-"""Pause before compute processes that did not start again are tried once more."""
+"""Seconds before a restart that failed is tried again."""
 
 WATCH_S = 0.5
-"""How often compute processes that work are looked at."""
+"""Seconds between two checks of compute processes that have tasks."""
 
 log = structlog.get_logger(__name__)
 
@@ -38,13 +38,13 @@ Report = Callable[[Ready | Stepped | StateSaved | Stopped | Done | Failed], Awai
 
 
 class Executor:
-    """The compute processes that hold a worker's stages together, behind `run` and `cancel`.
+    """The compute processes that run a worker's stages together, behind `run` and `cancel`.
 
-    All are told the same; the first one decides and speaks for all, and when one dies all end and are started again.
-    `report` hears of everything that becomes of a task, crashes included, and when new processes are Ready. What dead
-    ones had begun is reported as crashed, what merely waited for them as handed back. Where the first works and says
-    nothing for `stall_s` seconds, or the own memory of any exceeds `memory_limit` bytes (0: any), it is killed. A task
-    that is to run alone waits here until nothing else runs, and whatever comes after it waits for its end.
+    All processes get the same messages, and the first one answers for all. When one dies, all are ended and started
+    again. `report` is called with everything that happens to a task, and with Ready after a restart. Tasks that a dead
+    process had begun are reported as crashed, others as handed back. A process is killed if the first one has tasks and
+    sends nothing for `stall_s` seconds, or if its own memory exceeds `memory_limit` bytes (0: any). A task that must
+    run alone waits here until nothing else runs, and later tasks wait for its end.
     """
 
     def __init__(self, loads: Sequence[Load], report: Report, stall_s: float = 600.0, memory_limit: int = 0) -> None:
@@ -60,16 +60,16 @@ class Executor:
 
     @property
     def pids(self) -> list[int]:
-        """Their process ids."""
+        """The ids of the processes that run."""
         return [process.pid for process in self._processes if process.pid]
 
     @property
     def unwritten(self) -> int:
-        """Tasks that wait for the result store."""
+        """How many tasks wait for the result store."""
         return len(self._unwritten)
 
     async def start(self) -> Ready:
-        """Start them and load; returns what the first says of itself. Raises ConfigError when one cannot load."""
+        """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
         starting = [asyncio.create_task(process.start()) for process in self._processes]
         try:
             found = await asyncio.gather(*starting)
@@ -83,7 +83,7 @@ class Executor:
         return found[0]
 
     async def serve(self) -> None:
-        """Pass on what the first says, for ever; when one dies, report, and start all again."""
+        """Report what the first process sends, for ever; when one dies, report that and restart all."""
         while True:
             watching = self._background.forever("watching compute", self._watch)
             try:
@@ -96,7 +96,7 @@ class Executor:
                 watching.cancel()
 
     async def _start_again(self) -> Ready:
-        """Start what loaded before: whatever keeps it from loading now is worth waiting for."""
+        """Restart processes that have loaded before; try again until that succeeds."""
         while True:
             try:
                 return await self.start()
@@ -105,42 +105,42 @@ class Executor:
                 await asyncio.sleep(RESTART_S)
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Hand a leased task over; its end is reported."""
+        """Give a leased task to the processes; its end is reported."""
         self._waiting[lease.claim] = Run(lease, dict(peers))
         await self._feed()
 
     async def cancel(self, claim: Claim, save: bool = False) -> None:
-        """Have a task dropped at its next step; Stopped is reported unless it ends first, StateSaved if it is saved."""
+        """Drop a task at its next step. Stopped is reported unless it ends first; with `save`, also StateSaved."""
         if self._waiting.pop(claim, None):
             await self._report(Stopped(claim))
             await self._feed()
         elif claim in self._given:
-            await self._tell(Cancel(claim, save))
+            await self._send_to_all(Cancel(claim, save))
 
     async def close(self) -> None:
-        """End the processes now, whatever they run."""
+        """End the processes at once."""
         self.ready = False
         await self._end()
 
     async def _end(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
 
-    async def _tell(self, message: ToCompute) -> None:
+    async def _send_to_all(self, message: ToCompute) -> None:
         for process in self._processes:
             await process.send(message)
 
     async def _feed(self) -> None:
-        """Give them what may run now, in order of arrival."""
+        """Give the processes all tasks that may run now, in order of arrival."""
         for claim, run in list(self._waiting.items()):
             alone = run.lease.task.alone or any(given.lease.task.alone for given in self._given.values())
             if not self.pids or (alone and self._given):
                 return
             self._heard_at = self._heard_at if self._given else time.monotonic()
             self._given[claim] = self._waiting.pop(claim)
-            await self._tell(run)
+            await self._send_to_all(run)
 
     async def _pump(self) -> ComputeProcess:
-        """Take in what is said until one is gone: that one."""
+        """Handle messages until a process has ended. Returns that process."""
         first, *others = self._processes
         listening = [asyncio.create_task(self._listen(first, self._take))]
         listening += [asyncio.create_task(self._listen(process, _nothing)) for process in others]
@@ -159,7 +159,7 @@ class Executor:
             except EOFError:
                 return process
             except ProtocolError as error:
-                process.kill(f"killed, as what it said made no sense: {error}")
+                process.kill(f"killed, because it sent something that is not a message: {error}")
                 return process
             await take(message)
 
@@ -183,10 +183,10 @@ class Executor:
                     await self._feed()
 
     async def _watch(self) -> None:
-        """Kill those that make no progress, and one that takes more memory than it may."""
+        """Kill processes that make no progress, or take too much memory."""
         slept = time.monotonic()
         await asyncio.sleep(WATCH_S)
-        self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # while we were stopped, we heard nothing
+        self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
         for process in self._processes if self._given else ():
             if reason := self._stalled() or process.excess(self._memory_limit):
                 process.kill(reason)
@@ -194,10 +194,10 @@ class Executor:
     def _stalled(self) -> str:
         if time.monotonic() - self._heard_at <= self._stall_s:
             return ""
-        return f"killed, as it made no progress for {self._stall_s:g} s (--stall-s allows more)"
+        return f"killed, because it made no progress for {self._stall_s:g} s (--stall-s allows more)"
 
     async def _restart_after(self, dead: ComputeProcess) -> None:
-        """Report what died with a process; the others end with it."""
+        """End the other processes, and report the tasks that ended with them."""
         words = await dead.last_words()
         await self._end()
         log.error("compute process died", reason=words, begun=len(self._begun))
@@ -213,4 +213,4 @@ class Executor:
 
 
 async def _nothing(message: FromCompute) -> None:
-    """The first speaks for all."""
+    """Ignore a message: the first process answers for all."""

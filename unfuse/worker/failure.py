@@ -1,4 +1,4 @@
-"""What is said of a task that ended in an error: whether it may be tried again, and what is known of the cause."""
+"""Describes a task that ended in an error: whether it may be tried again, and the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOMIER = "serve with --vae tiled, --offload, or on a larger device"
 
 
 def failure(claim: Claim, error: Exception) -> Failed:
-    """How its error is reported."""
+    """The report for a task that ended with this error."""
     kind: FailureKind = "transient"
     object_id = ""
     if isinstance(error, ObjectLost):
@@ -24,11 +24,11 @@ def failure(claim: Claim, error: Exception) -> Failed:
         kind = "permanent"
     message = str(error) if isinstance(error, UnfuseError) else f"{type(error).__name__}: {error}"
     if out_of_memory(error):
-        message = f"the device has not the memory for this request: {message}; ask for less, or {ROOMIER}"
+        message = f"the device has not enough memory for this request: {message}; ask for less, or {ROOMIER}"
     evidence = "".join(traceback.format_exception(error))[-EVIDENCE_CHARS:]
     return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
 
 
 def _sendable(text: str) -> str:
-    """The text without what UTF-8 cannot hold, such as the escapes of undecodable file names."""
+    """The text with characters replaced that UTF-8 cannot encode, such as escapes in the names of files."""
     return text.encode(errors="replace").decode()

@@ -1,4 +1,4 @@
-"""A worker's line to its schedulers: it talks to one of them, and to the next when that one is gone."""
+"""A worker's connection to its schedulers: it talks to one of them, and to the next one if that one fails."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
 
 ANSWER_S = 10.0
-"""How long an answer may take, beside what it was asked to wait, before the scheduler is taken for gone."""
+"""Seconds, beside those that the message asks to wait, after which a scheduler without an answer counts as gone."""
 
 BEAT_S = 3.0
-"""How long the answer to a heartbeat may take before it counts as missed."""
+"""Seconds after which a heartbeat without an answer counts as missed."""
 
 MISSES = 2
-"""Heartbeats missed in a row after which the scheduler is taken for gone."""
+"""The number of missed heartbeats in a row after which the scheduler counts as gone."""
 
 RETRY_S, RETRY_MOST_S = 0.1, 2.0
-"""Pause once every scheduler was tried in vain: the first, and the longest it grows to."""
+"""The pause, in seconds, after all schedulers failed: it grows from the first number to the second."""
 
 log = structlog.get_logger(__name__)
 
 
 class Link:
-    """The connection to one of these schedulers. A worker says Hello once; the link repeats it wherever it goes.
+    """The connection to one of these schedulers, in turn. The worker calls `hello` once; the link repeats it.
 
-    It never gives up: what cannot be said here is said to the next, or to the same again. Every message may be said
-    twice. `renewed` is called whenever a scheduler has welcomed us, which then knows nothing of what was asked before.
+    It never gives up: a message that gets no answer is sent to the next scheduler, or to the same one again, so any
+    message may arrive twice. `renewed` is called after each Welcome, since that scheduler knows no earlier Ask.
     """
 
     def __init__(self, addresses: Sequence[str], trust: Trust, renewed: Callable[[], None]) -> None:
@@ -45,24 +45,24 @@ class Link:
         self._tried = 0
         self._missed = 0
         self.heard = 0
-        """How many answers have come, from whichever scheduler."""
+        """How many answers have come, from all schedulers."""
 
     async def hello(self, hello: Hello) -> Welcome:
-        """Introduce the worker to this scheduler, and to all that follow."""
+        """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None
         _, welcome = await self._connected()
         return welcome
 
     async def call(self, message: ToScheduler, timeout: float = ANSWER_S) -> ToWorker:
-        """The answer to a message, however long it takes until a scheduler gives one within `timeout` seconds."""
+        """Send a message again and again until a scheduler answers within `timeout` seconds; returns the answer."""
         while True:
             with suppress(OSError):
                 return await self.once(message, timeout)
 
     async def once(self, message: ToScheduler, timeout: float = ANSWER_S) -> ToWorker:
-        """The answer to a message, within `timeout` seconds and what the message itself may wait.
+        """Send a message once; returns the answer, within `timeout` seconds plus those that the message asks to wait.
 
-        Raises TimeoutError or ConnectionError when there is none: the next call may go to another scheduler.
+        Raises TimeoutError or ConnectionError if there is none: then the next call may go to another scheduler.
         """
         dealer, _ = await self._connected()
         try:
@@ -84,11 +84,11 @@ class Link:
         return answer
 
     async def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         await self._dealer.close(linger=1.0)
 
     async def _connected(self) -> tuple[Dealer, Welcome]:
-        """The connection to a scheduler that has welcomed us, and its welcome."""
+        """The connection to a scheduler that has answered Hello, and its Welcome."""
         async with self._lock:
             while self._welcome is None:
                 try:
@@ -106,7 +106,7 @@ class Link:
             return self._dealer, self._welcome
 
     async def _leave(self, dealer: Dealer, reason: str) -> None:
-        """Turn to the next scheduler, unless another call has already."""
+        """Connect to the next scheduler, unless another call has done so already."""
         async with self._lock:
             if dealer is self._dealer:
                 await self._next(reason)

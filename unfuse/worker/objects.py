@@ -1,4 +1,4 @@
-"""The objects of one worker: those its stages made, kept for who reads them."""
+"""The objects that one worker holds: its stages' outputs, and copies of inputs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ log = structlog.get_logger(__name__)
 
 
 class Objects:
-    """A worker's tensor store with what leads to it and from it. For one event loop; what may take long is in threads.
+    """A worker's tensor store, with the transfers to and from it. For one event loop; slow calls run in threads.
 
-    Owners that are met in `run_dir` share their memory with this one. `engines` serve the arena to others, and bring
-    from there what tasks read; none do where the store is a place that every node reaches by itself. Raises ConfigError
-    when the store or an engine cannot be opened.
+    Owners whose sockets are in `run_dir` map each other's memory. `engines` serve the arena to other nodes, and fetch
+    inputs from there; they are not used if the store is one that every node can read itself. Raises ConfigError if the
+    store or an engine cannot be opened.
     """
 
     def __init__(
@@ -44,9 +44,15 @@ class Objects:
         run_dir: str = "",
     ) -> None:
         self.store = TensorStore.create(
-            places.store, owner=owner, node=node, capacity=capacity, threshold=places.threshold,
-            spill_capacity=places.spill_capacity, durable=places.durable, run_dir=run_dir,
-        )  # fmt: skip
+            places.store,
+            owner=owner,
+            node=node,
+            capacity=capacity,
+            threshold=places.threshold,
+            spill_capacity=places.spill_capacity,
+            durable=places.durable,
+            run_dir=run_dir,
+        )
         self.durable = DurableCopies(self.store, places)
         self._arena = self.store.arena
         self._elsewhere: set[str] = set()
@@ -63,15 +69,18 @@ class Objects:
 
     @property
     def free(self) -> int | None:
-        """Bytes that outputs may take; None for a store that finds room by itself, or refuses."""
+        """Bytes that outputs may take; None for a store without a fixed size."""
         return self._arena.usage().free if self._arena and self.store.bounded else None
 
     def holding(self) -> frozenset[str]:
-        """The requests that something is kept for."""
+        """The ids of the requests that objects are held for."""
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
 
     def settle(self, lease: Lease, message: Outcome) -> Outcome:
-        """A task is over here: let go of what it read, keep what it made, name what was lost as the scheduler does."""
+        """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
+
+        If the report names a lost copy, it gets the id of the original, which is the one that the scheduler knows.
+        """
         if isinstance(message, Failed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
         elif isinstance(message, Done):
@@ -80,55 +89,55 @@ class Objects:
         return message
 
     def made(self, done: Done, kind: str) -> None:
-        """A stage of that kind has put its output; a durable copy of it is written beside it, if it is to have one."""
+        """A stage of this kind has stored its output: begin to write a durable copy, if it is to have one."""
         if done.output is None:
             return
         if self.durable.begin(done.output, kind) or not self.store.bounded:
             self._elsewhere.add(done.output.request)
 
     def share(self, lease: Lease, done: Done) -> None:
-        """An outcome is recorded: from now on other requests may read the output, if it is for the encoder cache."""
+        """The end of a task is recorded: hold its output for the encoder cache, if it is for that."""
         key, output = lease.task.cache, done.output
         if key and output and self._arena:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))
 
     async def save_copy(self, ref: ObjectRef) -> None:
-        """Write a durable copy of a checkpoint, if there is a place for such."""
+        """Write a durable copy of a checkpoint, if there is a store for them."""
         if self.durable.wanted:
             self._elsewhere.add(ref.request)
             await self.durable.write(ref)
 
     async def delete(self, ref: ObjectRef) -> None:
-        """Give up an object that nobody needs any more, and its durable copy."""
+        """Delete an object that nobody needs any more, and its durable copy."""
         try:
             await asyncio.to_thread(self.store.discard, ref)
         except TransientError as error:
-            log.warning("something is left of an object", object=ref.id, reason=str(error))
+            log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
     async def release(self, requests: Iterable[str]) -> None:
-        """Give up all that is kept for these requests, copies included."""
+        """Free everything that is held for these requests, durable copies included."""
         for request in requests:
             self._elsewhere.discard(request)
             try:
                 await asyncio.to_thread(self.store.release, request)
             except TransientError as error:
-                log.warning("something is left of a request", request=request, reason=str(error))
+                log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
 
     async def abandon(self) -> None:
-        """Give up all that is kept here, copies of others' objects included, and what was spilled from here.
+        """Free everything that is held here: objects, copies of other workers' objects, and what was spilled.
 
-        Durable copies, and what lies where others reach it, are left to whoever knows whether its request is over.
+        Durable copies, and objects in a store that others can read, stay: their request may go on elsewhere.
         """
         for request in self._arena.requests() if self._arena else ():
             try:
                 await asyncio.to_thread(self.store.abandon, request)
             except TransientError as error:
-                log.warning("something is left of a request", request=request, reason=str(error))
+                log.warning("a request's objects were not fully deleted", request=request, reason=str(error))
         self._elsewhere.clear()
 
     async def close(self) -> None:
-        """Give everything up, and serve it no more."""
+        """End all transfers and close the store."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""How a worker is started."""
+"""The options of a worker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from unfuse.wire.address import Trust
 
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker is started. `role` is one, several as `a+b`, or all; with `components` it runs those of its stages
-    alone whose pools are of one of them. It holds `slots` tasks at a time (0: as many as is usual for its role).
-    `arena` is bytes, `resources` are what it has of others; without `models` the scheduler says what to serve.
+    """The options of a worker.
 
-    It talks to one of the `schedulers` at a time. Compute is killed when it makes no progress for `stall_s` seconds or
-    takes more than `memory_limit` bytes (0: any). `drain_timeout` is the seconds that running tasks get to finish once
-    the worker is told to leave. `transfer` is how its objects move between nodes, `run_dir` where those of one meet.
-    They are given up when no scheduler was heard for `orphan_s` seconds.
+    `role` is one role, several as `a+b`, or all. With `components`, it runs only stages whose first component is one of
+    them. It holds `slots` tasks at a time (0: the default of its role). `arena` is in bytes; `resources` has the
+    amounts of further named resources. Without `models`, the scheduler says what to serve.
+
+    It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
+    takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
+    to finish. `transfer` says how objects move between nodes; workers of one node meet in the folder `run_dir`. Objects
+    are freed when no scheduler has answered for `orphan_s` seconds.
     """
 
     role: str

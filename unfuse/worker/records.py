@@ -1,4 +1,4 @@
-"""Log lines between processes: a child writes records, one a line, and whoever started it passes them on."""
+"""Log lines between processes: a child writes records, one a line, and its parent logs them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import structlog
 LEVELS = {name.lower(): level for name, level in logging.getLevelNamesMapping().items() if level}
 
 Record = dict[str, Any]
-"""What was logged: its `event`, its `level` by name, its `timestamp`, and whatever else was said with it."""
+"""One log line: `event`, `level` by name, `timestamp`, and the fields that were logged with it."""
 
 
 def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
-    """Have what this process logs, of at least this level, written as JSON, one record a line."""
+    """Make this process write its log, from this level on, as JSON, one record a line."""
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -31,7 +31,7 @@ def write_records(stream: TextIO, level: int = logging.DEBUG) -> None:
 
 
 def read_record(line: bytes) -> Record | None:
-    """The record that a line holds, or None for a line that somebody else wrote."""
+    """The record in a line; None for a line that is not a record."""
     if not line.startswith(b"{"):
         return None
     try:
@@ -43,15 +43,15 @@ def read_record(line: bytes) -> Record | None:
 
 
 def relog(record: Record) -> None:
-    """Log what another process did, as if it were our own."""
+    """Log the record of another process as if it were our own."""
     said = {name: value for name, value in record.items() if name not in ("event", "level", "timestamp")}
     structlog.get_logger().log(LEVELS[record["level"]], record["event"], **said)
 
 
 class _Libraries(logging.Handler):
-    """Logs what libraries say by Python's own logging."""
+    """Logs what libraries write to Python's own logging."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Pass a record on."""
+        """Log a record of a library."""
         log = structlog.get_logger()
         log.log(record.levelno, record.getMessage(), library=record.name, exc_info=record.exc_info)

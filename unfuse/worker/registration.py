@@ -1,4 +1,4 @@
-"""What a worker registers with: the models' cards, and the pools it serves of them."""
+"""Decides what a worker serves: the models' cards, its stages and their pools."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from unfuse.models import card_of, resolve_source
 from unfuse.worker.options import WorkerOptions
 
 Models = tuple[tuple[str, str, str], ...]
-"""Models as (name, source, dtype); once they are brought, the source is a folder of this machine."""
+"""Models as (name, source, dtype). After `fetch_models`, the source is a folder of this machine."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The models that a worker serves, their pools, and for how many tasks."""
+    """What a worker serves: models, their cards and pools, and how many tasks it holds at a time."""
 
     models: Models
     cards: tuple[ModelCard, ...]
@@ -26,27 +26,27 @@ class Served(msgspec.Struct, frozen=True):
     slots: int
 
 
-def serve(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
-    """What a worker of the chosen stages serves for that scheduler; its models are in folders here then.
+def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
+    """Decide what a worker of the chosen stages serves for this scheduler, and fetch its models.
 
-    Raises ConfigError when they do not agree, or nothing is left to serve.
+    Raises ConfigError if their settings contradict, or if there is nothing to serve.
     """
     compute = options.compute
     if welcome.outcome not in ({}, compute.outcome):
         wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
-        raise ConfigError(f"the scheduler's workers have to agree on what they make: start this one with {wanted}")
+        raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
     dtypes, own = {name: dtype for name, _, dtype in welcome.models}, compute.dtype
     chosen = tuple((name, name, dtypes.get(name, own) if own == "auto" else own) for name in options.models)
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
-    cards, models = bring(chosen or welcome.models, choice)
+    cards, models = fetch_models(chosen or welcome.models, choice)
     stages = (stage for card in cards for stage in card.pipeline.stages)
     slots = max(options.slots or slots_of(choice.roles, stages), compute.batch + 1)
     return Served(models, cards, pools_of(cards, choice, options.resources), slots)
 
 
-def bring(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
-    """The models' cards, and the models with their folders, in which the components of the chosen stages are then."""
+def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
+    """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
     cards, folders = [], []
     for name, source, dtype in models:
         folder = resolve_source(source, components=())
@@ -59,9 +59,9 @@ def bring(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models
 
 
 def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:
-    """The pools of the chosen stages.
+    """The declared pools of the chosen stages.
 
-    Raises ConfigError when a role is no stage's, no stage is left, or one needs what is not among the `resources`.
+    Raises ConfigError for a role that no stage has, a choice without a stage, or a stage whose resource is missing.
     """
     stages = [stage for card in cards for stage in card.pipeline.stages]
     known = {stage.role for stage in stages}

@@ -1,4 +1,4 @@
-"""The checkpoints of the tasks that a worker runs: of each the newest one that the scheduler knows of."""
+"""The checkpoints of the tasks that a worker runs: for each task, the newest one that the scheduler has recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unfuse.worker.objects import Objects
 
 
 class SavedStates:
-    """Makes checkpoints durable, has them recorded, and gives up the ones before. For one event loop."""
+    """Makes checkpoints durable, has them recorded, and deletes the ones before. For one event loop."""
 
     def __init__(self, objects: Objects, link: Link) -> None:
         self._objects, self._link = objects, link
@@ -21,11 +21,14 @@ class SavedStates:
         self._lock = asyncio.Lock()
 
     def begin(self, lease: Lease) -> None:
-        """A task is about to run, perhaps from a checkpoint."""
+        """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
     async def keep(self, saved: StateSaved) -> None:
-        """Only what is durable, where there is a durable store, is recorded; what is not recorded is given up."""
+        """Copy a checkpoint to the durable store, if there is one, then have it recorded; delete what it replaces.
+
+        A checkpoint that the scheduler does not record is deleted itself.
+        """
         async with self._lock:
             await self._objects.save_copy(saved.checkpoint)
             answer = await self._link.call(Saved(saved.claim, saved.checkpoint, saved.step))
@@ -38,12 +41,12 @@ class SavedStates:
                 await self._objects.delete(useless)
 
     async def settled(self) -> None:
-        """Wait until everything that was saved so far is recorded."""
+        """Wait until every checkpoint so far is recorded."""
         async with self._lock:
             return
 
     async def end(self, claim: Claim, done: bool) -> None:
-        """A task is over here. One that is not done may go on from its checkpoint elsewhere."""
+        """A task has ended here. If it is not `done`, its checkpoint stays, so that another worker can resume it."""
         known = self._known.pop(claim, None)
         if done and known:
             await self._objects.delete(known)

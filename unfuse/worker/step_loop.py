@@ -1,4 +1,4 @@
-"""The step loop: decide what is done next, carry it out. Every stage runs in it, stepped or not."""
+"""The step loop: decides what to do next, and carries it out. Every stage runs in it, stepped or not."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.checkpoints import Policy, packed, unpacked
+from unfuse.worker.checkpoints import Policy, pack, unpack
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, StateSaved, Stepped, Stopped, Waits
 from unfuse.worker.failure import failure
 from unfuse.worker.task_log import about
 
 REPORT_S = 0.05
-"""At most 20 progress messages a second; each lists the steps since the last."""
+"""The least seconds between two progress messages of a task; each has all steps since the last."""
 
 ROOM_S = 2.0
-"""How long an output waits for room in a full arena: readers elsewhere may give some back, while nothing runs here."""
+"""Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
-"""After what time a task that waits for the result store tries again: the first time, and the longest it grows to."""
+"""Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
 
 log = structlog.get_logger(__name__)
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One round of the loop, as plain data: what is decided once is carried out alike wherever the stages are.
+    """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
 
-    Tasks are admitted; others are dropped; those that wait for the result store are tried `again`; states are saved;
-    and some tasks make a step together.
+    It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
+    makes a step together.
     """
 
     drop: tuple[Cancel, ...] = ()
@@ -56,7 +56,11 @@ class Turn(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class Job:
-    """A task between admission and retirement. Tasks of equal `key` may share a forward. Seconds are monotonic."""
+    """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
+
+    `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
+    steps that were saved and reported, at `saved_at` and `reported_at`.
+    """
 
     lease: Lease
     stage: SteppedStage[Any]
@@ -69,7 +73,7 @@ class Job:
     resumed: int = 0
     steps: int = 0
     mates: int = 0
-    """Tasks in its forwards, itself included, summed over its steps."""
+    """The number of tasks in its forwards, itself included, summed over its steps."""
     saved: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0
@@ -79,18 +83,18 @@ class Job:
 
     @property
     def claim(self) -> Claim:
-        """What the worker shows for it."""
+        """The claim of its lease."""
         return self.lease.claim
 
     @property
     def priority(self) -> int:
-        """That of its task."""
+        """The priority of its task."""
         return self.lease.task.priority
 
 
 @dataclass(eq=False)
 class _Parked:
-    """A task that waits for the result store: what is tried again, when (monotonic seconds), after which pause."""
+    """A task that waits for the result store: what to call again, at which monotonic time, and the last pause."""
 
     again: Callable[[], None]
     at: float
@@ -100,11 +104,11 @@ class _Parked:
 class StepLoop:
     """Runs tasks on the stages of one compute process.
 
-    `stages` is by declared pool; those of `plain` pools get numpy arrays, the others torch tensors. Up to `batch` tasks
-    share a forward. What stages of a kind put has its encoding, if any. Tasks of the highest priority go first, in
-    order of arrival; others step aside, their state put by. One that stops being wanted is dropped between two steps.
-    States are saved as the policy has it, and when they step aside, so that another worker can go on from there.
-    While the result store has no room, what is made waits for it, and other tasks go on.
+    `stages` is by declared pool; stages of `plain` pools get numpy arrays, the others torch tensors. Up to `batch`
+    tasks share a forward. `encodings` maps a stage kind to the type that its outputs are narrowed to. Tasks of the
+    highest priority go first, in order of arrival; the others pause and keep their state. A cancelled task is dropped
+    between two steps. `policy` says when states are saved, so that another worker can resume them; a task that pauses
+    is saved too. A task whose result cannot be stored, because the result store is full, waits while others go on.
     """
 
     def __init__(
@@ -128,14 +132,14 @@ class StepLoop:
         self._parked: dict[Claim, _Parked] = {}
 
     def run(self) -> None:
-        """Serve until the process ends."""
+        """Run tasks until the process ends."""
         while True:
             self.carry_out(self.decide())
 
     def decide(self) -> Turn:
-        """What is done next; waits for a message when there is nothing to do.
+        """Decide the next turn; waits for a message if there is nothing to do.
 
-        What came in goes first, in a turn of its own: it may be more urgent than all that was to be stepped.
+        New messages get a turn of their own, before the next step, because a new task may be the most urgent one.
         """
         dropped = self._hear()
         again = tuple(claim for claim, parked in self._parked.items() if parked.at <= time.monotonic())
@@ -148,7 +152,7 @@ class StepLoop:
         return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch))
 
     def carry_out(self, turn: Turn) -> None:
-        """Do what was decided; tasks that have ended meanwhile are passed over."""
+        """Carry a turn out. Tasks that have ended since it was decided are skipped."""
         for claim in turn.admit:
             self._start(self._arrived.pop(claim))
         for cancel in turn.drop:
@@ -161,7 +165,7 @@ class StepLoop:
             self._advance(batch)
 
     def _hear(self) -> tuple[Cancel, ...]:
-        """Take every message that is there, waiting for one only when there is nothing to do; who is to be dropped."""
+        """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
         cancels = []
         if not self._jobs:
             due = min((parked.at for parked in self._parked.values()), default=None)
@@ -204,12 +208,12 @@ class StepLoop:
         except ResultsUnavailable as error:
             _close(inputs)
             self._park(claim, error, partial(self._start, run))
-        except Exception as error:  # the process must survive what one task brings
+        except Exception as error:  # an error of one task must not end the process
             _close(inputs)
             self._send(failure(claim, error))
 
     def _park(self, claim: Claim, error: ResultsUnavailable, again: Callable[[], None]) -> None:
-        """Have a task wait for the result store. Whoever watches us hears of every try."""
+        """Let a task wait for the result store. Waits is sent at every try, so that the parent sees progress."""
         before = self._parked.get(claim)
         if before is None:
             log.warning("waits for the result store", **about(claim), reason=str(error.__cause__ or error))
@@ -218,50 +222,50 @@ class StepLoop:
         self._send(Waits(claim))
 
     def _try_again(self, claim: Claim) -> None:
-        """One whose pause is over; if it has to wait again it is parked anew."""
+        """Try a task again whose pause is over. If it must wait again, that parks it anew."""
         parked = self._parked.get(claim)
         if parked is None:
             return
         try:
             parked.again()
-        except Exception as error:  # the process must survive what one task brings
+        except Exception as error:  # an error of one task must not end the process
             self._send(failure(claim, error))
         if self._parked[claim] is parked:
             del self._parked[claim]
 
     def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
-        """Where an earlier attempt was saved; None if that cannot be had, which costs time and no result."""
+        """The state that an earlier attempt saved; None if there is none, or if it cannot be read."""
         if lease.checkpoint is None:
             return None
         task = lease.task
         try:
             with self._store.get(lease.checkpoint, as_torch=declared(task.pool) not in self._plain) as held:
-                return stage.resume(given, unpacked(held))
-        except Exception as error:  # the process must survive what another one wrote
-            log.warning("goes back to the start", request=task.request, stage=task.stage, reason=str(error))
+                return stage.resume(given, unpack(held))
+        except Exception as error:  # a bad checkpoint must not end the process
+            log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
             return None
 
     def _pick(self) -> list[Job]:
-        """The task that goes first, and those of its priority that may share its forward, in order of arrival."""
+        """The next batch: the first task of the highest priority, and those that may share its forward."""
         first = max(self._jobs.values(), key=lambda job: job.priority)
         if first.alone:
             return [first]
-        of_its_kind = first.key, first.priority, False
-        mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == of_its_kind]
-        return mates[: self._sizes.size(first.key)]
+        same = first.key, first.priority, False
+        batch = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
+        return batch[: self._sizes.size(first.key)]
 
     def _is_due(self, job: Job) -> bool:
-        """Whether a job's state is to be saved, by how much of it is not, and how much is left to do."""
+        """Whether the policy says to save a job's state now."""
         step, steps = job.stage.progress(job.state)
         left_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
 
     def _advance(self, batch: list[Job]) -> None:
-        """One step of these tasks; what cannot be done together is tried in smaller company."""
+        """Make one step of these tasks together. If that fails, they are tried alone, or in a smaller batch."""
         began = time.monotonic()
         try:
             stepped = batch[0].stage.step([job.state for job in batch])
-        except Exception as error:  # the process must survive what one task brings
+        except Exception as error:  # an error of one task must not end the process
             self._fall_apart(batch, error)
             return
         seconds = time.monotonic() - began
@@ -280,7 +284,7 @@ class StepLoop:
                 job.alone = True
 
     def _settle(self, job: Job, state: Any) -> None:
-        """Tell of a step that was made, and retire what is done."""
+        """Report a step that was made, and finish a task that is done."""
         try:
             if isinstance(state, Exception):
                 raise state
@@ -291,7 +295,7 @@ class StepLoop:
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)
-        except Exception as error:  # the process must survive what one task brings
+        except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
@@ -300,7 +304,7 @@ class StepLoop:
         self._send(failure(job.claim, error))
 
     def _preview(self, job: Job, step: int) -> None:
-        """Attach a small picture of every so many steps, for a request that asked; one that fails costs no result."""
+        """Store a preview every `preview_every` steps, if the request asked for it. An error is only logged."""
         every, task = job.lease.task.params.get("preview_every"), job.lease.task
         if not isinstance(every, int) or every < 1 or step % every:
             return
@@ -308,19 +312,19 @@ class StepLoop:
             if media := job.stage.preview(job.state):
                 self._results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
                 job.previews.append(step)
-        except Exception as error:  # a picture of the way is not worth the end of it
+        except Exception as error:  # a preview that fails must not fail the task
             log.warning("no preview", request=task.request, stage=task.stage, step=step, reason=str(error))
 
     def _keep(self, job: Job) -> None:
-        """Save what was done since the last time; what cannot be saved is run again if it has to be."""
+        """Save a job's state, if it has made a step since the last time. An error is only logged."""
         (step, _), task, began = job.stage.progress(job.state), job.lease.task, time.monotonic()
         if step == job.saved or self._policy.never:
             return
         try:
             if checkpoint := job.stage.save(job.state):
-                ref = self._store.put(packed(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
+                ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
                 self._send(StateSaved(job.claim, ref, step))
-        except Exception as error:  # the process must survive what one task brings
+        except Exception as error:  # an error of one task must not end the process
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
@@ -333,7 +337,7 @@ class StepLoop:
             job.reported, job.reported_at, job.previews = step, now, []
 
     def _retire(self, job: Job) -> None:
-        """Store what the task made, then say so: a completion that was announced is always there to be read."""
+        """Store the task's output, then report it as done, so that a reported output can always be read."""
         began = time.monotonic()
         output = job.stage.finish(job.state)
         finished = time.monotonic()
@@ -351,9 +355,14 @@ class StepLoop:
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished))
             return
         timings = Timings(
-            get_s=job.get_s, run_s=job.run_s, put_s=time.monotonic() - finished, steps=job.steps,
-            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
-        )  # fmt: skip
+            get_s=job.get_s,
+            run_s=job.run_s,
+            put_s=time.monotonic() - finished,
+            steps=job.steps,
+            batch=job.mates / job.steps,
+            resumed=job.resumed,
+            save_s=job.save_s,
+        )
         self._send(Done(job.claim, ref, results, timings))
 
     def _put(self, job: Job, output: StageOutput) -> ObjectRef | None:

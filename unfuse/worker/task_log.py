@@ -1,4 +1,4 @@
-"""What a worker's log says of tasks."""
+"""A worker's log lines about tasks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ log = structlog.get_logger(__name__)
 
 
 def about(claim: Claim) -> dict[str, object]:
-    """What every log line on a task says."""
+    """The fields of every log line about a task."""
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt}
 
 
 def log_outcome(message: Stopped | Done | Failed) -> None:
-    """How a task ended."""
+    """Log how a task ended."""
     if isinstance(message, Done):
         log.debug("task done", run_s=message.timings.run_s, **about(message.claim))
     elif isinstance(message, Failed):

@@ -1,6 +1,6 @@
-"""A worker's parent: registers, pulls work while it has slots and room, keeps leases and memory, reports outcomes.
+"""A worker's parent process: registers, asks for tasks, renews leases, holds memory, and reports how tasks ended.
 
-It computes nothing and imports no torch, so control never waits behind compute.
+It computes nothing and does not import torch, so messages never wait for compute.
 """
 
 from __future__ import annotations
@@ -43,36 +43,36 @@ from unfuse.worker.executor import Executor
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import WorkerOptions
-from unfuse.worker.orphan import free_when_alone
-from unfuse.worker.registration import Served, serve
+from unfuse.worker.orphan import free_when_orphaned
+from unfuse.worker.registration import Served, decide_served
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.task_log import about, log_outcome
 
 WAIT_S = 20.0
-"""How long an Ask waits at the scheduler for work."""
+"""Seconds that an Ask waits at the scheduler for tasks."""
 
 BEAT_PAUSE_S = 0.02
-"""Least time between two heartbeats, however much news there is."""
+"""The least seconds between two heartbeats."""
 
 LEAVE_S = 1.0
-"""How long a leaving worker waits for an answer, and a third of how long it tries to say its last."""
+"""Seconds that a leaving worker waits for one answer, and a third of those for its last messages together."""
 
 SAVING = 0.25
-"""Share of the drain timeout that is left to save what is not finished, and to hand it back."""
+"""The share of the drain timeout for saving and handing back tasks that are not finished."""
 
 LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
-"""Pause after a message was refused."""
+"""Seconds to wait after a message was refused."""
 
 WITHDRAW = Ask(0, 0, 0.0)
-"""Replaces an Ask that waits: nothing is wanted now."""
+"""An Ask for nothing: it replaces an Ask that waits at the scheduler."""
 
 log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """One worker from registration to departure. It closes the transfer `engines` that it is given."""
+    """One worker, from its registration to its end. It closes the transfer `engines` that it is given."""
 
     def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
         self._options, self._engines = options, engines or {}
@@ -95,7 +95,7 @@ class Worker:
         self._background = Supervisor()
 
     async def run(self) -> None:
-        """Serve until drained. Raises ConfigError when it cannot start."""
+        """Serve until drained. Raises ConfigError if it cannot start."""
         serving = asyncio.create_task(self._serve())
         drained = asyncio.create_task(self._draining.wait())
         try:
@@ -116,11 +116,11 @@ class Worker:
 
     @property
     def draining(self) -> bool:
-        """Whether it was told to leave."""
+        """Whether `drain` was called."""
         return self._draining.is_set()
 
     def drain(self) -> None:
-        """Take no new work, finish what runs, then let `run` return."""
+        """Take no new tasks, finish those that run, then let `run` return."""
         self._draining.set()
 
     def _info(self, pools: Sequence[str]) -> WorkerInfo:
@@ -135,17 +135,17 @@ class Worker:
     async def _serve(self) -> None:
         executor, objects = await self._join()
         ended: set[Claim] = set()
-        self._background.forever("hearing compute", executor.serve)
-        self._background.forever("saying that we live", partial(self._beat, objects, ended))
-        lonely = partial(free_when_alone, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
-        self._background.forever("looking whether a scheduler is there", lonely)
+        self._background.forever("running compute", executor.serve)
+        self._background.forever("sending heartbeats", partial(self._beat, objects, ended))
+        orphan = partial(free_when_orphaned, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
+        self._background.forever("watching for schedulers", orphan)
         await self._background.repeat("asking for work", self._pull)
 
     async def _join(self) -> tuple[Executor, Objects]:
-        """Learn what to serve and where to keep it, load it, and register with its pools."""
+        """Ask the scheduler what to serve, load it, and register with its pools."""
         welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
         options, places = self._options, welcome.places
-        served = await asyncio.to_thread(serve, welcome, options, self._choice)
+        served = await asyncio.to_thread(decide_served, welcome, options, self._choice)
         self._beat_s, self._slots = welcome.beat, served.slots
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
@@ -169,7 +169,7 @@ class Worker:
         return Load(served.models, self._choice, options.compute, *own, places, options.run_dir)
 
     async def _pull(self) -> None:
-        """Ask whenever something changed: a task began or ended, room came back, an Ask came home."""
+        """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
         await self._changed.wait()
         self._changed.clear()
         if not self._draining.is_set() and not self._asks_with_outcome:
@@ -177,7 +177,7 @@ class Worker:
             self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
 
     def _wanted(self) -> Ask:
-        """What there are slots for; when all are taken, one task more urgent than any that takes them."""
+        """The next Ask: for the free slots, or if there are none, for one task more urgent than all that run."""
         running = [lease.task for lease in self._active.values()]
         if not (self._objects and self._executor and self._executor.ready) or any(task.alone for task in running):
             return WITHDRAW
@@ -191,14 +191,14 @@ class Worker:
         return Ask(max(1, slots), self._room(self._objects), WAIT_S, above, affinity, amounts)
 
     async def _ask(self, number: int, ask: Ask) -> None:
-        """One Ask; the scheduler answers an older one with nothing as soon as a newer one comes."""
+        """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
         granted: ToWorker | None = None
-        with suppress(OSError):  # then the next one says what is wanted by then
+        with suppress(OSError):  # the next Ask replaces this one
             granted = await self._link.once(ask)
         if isinstance(granted, Granted):
             await self._take(granted)
         elif isinstance(granted, Refused):
-            log.warning("work was refused", reason=granted.message)
+            log.warning("the scheduler refused an Ask", reason=granted.message)
             await asyncio.sleep(PAUSE_S)
         if number == self._newest_ask and ask is not WITHDRAW:
             self._changed.set()
@@ -217,11 +217,11 @@ class Worker:
                 self._background.once("beginning a task", run)
 
     async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
-        """Bring the inputs here that are elsewhere, then have compute run the task."""
+        """Fetch inputs that cannot be mapped, then have compute run the task."""
         try:
             brought = await objects.copies.bring(lease, granted)
-        except Exception as error:  # whatever it is, the task must not be lost with it
-            await self._end(Failed(lease.claim, "transient", f"an input cannot be brought here: {error}"))
+        except Exception as error:  # any error must end the task, or it would be lost
+            await self._end(Failed(lease.claim, "transient", f"an input cannot be fetched: {error}"))
             if not isinstance(error, TransientError):
                 raise
             return
@@ -233,26 +233,26 @@ class Worker:
             await executor.run(brought, granted.peers)
 
     def _room(self, objects: Objects) -> int | None:
-        """Bytes new outputs may take; None when the arena is empty, so that an oversized task fails with its size."""
+        """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
         free = objects.free
         if free is None or (not objects.usage().used and not self._active):
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
     async def _hear(self, message: Ready | Stepped | StateSaved | Stopped | Done | Failed) -> None:
-        """Pass on what compute says; never wait for the scheduler here."""
+        """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
-                self._background.once("telling of a step", partial(self._progress, message))
+                self._background.once("reporting a step", partial(self._progress, message))
             else:
                 log.debug("task began", **about(message.claim))
         elif isinstance(message, StateSaved):
             if self._saved_states:
-                self._background.once("keeping a checkpoint", partial(self._saved_states.keep, message))
+                self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
         else:
-            self._background.once("ending a task", partial(self._end, message))
+            self._background.once("reporting the end of a task", partial(self._end, message))
 
     async def _progress(self, stepped: Stepped) -> None:
         answer = await self._link.call(
@@ -266,7 +266,7 @@ class Worker:
             await self._executor.cancel(claim, save)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
-        """Give the slot back, then report until it is heard; a dead compute's tasks must not come straight back."""
+        """Free the task's slot, then report its end until the scheduler has recorded that."""
         self._reporting += 1
         try:
             await self._settle(message, self._active.pop(message.claim, None))
@@ -279,7 +279,7 @@ class Worker:
         if isinstance(message, Stopped) and self._draining.is_set():
             message = Failed(message.claim, "hand_back", LEAVES, reason="drain")
         if self._saved_states and isinstance(message, Failed):
-            await self._saved_states.settled()  # whoever tries again is to go on from there
+            await self._saved_states.settled()  # the next attempt resumes from there
         if self._objects and lease:
             message = self._objects.settle(lease, message)
         log_outcome(message)
@@ -304,21 +304,21 @@ class Worker:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
     async def _report(self, message: Done | Failed) -> bool:
-        """Have an outcome recorded, or hear that the lease is lost (False): while neither is so, it is said again."""
+        """Send the end of a task until it is recorded (True), or the lease is known to be lost (False)."""
         while isinstance(answer := await self._link.call(message), Refused):
             if answer.lease_lost:
                 if isinstance(message, Done) and message.output and self._objects:
                     await self._objects.delete(message.output)
                     self._changed.set()
                 return False
-            log.warning("an outcome was refused", reason=answer.message, **about(message.claim))
+            log.warning("the scheduler refused a report", reason=answer.message, **about(message.claim))
             await asyncio.sleep(PAUSE_S)
         if isinstance(answer, Granted):
             await self._take(answer)
         return True
 
     async def _beat(self, objects: Objects, ended: set[Claim]) -> None:
-        """Say that we live; the answer comes when there is news, or when it is time to say so again."""
+        """Send one heartbeat and handle the answer, which comes when there is news or the next one is due."""
         await asyncio.sleep(BEAT_PAUSE_S)
         held = tuple(self._active.keys() - ended)
         moved = objects.copies.tally.take()
@@ -342,7 +342,7 @@ class Worker:
             self._changed.set()
 
     async def _leave(self) -> None:
-        """Finish what runs, save and hand back what takes too long, say goodbye; nobody who is gone is waited for."""
+        """Finish what runs, save and hand back what takes too long, and sign off; all within the drain timeout."""
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -352,8 +352,8 @@ class Worker:
                 async with asyncio.timeout(share * self._options.drain_timeout):
                     await self._idle.wait()
                     if self._objects:
-                        await self._objects.durable.written()
-            for claim in list(self._active):  # it shrinks meanwhile
+                        await self._objects.durable.wait_until_written()
+            for claim in list(self._active):  # a copy, because tasks end meanwhile
                 await self._cancel(claim, save=True)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
         last: list[ToScheduler] = [*unfinished, Bye()]
