@@ -13,7 +13,6 @@ import pytest
 import unfuse.core
 from unfuse.core import errors
 from unfuse.core.card import ModelCard
-from unfuse.core.clock import AlarmClock, SystemClock
 from unfuse.core.event import TERMINAL_EVENTS, EventType
 from unfuse.core.media import VIDEO
 from unfuse.core.plan import Choice, ExecutionPlan, Pipeline, StageSpec
@@ -120,20 +119,12 @@ def test_errors_carry_what_a_program_needs() -> None:
     assert "10 bytes (5 of 100 free)" in str(full)
 
 
-def test_the_systems_clock_runs_forward() -> None:
-    clock = SystemClock()
-    assert clock.now() <= clock.now()
-    assert clock.wall() > 1_600_000_000
-    assert not isinstance(clock, AlarmClock)
-
-
 class TestManualClock:
     def test_it_stands_still_until_it_is_moved(self) -> None:
         clock = ManualClock(now=5.0, wall=100.0)
         assert (clock.now(), clock.wall()) == (5.0, 100.0) == (clock.now(), clock.wall())
         clock.advance(2.5)
         assert (clock.now(), clock.wall()) == (7.5, 102.5)
-        assert isinstance(clock, AlarmClock)
 
     def test_alarms_ring_in_order_each_at_its_time(self) -> None:
         clock, rung = ManualClock(now=0.0), []

@@ -15,7 +15,8 @@ import structlog.testing
 from tools.addresses import unix_address
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import WorkerSpec
-from unfuse.launch.local import LocalLauncher
+from unfuse.launch.local import SETTLED_S, LocalLauncher
+from unfuse.testing.clock import ManualClock
 
 
 @pytest.fixture
@@ -90,12 +91,13 @@ async def test_a_worker_that_lived_for_a_while_is_started_again_soon(
     nobody: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("unfuse.launch.local.RESTART_S", 0.01)
-    monkeypatch.setattr("unfuse.launch.local.SETTLED_S", 0.0)
-    workers = LocalLauncher([spec(nobody)])
+    clock = ManualClock()
+    workers = LocalLauncher([spec(nobody)], clock=clock)
     with structlog.testing.capture_logs() as logs:
         workers.start()
         for count in range(3):
             await until(lambda: bool(children()))
+            clock.advance(SETTLED_S)
             children()[0].kill()
             await until(lambda count=count: len([line for line in logs if "pause_s" in line]) > count)
     assert {line["pause_s"] for line in logs if "pause_s" in line} == {0.01}

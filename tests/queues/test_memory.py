@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from unfuse import queues
-from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.event import Event
 from unfuse.core.registry import resolve
@@ -26,6 +25,7 @@ from unfuse.queues.pool_queues import Rank
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Offer, Wanted
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock, check_queue
 from unfuse.testing.queue_samples import (
     LIMITS,

@@ -17,7 +17,6 @@ from redis.asyncio.connection import SSLConnection
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
 from unfuse import queues
-from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
 from unfuse.queues import script
@@ -25,6 +24,7 @@ from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
 from unfuse.queues.script import task_fields
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

@@ -23,7 +23,6 @@ from hypothesis import given, settings, strategies as st
 from tests.disks import fill, small_disk
 from tests.queues.disk import failing_disk
 from unfuse import queues
-from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
 from unfuse.core.event import Event
 from unfuse.core.request import StageState
@@ -32,6 +31,7 @@ from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
 from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
     LIMITS,

@@ -175,8 +175,9 @@ async def test_a_completion_said_twice_is_a_success_without_a_second_effect() ->
 
 
 async def test_a_deadline_ends_a_request_wherever_it_is() -> None:
-    async with scheduling() as (scheduler, _):
-        record = await scheduler.submit(*asking(CARD, params(), timeout=0.01))
+    async with scheduling() as (scheduler, clock):
+        record = await scheduler.submit(*asking(CARD, params(), timeout=30))
+        clock.advance(31)
         seen = [event.type async for event in scheduler.queue.watch(record.context.id)]
         context = (await scheduler.queue.load(record.context.id)).context
         assert (seen[-1], context.status) == ("failed", "expired")

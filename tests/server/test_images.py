@@ -11,6 +11,7 @@ import pytest
 
 from tests.server.served import BROKEN, IDLE, Served, picture
 from unfuse.queues.base import Filter
+from unfuse.server.accept import REPEAT_WITHIN_S
 
 URL = "/v1/images/generations"
 ASKED = {"model": "test/pictures", "prompt": "a red circle", "seed": 5}
@@ -209,6 +210,17 @@ def test_a_silent_repeat_joins_its_first_call_also_when_completed(served: Served
     repeated = http.post(URL, json=asked, headers={"x-stainless-retry-count": "1"}).json()
     assert repeated == first
     assert ids(served) == before
+
+
+def test_a_silent_repeat_that_comes_late_by_the_scheduler_s_clock_is_a_request_of_its_own(
+    served: Served, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"model": "test/pictures", "prompt": "asked for twice, an hour apart"}
+    http.post(URL, json=asked)
+    before, late = ids(served), served.scheduler.clock.wall() + REPEAT_WITHIN_S
+    monkeypatch.setattr(served.scheduler.clock, "wall", lambda: late)
+    http.post(URL, json=asked, headers={"x-stainless-retry-count": "1"})
+    assert len(ids(served)) == len(before) + 1
 
 
 def test_the_same_body_twice_is_two_requests(http: httpx2.Client) -> None:

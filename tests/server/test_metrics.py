@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from unfuse.core.clock import SystemClock
 from unfuse.core.messages import Moved
 from unfuse.core.request import Record
 from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.server.metrics import Metrics
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing.queue_samples import planned, request, task
 
 

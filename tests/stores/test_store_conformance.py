@@ -175,7 +175,7 @@ class Endless(MemoryBackend):
 
 @pytest.mark.parametrize("broken", [Leaky, Trusting, Copying, Forgetful, Early, Eager, Endless])
 def test_the_suite_notices_a_store_that_breaks_the_contract(broken: Callable[[int], MemoryBackend]) -> None:
-    from unfuse.core.clock import SystemClock
+    from unfuse.supervision.clock import SystemClock
 
     with pytest.raises(AssertionError):
         check_store(lambda: TensorStore(broken(CAPACITY), "w1", "n1", SystemClock()))

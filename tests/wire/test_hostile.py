@@ -19,7 +19,6 @@ from tests.scheduler.test_scheduler import done, info
 from tests.wire.zmtp import Peer, message
 from tools.addresses import unix_address
 from tools.asking import asking
-from unfuse.core.clock import SystemClock
 from unfuse.core.codec import MAX_BYTES, VERSION, decode, encode
 from unfuse.core.messages import (
     Accepted,
@@ -44,6 +43,7 @@ from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision.clock import SystemClock
 from unfuse.wire.address import INSECURE, endpoint
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import Keys, make, read

@@ -14,7 +14,6 @@ import pytest
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
-from unfuse.core.clock import SystemClock
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
@@ -37,6 +36,7 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker

@@ -6,16 +6,17 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
 from typing_extensions import override
 
+from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.launch.output import Output, pass_on
+from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.supervisor import Supervisor
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
@@ -40,8 +41,8 @@ class LocalLauncher(Launcher):
     closes and they end too. They are a session of their own, so Ctrl-C is ours alone.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear = pass_on) -> None:
-        self._specs = specs
+    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear = pass_on, clock: Clock | None = None) -> None:
+        self._specs, self._clock = specs, clock or SystemClock()
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process] = {}
@@ -75,7 +76,7 @@ class LocalLauncher(Launcher):
         """Run a worker over and over; only the first may be unable to start, what it needs was there for it once."""
         deaths = 0
         while not self._stopping:
-            began = time.monotonic()
+            began = self._clock.now()
             process = None
             with self._background.besides("starting a worker"):
                 process = await self._spawn(number)
@@ -85,7 +86,7 @@ class LocalLauncher(Launcher):
             code = await process.wait()
             if self._stopping:
                 return
-            lived = time.monotonic() - began
+            lived = self._clock.now() - began
             if 0 < code < SIGNALLED and not deaths:
                 self._fail(code)
                 return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.clock import Clock
 from unfuse.core.registry import resolve
 from unfuse.queues.base import TaskQueue
 
@@ -23,7 +23,7 @@ def open(url: str, clock: Clock | None = None) -> TaskQueue:
     known = url.partition(":")[0]
     name = known if known in BACKENDS else url.partition("://")[0]
     backend: type[TaskQueue] = resolve(BACKENDS, name, "queue")
-    return backend.at(url, clock or SystemClock())
+    return backend.at(url, clock)
 
 
 __all__ = ["BACKENDS", "TaskQueue", "open"]

@@ -177,8 +177,10 @@ class TaskQueue(ABC):
 
     @classmethod
     @abstractmethod
-    def at(cls, url: str, clock: Clock) -> Self:
-        """Open the queue at `url`, which begins with this backend's name. A backend may have its own clock instead.
+    def at(cls, url: str, clock: Clock | None = None) -> Self:
+        """Open the queue at `url`, which begins with this backend's name.
+
+        It keeps time by `clock`, if one is given, instead of by its server's or this machine's.
 
         Raises ConfigError for an address that it cannot use.
         """

@@ -20,6 +20,7 @@ from unfuse.queues.base import Declaration, Filter, Limits, Member, Renewal, Sta
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Wanted
+from unfuse.supervision.clock import SystemClock
 
 
 class MemoryQueue(TaskQueue):
@@ -31,9 +32,9 @@ class MemoryQueue(TaskQueue):
         self._waiters = Waiters(self._state, clock)
 
     @classmethod
-    def at(cls, url: str, clock: Clock) -> MemoryQueue:
+    def at(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
         """A new, empty queue: memory has no address."""
-        return cls(clock)
+        return cls(clock or SystemClock())
 
     async def now(self) -> float:
         """The clock's monotonic reading."""

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from unfuse.core.card import ModelCard
-from unfuse.core.clock import AlarmClock, Clock
+from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError
 from unfuse.core.event import Event
@@ -45,6 +45,7 @@ from unfuse.queues.remaining import NANOSECONDS
 from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, Background, RemoteWaiters, Waiter
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
+from unfuse.supervision.clock import SystemClock
 
 try:
     from redis.asyncio import Redis
@@ -77,20 +78,20 @@ class RedisQueue(TaskQueue):
 
     shared = True
 
-    def __init__(self, url: str, prefix: str, clock: Clock) -> None:
-        self._url, self._tag, self._clock = url, f"{{{prefix}}}", clock
+    def __init__(self, url: str, prefix: str, clock: Clock | None) -> None:
+        self._url, self._tag, self._servers_time = url, f"{{{prefix}}}", clock
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
         self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
         self._background = Background()
         self._unreadable = Unreadable()
-        self._waiting = RemoteWaiters(self._call, self._background, clock, self._unreadable)
+        self._waiting = RemoteWaiters(self._call, self._background, clock or SystemClock(), self._unreadable)
         self._subscription = Subscription(self._redis, f"{self._tag}:changes", self._waiting)
         self._closed = False
         self._latest = 0.0
 
     @classmethod
-    def at(cls, url: str, clock: Clock) -> RedisQueue:
-        """Open the queue at `redis://host:port/database?prefix=unfuse`. An AlarmClock replaces the server's clock."""
+    def at(cls, url: str, clock: Clock | None = None) -> RedisQueue:
+        """Open the queue at `redis://host:port/database?prefix=unfuse`. A given clock replaces the server's."""
         return cls(*parse_address(url), clock)
 
     async def now(self) -> float:
@@ -362,8 +363,8 @@ class RedisQueue(TaskQueue):
             raise TransientError("this queue was closed")
         args |= {"max_events": MAX_EVENTS, "among": PREFERENCE_AMONG, "moment": PREFERENCE_S}
         args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix}
-        if isinstance(self._clock, AlarmClock):
-            args |= {"now": self._clock.now(), "wall": self._clock.wall()}
+        if self._servers_time:
+            args |= {"now": self._servers_time.now(), "wall": self._servers_time.wall()}
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._unsent.append((verb, encode(args), answer))
         self._background.run("send", self._send)

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from unfuse.core.clock import AlarmClock, Clock
+from unfuse.core.clock import Clock
 from unfuse.core.codec import encode
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
@@ -102,8 +102,8 @@ class RemoteWaiters:
         waiter = Waiter(worker, wanted, ttl, patient=wait > 0)
         self._waiters[waiter] = None
         self.serve()
-        now = self._clock.now()
-        withdraw_alarm = self._call_at(now, now + wait, partial(self._give_up, waiter)) if wait > 0 else lambda: None
+        until, give_up = self._clock.now() + wait, partial(self._give_up, waiter)
+        withdraw_alarm = self._clock.call_at(until, give_up) if waiter.patient else lambda: None
         try:
             await asyncio.wait([waiter.answer])
             return waiter.answer.result()
@@ -145,6 +145,7 @@ class RemoteWaiters:
         """Ask for tasks for these waiters, and set an alarm for the next delayed task."""
         for waiter in asking:
             waiter.asked = True
+        asked_at = self._clock.now()
         try:
             now, due, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
         except Exception as error:  # the callers must get any error
@@ -155,7 +156,7 @@ class RemoteWaiters:
         for waiter, claims in zip(asking, answers, strict=True):
             waiter.settle(waiter.leases(claims, float(now), self._unreadable))
         if due is not None:
-            self._withdraw_alarm = self._call_at(float(now), float(due), self.serve)
+            self._withdraw_alarm = self._clock.call_at(asked_at + float(due) - float(now), self.serve)
 
     def _give_up(self, waiter: Waiter) -> None:
         """A waiter's time is over: answer it now, or with the result of the call that is under way."""
@@ -168,12 +169,3 @@ class RemoteWaiters:
         with suppress(TransientError):
             for lease in await waiter.answer:
                 await self._call("hand_back", claim=script.claim_fields(lease.claim), undo=True)
-
-    def _call_at(self, now: float, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Set an alarm for the time `when` of a clock that shows `now`. Returns a function that cancels it."""
-        if not isinstance(self._clock, AlarmClock):
-            return asyncio.get_running_loop().call_later(max(0.0, when - now), callback).cancel
-        if when > self._clock.now():
-            return self._clock.call_at(when, callback)
-        callback()
-        return lambda: None

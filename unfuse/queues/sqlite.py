@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from unfuse.core.card import ModelCard
-from unfuse.core.clock import AlarmClock, Clock
+from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
 from unfuse.core.messages import WorkerInfo
@@ -26,15 +26,16 @@ from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
 from unfuse.queues.row import Row
 from unfuse.queues.state import QueueState
-from unfuse.queues.waiters import Waiters, call_at, follow
+from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Wanted
 from unfuse.queues.writer import Writer
+from unfuse.supervision.clock import SystemClock
 
 EVENTS_A_START = 2**24
 """More than the events of one request between two starts: after a start, numbers go on at the next multiple."""
 
 
-class _UnixClock(AlarmClock):
+class _UnixClock(Clock):
     """A clock whose readings stay valid after a restart: Unix time at the start plus monotonic seconds since."""
 
     def __init__(self, clock: Clock) -> None:
@@ -47,8 +48,8 @@ class _UnixClock(AlarmClock):
     def wall(self) -> float:
         return self._clock.wall()
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        return call_at(self._clock, when - self._shift - 1e-6, callback)  # readings are rounded to 0.2 µs
+    def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
+        return self._clock.call_at(when - self._shift - 1e-6, callback)  # readings are rounded to 0.2 µs
 
 
 class SqliteQueue(TaskQueue):
@@ -68,12 +69,12 @@ class SqliteQueue(TaskQueue):
             self._state.reserve(number)
 
     @classmethod
-    def at(cls, url: str, clock: Clock) -> SqliteQueue:
+    def at(cls, url: str, clock: Clock | None = None) -> SqliteQueue:
         """Open the queue in the file `sqlite:PATH`. Raises ConfigError if it cannot be kept there."""
         path = url.partition("://" if "://" in url else ":")[2]
         if not path:
             raise ConfigError("a SQLite queue is kept in a file: give its path, as in sqlite:queue.db")
-        return cls(Path(path).expanduser().absolute(), clock)
+        return cls(Path(path).expanduser().absolute(), clock or SystemClock())
 
     async def now(self) -> float:
         """Unix seconds at the start plus the monotonic seconds since."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 
-from unfuse.core.clock import AlarmClock, Clock
+from unfuse.core.clock import Clock
 from unfuse.core.event import Event
 from unfuse.core.task import Lease
 from unfuse.queues.history import History
@@ -58,7 +58,7 @@ class Waiters:
             self._withdraw_alarm()
             self._due, self._withdraw_alarm = due, lambda: None
             if due is not None:
-                self._withdraw_alarm = call_at(self._clock, due, partial(self._release, due))
+                self._withdraw_alarm = self._clock.call_at(due, partial(self._release, due))
 
     def close(self) -> None:
         """Wake all waiters for good."""
@@ -80,7 +80,7 @@ class Waiters:
     async def _wait(self, worker: str, wanted: Wanted, until: float) -> None:
         waiter = _Waiter(worker, wanted, wanted.watched_pools(), asyncio.get_running_loop().create_future())
         self._waiters[waiter] = None
-        withdraw_alarm = call_at(self._clock, until, partial(_done, waiter.woken))
+        withdraw_alarm = self._clock.call_at(until, partial(_done, waiter.woken))
         try:
             await waiter.woken
         except asyncio.CancelledError:
@@ -104,13 +104,6 @@ async def follow(history: History, after: int) -> AsyncIterator[Event]:
         news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         with history.listening(partial(_done, news)):
             await news
-
-
-def call_at(clock: Clock, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-    """Set an alarm. Returns a function that cancels it."""
-    if isinstance(clock, AlarmClock):
-        return clock.call_at(when, callback)
-    return asyncio.get_running_loop().call_later(max(0.0, when - clock.now()), callback).cancel
 
 
 def _done(future: asyncio.Future[None]) -> None:

@@ -18,7 +18,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 from typing_extensions import override
 
-from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.clock import Clock
 from unfuse.core.media import Work
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.plan import ExecutionPlan
@@ -26,6 +26,7 @@ from unfuse.core.pool import declared
 from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.time_model import TimeModel
+from unfuse.supervision.clock import SystemClock
 
 UNMEASURED_S = 1e-7
 """Seconds per pixel × frame × forward of a stage that never ran here: 3 s for 28 forwards of 1024 × 1024."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -75,7 +76,7 @@ class _Peer:
     ask: asyncio.Task[list[Lease]] | None = None
     claims: set[Claim] = field(default_factory=set)
     leaves: bool = False
-    silence: asyncio.TimerHandle | None = None
+    withdraw_alarm: Callable[[], None] = lambda: None
     keep: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -105,8 +106,7 @@ class Dispatcher(Observer):
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
     ) -> None:
-        self.scheduler = scheduler
-        self._queue = scheduler.queue
+        self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
         self._dispatch = dispatch
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
@@ -192,10 +192,9 @@ class Dispatcher(Observer):
 
     def _heard(self, identity: bytes, peer: _Peer) -> None:
         """A worker lives; when nothing more comes for some beats, it is set aside."""
-        if peer.silence is not None:
-            peer.silence.cancel()
-        silence = BEATS_MISSED * self._welcome.beat
-        peer.silence = asyncio.get_running_loop().call_later(silence, self._set_aside, identity)
+        peer.withdraw_alarm()
+        silent_until = self._clock.now() + BEATS_MISSED * self._welcome.beat
+        peer.withdraw_alarm = self._clock.call_at(silent_until, partial(self._set_aside, identity))
 
     def _set_aside(self, identity: bytes) -> None:
         log.warning("worker set aside until it is heard again", worker=self._peers[identity].worker.id)
@@ -206,8 +205,7 @@ class Dispatcher(Observer):
         if peer := self._peers.pop(identity, None):
             peer.withdraw()
             self._backpressure = None
-            if peer.silence is not None:
-                peer.silence.cancel()
+            peer.withdraw_alarm()
 
     async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
@@ -261,7 +259,7 @@ class Dispatcher(Observer):
     async def _look(self) -> Backpressure:
         """The flow through the pools, as it was lately."""
         async with self._looking:
-            now = asyncio.get_running_loop().time()
+            now = self._clock.now()
             if self._backpressure is None or now > self._backpressure_until:
                 cards = (await self.scheduler.registry.cards()).values()
                 members = await self.scheduler.registry.workers()

@@ -11,7 +11,7 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
-from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Done, Failed, Saved
@@ -31,6 +31,7 @@ from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.transitions import Transitions
 from unfuse.scheduler.upkeep import Upkeep
+from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.observers import Observers
 from unfuse.supervision.supervisor import Supervisor
 
@@ -63,15 +64,15 @@ class Scheduler:
         self.draining = False
         """Whether new requests are refused because this scheduler is about to end."""
         self._limits = limits or Limits()
-        self._clock = clock or SystemClock()
+        self.clock = clock or SystemClock()
         self._order: Order = order
-        self._costs, self._arenas, self.in_flight = Costs(costs, self._clock), arenas or Arenas(), InFlight()
+        self._costs, self._arenas, self.in_flight = Costs(costs, self.clock), arenas or Arenas(), InFlight()
         self.registry = Registry(queue, lease_ttl, cards)
         self._costs.workers = self.registry.known
         self._cache = EncoderCache(queue, self.registry.workers, cache_bytes)
         self._background = Supervisor()
         self.observers = Observers[Observer](self._background)
-        self._transitions = Transitions(queue, self.registry, self._clock, self.observers)
+        self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
         self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, lease_ttl, self._background)
         self.observers.add(self.in_flight, self.upkeep, self._costs)
@@ -128,14 +129,13 @@ class Scheduler:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
         priced, deadline = self._costs.priced(context), timeout and now + timeout
-        limit_s = None
-        if context.limit_s and self._costs.known(context):
-            limit_s = max(context.limit_s, PATIENCE * priced.cost)
-        context = msgspec.structs.replace(priced, created_at=self._clock.wall(), deadline=deadline, limit_s=limit_s)
+        bounded = context.limit_s if self._costs.known(context) else None
+        limit_s = bounded and max(bounded, PATIENCE * priced.cost)
+        context = msgspec.structs.replace(priced, created_at=self.clock.wall(), deadline=deadline, limit_s=limit_s)
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
-        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self._clock.wall(), hits)
+        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self.clock.wall(), hits)
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -45,7 +45,7 @@ class Upkeep(Observer):
     ) -> None:
         self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
-        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._deadlines: dict[str, Callable[[], None]] = {}
         self._has_learned = False
 
     def start(self) -> None:
@@ -55,8 +55,8 @@ class Upkeep(Observer):
 
     async def close(self) -> None:
         """End all of it, and keep what requests cost."""
-        for handle in self._deadlines.values():
-            handle.cancel()
+        for withdraw_alarm in self._deadlines.values():
+            withdraw_alarm()
         await self._background.close()
         with self._background.besides("keeping what requests cost"):
             await self._costs.settle()
@@ -65,12 +65,13 @@ class Upkeep(Observer):
         """End a request at its deadline, if it has one and is not over then; `now` is the queue's time."""
         if context.deadline is not None and context.id not in self._deadlines:
             due = partial(self._background.once, "ending a request at its deadline", partial(self.expire, context.id))
-            self._deadlines[context.id] = asyncio.get_running_loop().call_later(context.deadline - now, due)
+            clock = self._transitions.clock
+            self._deadlines[context.id] = clock.call_at(clock.now() + context.deadline - now, due)
 
     @override
     def ended(self, context: RequestContext) -> None:
-        if handle := self._deadlines.pop(context.id, None):
-            handle.cancel()
+        if withdraw_alarm := self._deadlines.pop(context.id, None):
+            withdraw_alarm()
 
     async def joined(self) -> None:
         """A worker has come: what waits for one like it is told so."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from dataclasses import dataclass
 
 from anyio import to_thread
@@ -69,7 +68,8 @@ class Call:
         if self.request.headers.get("x-stainless-retry-count", "0") in ("", "0"):
             return None
         known = await self.gateway.queue.list(Filter(tenant=self.tenant, fingerprint=fingerprint), limit=1)
-        recent = [record for record in known if time.time() - record.context.created_at < REPEAT_WITHIN_S]
+        since = self.gateway.scheduler.clock.wall() - REPEAT_WITHIN_S
+        recent = [record for record in known if record.context.created_at > since]
         return recent[0] if recent else None
 
     async def _submit(self, key: str, fingerprint: str, delivery: Delivery) -> Record:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
-from unfuse.core.clock import Clock, SystemClock
+from unfuse.core.clock import Clock
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, ObjectRef, TensorMeta, lay_out
 from unfuse.stores.base import (
@@ -28,6 +28,7 @@ from unfuse.stores.base import (
 from unfuse.stores.checksums import Checksums, checksums_of
 from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import NARROW, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.supervision.clock import SystemClock
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 from collections.abc import Callable
 from itertools import count
 
-from unfuse.core.clock import AlarmClock
+from unfuse.core.clock import Clock
 
 
-class ManualClock(AlarmClock):
+class ManualClock(Clock):
     """Time for tests: both readings stand still until `advance`, which rings the alarms on its way, in order."""
 
     def __init__(self, now: float = 1_000.0, wall: float = 1_700_000_000.0) -> None:
         self._now = now
         self._offset = wall - now
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []
+        self._alarms: list[tuple[float, int, Callable[[], object]]] = []
         self._cancelled: set[int] = set()
         self._numbers = count()
 
@@ -27,8 +28,10 @@ class ManualClock(AlarmClock):
         """Unix seconds; they move with `now`."""
         return self._now + self._offset
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call back once `now` has reached `when`; returns what takes the alarm back."""
+    def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call back once `now` has reached `when`, which may be past; returns what takes the alarm back."""
+        if when <= self._now:
+            return asyncio.get_running_loop().call_soon(callback).cancel
         number = next(self._numbers)
         heapq.heappush(self._alarms, (when, number, callback))
         return lambda: self._cancelled.add(number)
