@@ -25,6 +25,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.virtual_time import in_virtual_time
 
 MIB = 1 << 20
 ARENA = 256 * MIB
@@ -233,6 +234,7 @@ async def test_a_request_that_fits_alone_gets_through_a_shared_arena(workers: in
     assert {(await scheduler.queue.load(request)).context.status for request in ids} == {"completed"}
 
 
+@in_virtual_time
 async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> None:
     """Given a worker that waits with room for encodings, when a request comes whose latents take most of the arena,
     then the worker asks anew, and leaves that free."""
@@ -242,7 +244,7 @@ async def test_an_ask_that_waits_is_taken_back_when_more_has_to_stay_free() -> N
     worker = Worker(dispatcher, "worker", ENCODE, DENOISE, DECODE)
     await worker.say(Hello(worker.info, (LARGE,)))
     waiting = asyncio.create_task(worker.say(Ask(1, 200 * MIB, 10.0)))
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)  # of virtual time: until all that there is waits
     await scheduler.submit(*asking(LARGE, params(width=220, height=1)))
     assert await waiting == Granted((), {})
     waiting = asyncio.create_task(worker.say(Ask(1, 240 * MIB, 10.0)))

@@ -22,7 +22,9 @@ from unfuse.queues.base import Limits
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.costs import LEARNED, UNMEASURED_S, Costs
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.scheduler.upkeep import REVIEW_S
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 SECONDS = {"text_encode": 1.0, "denoise": 8.0, "vae_decode": 3.0}
 """What the stages of a 64 × 64 picture take here."""
@@ -272,21 +274,21 @@ async def test_a_scheduler_that_starts_learns_from_what_the_queue_holds() -> Non
         assert (await heir.submit(*asking(CARD, params()))).context.cost == pytest.approx(12)
 
 
-async def test_schedulers_over_a_shared_queue_learn_from_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_schedulers_over_a_shared_queue_learn_from_each_other() -> None:
     class Shared(MemoryQueue):
         shared = True
 
-    monkeypatch.setattr("unfuse.scheduler.upkeep.REVIEW_S", 0.01)
-    clock = ManualClock()
+    clock = VirtualClock()
     queue = Shared(clock)
     one, other = Scheduler(queue, clock=clock), Scheduler(queue, clock=clock)
     await other.start()
     await one.submit(*asking(CARD, params()))
     await complete_one(one)
     record = await one.submit(*asking(CARD, params()))
-    async with asyncio.timeout(600):
-        while other.eta(record) is None:
-            await asyncio.sleep(0.01)
+    assert other.eta(record) is None
+    await asyncio.sleep(2 * REVIEW_S)
+    assert other.eta(record) is not None
     await other.close()
 
 

@@ -37,6 +37,7 @@ from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.virtual_time import in_virtual_time
 
 PEER, OTHER = b"peer-1", b"peer-2"
 HELLO = Hello(info("worker-1", ENCODE, DENOISE), (CARD,))
@@ -81,41 +82,44 @@ async def test_an_unknown_connection_is_a_stranger_whatever_it_says() -> None:
             assert await dispatcher.answer(OTHER, message) == Stranger()
 
 
+@in_virtual_time
 async def test_an_ask_waits_for_work_and_never_gets_more_than_the_worker_s_slots() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, slots=5, wait=20.0))
-        await asyncio.sleep(0)
+        await settle()
         for _ in range(3):
             await submit(dispatcher)
         assert len(await asking) == 1
 
 
+@in_virtual_time
 async def test_a_newer_ask_replaces_the_one_that_waits() -> None:
     async with dispatching() as (dispatcher, _):
         older = asyncio.create_task(granted(dispatcher, wait=20.0))
-        await asyncio.sleep(0)
+        await settle()
         newer = asyncio.create_task(granted(dispatcher, wait=20.0))
         assert await older == []
         await submit(dispatcher)
         assert len(await newer) == 1
 
 
+@in_virtual_time
 async def test_an_ask_that_is_dropped_takes_nothing_any_more() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
-        await asyncio.sleep(0)
+        await settle()
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         request = await submit(dispatcher)
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await settle()
         assert (await dispatcher.scheduler.queue.load(request)).running == ()
 
 
+@in_virtual_time
 async def test_who_says_goodbye_gets_nothing_more() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
-        await asyncio.sleep(0)
+        await settle()
         assert await dispatcher.answer(PEER, Bye()) == Accepted()
         assert await asking == []
         assert await dispatcher.scheduler.registry.workers() == []
@@ -160,14 +164,14 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         )
 
 
+@in_virtual_time
 async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
     async with dispatching() as (dispatcher, _):
         request, other = await submit(dispatcher), await submit(dispatcher)
         (lease,) = await granted(dispatcher)
         beat = Beat((lease.claim,), (request, other), wait=3600.0)
         waiting = asyncio.create_task(dispatcher.answer(PEER, beat))
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settle()
         assert not waiting.done()
         await dispatcher.scheduler.cancel(request)
         assert await waiting == Pulse((), ())  # something happened: beat again
@@ -221,9 +225,8 @@ async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
 
 
 async def settle() -> None:
-    """Let everything go on until it waits."""
-    for _ in range(50):
-        await asyncio.sleep(0)
+    """In virtual time: let everything go on until all that there is waits."""
+    await asyncio.sleep(0.001)
 
 
 def secretly(name: str, secret: bytes) -> Hello:
@@ -247,6 +250,7 @@ async def test_an_id_is_its_first_owner_s_on_every_scheduler() -> None:
         assert member.info.proof != b"a" * 16
 
 
+@in_virtual_time
 async def test_a_worker_has_one_connection_the_newest() -> None:
     async with dispatching() as (dispatcher, _):
         asking = asyncio.create_task(granted(dispatcher, wait=20.0))
@@ -290,6 +294,7 @@ async def test_a_worker_goes_on_at_another_scheduler() -> None:
         assert await other.answer(OTHER, done(lease)) == Accepted()
 
 
+@in_virtual_time
 async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_its_next_heartbeat() -> None:
     async with dispatching() as (dispatcher, clock):
         other = Scheduler(dispatcher.scheduler.queue, clock=clock, lease_ttl=5.0)
@@ -303,6 +308,7 @@ async def test_a_cancellation_at_one_scheduler_reaches_a_worker_at_another_with_
         assert await dispatcher.answer(PEER, beat) == Pulse((lease.claim,), (request,))
 
 
+@in_virtual_time
 async def test_who_misses_beats_is_given_nothing_until_it_is_heard_again() -> None:
     async with dispatching() as (dispatcher, clock):
         welcome = await dispatcher.answer(PEER, HELLO)
@@ -381,6 +387,7 @@ def asking_on(lease: Lease, slots: int = 1) -> Done:
     return msgspec.structs.replace(done(lease), ask=Ask(slots, None, 0.0))
 
 
+@in_virtual_time
 async def test_who_asks_with_an_outcome_is_given_what_follows_from_it_before_anybody_who_waits() -> None:
     """Given another worker that waits for the next stage, then who made its input gets it in the same answer, and an
     Ask of before is answered with nothing."""
@@ -433,6 +440,7 @@ async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queu
         assert (lease.task.stage, lease.task.attempt) == ("denoise.0", 2)
 
 
+@in_virtual_time
 async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
     async with dispatching() as (whoever, clock):
         await submit(whoever)

@@ -27,6 +27,7 @@ from unfuse.scheduler.lifecycle import BLAMELESS, GIVEN_UP
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import wanted
+from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 WORKER = "worker-1"
 
@@ -395,22 +396,17 @@ class Away(MemoryQueue):
         return await super().expired(ttl)
 
 
-async def test_sweeping_goes_on_when_the_queue_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.supervision.supervisor.PAUSE_S", 0.0)
-    monkeypatch.setattr("unfuse.scheduler.upkeep.SWEEP_S", 0.0)
-    clock = ManualClock()
+@in_virtual_time
+async def test_sweeping_goes_on_when_the_queue_is_back() -> None:
+    clock = VirtualClock()
     queue = Away(clock)
     scheduler = Scheduler(queue, clock=clock, lease_ttl=5.0)
     queue.away = True
     await scheduler.start()
-    for _ in range(50):
-        await asyncio.sleep(0)
     await scheduler.submit(*asking(CARD, params()))
     await take(scheduler)
+    await asyncio.sleep(20)
     queue.away = False
-    for _ in range(50):
-        clock.advance(0.2)
-        await asyncio.sleep(0)
     (again,) = await queue.lease("worker-2", wanted(ENCODE), 5.0, wait=60.0)
     assert again.task.attempt == 2
     await scheduler.close()

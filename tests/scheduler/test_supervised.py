@@ -15,12 +15,12 @@ from tests.scheduler.test_scheduler import info, take
 from tools.asking import asking
 from unfuse.core.messages import Accepted, Ask, Beat, Failed, Granted, Hello, Moved, Places, Pulse
 from unfuse.queues.memory import MemoryQueue
-from unfuse.scheduler import upkeep
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.supervision import supervisor
+from unfuse.scheduler.upkeep import REVIEW_S
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.virtual_time import VirtualClock, in_virtual_time
 
 PEER = b"peer"
 
@@ -104,11 +104,6 @@ async def test_a_task_that_was_leased_and_cannot_be_given_is_there_for_the_next(
     await dispatcher.scheduler.close()
 
 
-async def until(condition: Callable[[], object]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -116,12 +111,10 @@ async def until(condition: Callable[[], object]) -> None:
         ("_costs", "learn"),
     ],
 )  # fmt: skip
+@in_virtual_time
 async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given something that fails once, as nobody has foreseen, then each loop comes round again, and does all of it."""
-    for pause in ("SWEEP_S", "REVIEW_S", "REVIEW_PAUSE_S"):
-        monkeypatch.setattr(upkeep, pause, 0.001)
-    monkeypatch.setattr(supervisor, "PAUSE_S", 0.001)
-    clock = ManualClock()
+    clock = VirtualClock()
     scheduler = Scheduler(MemoryQueue(clock), cards=[SHARING], clock=clock)
     scheduler.queue.shared = True  # so that it learns in every round
     await scheduler.submit(*asking(SHARING, params()))
@@ -140,9 +133,11 @@ async def test_the_schedulers_loops_go_on(part: str, name: str, monkeypatch: pyt
     monkeypatch.setattr(getattr(scheduler, part), name, once)
     with capture_logs():
         await scheduler.start()
-        await until(lambda: not errors)
+        await asyncio.sleep(2 * REVIEW_S)
+        assert not errors
         seen.clear()
-        await until(lambda: {"expired", "workers", "list", "settle"} <= set(seen))
+        await asyncio.sleep(2 * REVIEW_S)
+        assert {"expired", "workers", "list", "settle"} <= set(seen)
         await scheduler.close()
 
 

@@ -12,11 +12,14 @@ _SUITES = {
     "FaultyEngine": "unfuse.testing.transfer_faults:FaultyEngine",
     "ManualClock": "unfuse.testing.clock:ManualClock",
     "Pair": "unfuse.testing.transfer_suite:Pair",
+    "VirtualClock": "unfuse.testing.virtual_time:VirtualClock",
+    "VirtualTimeLoop": "unfuse.testing.virtual_time:VirtualTimeLoop",
     "check_launcher": "unfuse.testing.launcher_suite:check_launcher",
     "check_queue": "unfuse.testing.queue_suite:check_queue",
     "check_stage": "unfuse.testing.stage_suite:check_stage",
     "check_store": "unfuse.testing.store_suite:check_store",
     "check_transfer": "unfuse.testing.transfer_suite:check_transfer",
+    "in_virtual_time": "unfuse.testing.virtual_time:in_virtual_time",
 }
 
 

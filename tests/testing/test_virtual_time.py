@@ -1,0 +1,109 @@
+"""Waiting that takes no time. A loop that did not jump would be ended by the tests' timeout: these wait for years."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from unfuse.testing import VirtualClock, VirtualTimeLoop, in_virtual_time
+from unfuse.testing.virtual_time import BEGIN, WALL
+
+YEAR = 365 * 86_400.0
+
+
+@in_virtual_time
+async def test_it_is_as_late_as_the_next_timer_when_nothing_can_run() -> None:
+    loop, rung = asyncio.get_running_loop(), list[float]()
+    for after in (3 * YEAR, YEAR, 2 * YEAR):
+        loop.call_later(after, lambda: rung.append(loop.time()))
+    await asyncio.sleep(10 * YEAR)
+    assert rung == pytest.approx([BEGIN + years * YEAR for years in (1, 2, 3)])
+    assert loop.time() == pytest.approx(BEGIN + 10 * YEAR)
+
+
+@in_virtual_time
+async def test_time_stands_still_while_something_can_run() -> None:
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    assert asyncio.get_running_loop().time() == BEGIN
+
+
+@in_virtual_time
+async def test_a_timeout_ends_what_takes_longer_and_nothing_else() -> None:
+    async with asyncio.timeout(2 * YEAR):
+        await asyncio.sleep(YEAR)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(YEAR):
+            await asyncio.sleep(2 * YEAR)
+    assert asyncio.get_running_loop().time() == pytest.approx(BEGIN + 2 * YEAR)
+
+
+@in_virtual_time
+async def test_it_does_not_jump_while_a_thread_it_waits_for_works() -> None:
+    """Given a thread that goes on when others have run for a while, then no time has passed for who waits for it."""
+    on, began = threading.Event(), threading.Event()
+
+    def work() -> str:
+        began.set()
+        assert on.wait(600)
+        return "done"
+
+    async def let_go() -> None:
+        while not began.is_set():
+            await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(YEAR, on.set)  # never: the thread is let go by another one
+        threading.Timer(0.05, on.set).start()
+
+    async with asyncio.timeout(1.0):
+        done, _ = await asyncio.gather(asyncio.to_thread(work), let_go())
+    assert (done, asyncio.get_running_loop().time()) == ("done", BEGIN)
+
+
+@in_virtual_time
+async def test_who_gave_up_a_thread_waits_no_longer() -> None:
+    on = threading.Event()
+    working = asyncio.create_task(asyncio.to_thread(on.wait, 600))
+    await asyncio.sleep(0)
+    working.cancel()
+    await asyncio.sleep(YEAR)
+    assert working.cancelled()
+    on.set()
+
+
+@in_virtual_time
+async def test_it_serves_sockets_before_any_time_passes() -> None:
+    """Given a server and a client on one loop, each with a timeout, when they talk, then none of it was late."""
+
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await asyncio.wait_for(reader.readline(), 0.001):
+            writer.write(line)
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    async with server, asyncio.timeout(0.001):
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        for number in range(100):
+            writer.write(b"%d\n" % number)
+            assert await reader.readline() == b"%d\n" % number
+        writer.close()
+        await writer.wait_closed()
+    assert asyncio.get_running_loop().time() == BEGIN
+
+
+@in_virtual_time
+async def test_its_clock_goes_with_it_and_rings() -> None:
+    clock, rung = VirtualClock(), list[float]()
+    clock.call_at(clock.now() + 5, lambda: rung.append(clock.wall()))
+    clock.call_at(clock.now() + 6, lambda: rung.append(0.0))()
+    await asyncio.sleep(10)
+    assert rung == pytest.approx([WALL + 5])
+    assert clock.wall() == pytest.approx(WALL + 10)
+
+
+def test_two_loops_of_one_test_have_each_its_own_time() -> None:
+    for _ in range(2):
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+            runner.run(asyncio.sleep(YEAR))
+            assert runner.get_loop().time() == pytest.approx(BEGIN + YEAR)
