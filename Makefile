@@ -41,9 +41,10 @@ lint: $(VENV)/installed-test
 bench: $(VENV)/installed-test
 	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name || exit 1; done
 
-# what is left: every combination of what by day is met in pairs, long histories, the whole of the chaos drills
+# what is left: every combination of what by day is met in pairs, long histories, ten times as many examples of properties,
+# the whole of the chaos drills
 nightly: $(VENV)/installed-nightly
-	SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly"
+	EXAMPLES=10 SOAK_REQUESTS=$(REQUESTS) $(BIN)/pytest -m "nightly or hypothesis"
 	CHAOS_SCALE=1 $(BIN)/pytest tests/chaos/test_drills.py
 
 # goes on behind the last round in its log: a soak may be stopped and started again

@@ -1,8 +1,13 @@
-"""What the tests counted is said at the end."""
+"""Properties are tried on fewer examples by day; what the tests counted is said at the end."""
 
 import pytest
+from hypothesis import settings
 
 from tests.chaos.checker import summary
+from tests.examples import examples
+
+settings.register_profile("unfuse", max_examples=examples(40))
+settings.load_profile("unfuse")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -84,5 +84,5 @@ def test_make_runs_every_test_by_day_or_by_night() -> None:
     made = (ROOT / "Makefile").read_text()
     assert f"DAY := {DAY}\n" in made
     assert re.findall(r"^\t.*pytest.* -m \"(.*)\"$|^\t\$\(PYTEST\) -m \"(.*)\"$", made, re.M) == [
-        ("", "$(DAY) and not slow"), ("", "$(DAY)"), ("nightly", "")
+        ("", "$(DAY) and not slow"), ("", "$(DAY)"), ("nightly or hypothesis", "")
     ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,9 +16,15 @@ ASIDE = {"testing"}
 """For others to run: it may use whatever it checks, and nothing uses it."""
 
 
-def imported(source: str) -> Iterator[str]:
+@cache
+def parsed(file: Path) -> ast.Module:
+    """A file's syntax: several gates look at it."""
+    return ast.parse(file.read_text())
+
+
+def imported(file: Path) -> Iterator[str]:
     """The folders of the package that a file imports from, wherever in the file it does."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module == "unfuse":
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("unfuse."):
@@ -31,7 +38,7 @@ def used() -> dict[str, set[str]]:
     folders = {file.parent.name for file in (ROOT / "unfuse").glob("*/__init__.py")} - ASIDE
     return {
         folder: {
-            name for file in (ROOT / "unfuse" / folder).rglob("*.py") for name in imported(file.read_text())
+            name for file in (ROOT / "unfuse" / folder).rglob("*.py") for name in imported(file)
         } & folders - {folder}
         for folder in folders
     }  # fmt: skip

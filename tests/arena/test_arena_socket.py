@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.examples import examples
 from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.objects import Extent
@@ -264,7 +265,7 @@ def test_a_client_that_sends_garbage_is_disconnected_and_harms_nobody(owner: Own
     reader.close()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.binary(max_size=300))
 def test_no_bytes_stop_the_server(owner: Owner, data: bytes) -> None:
     with Raw(owner.address) as raw:

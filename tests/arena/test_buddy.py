@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import examples
 from unfuse.arena.buddy import Buddy
 from unfuse.core.errors import ArenaFull
 
@@ -78,7 +79,7 @@ class AgainstBlocks(RuleBasedStateMachine):
 
 
 TestAgainstBlocks = AgainstBlocks.TestCase
-TestAgainstBlocks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestAgainstBlocks.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)
 
 
 @given(blocks=st.integers(1, 300))

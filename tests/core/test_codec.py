@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.core.structs import of
+from tests.examples import examples
 from unfuse.core import codec, messages
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import Ask, Bye, Done, ToScheduler, ToWorker
@@ -23,14 +24,14 @@ def exactly(left: object, right: object) -> bool:
 
 
 @pytest.mark.parametrize("kind, union", KINDS, ids=lambda kind: getattr(kind, "__name__", ""))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_every_message_comes_back_equal(kind: type, union: object, data: st.DataObject) -> None:
     message = data.draw(of(kind))
     assert exactly(codec.decode(codec.encode(message), union), message)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(of(RequestContext))
 def test_a_context_comes_back_equal(context: RequestContext) -> None:
     assert exactly(codec.decode(codec.encode(Record(context)), Record), Record(context))
@@ -132,7 +133,7 @@ def test_a_length_that_lies_is_refused(length: bytes) -> None:
             codec.decode(bytes([codec.VERSION]) + length, kind)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.binary(max_size=200), st.booleans(), st.sampled_from([ToScheduler, ToWorker, RequestContext]))
 def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: object) -> None:
     try:
@@ -141,7 +142,7 @@ def test_noise_raises_protocol_errors_only(noise: bytes, versioned: bool, kind: 
         assert str(error)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(of(Done), st.data())
 def test_damage_raises_protocol_errors_only(message: Done, data: st.DataObject) -> None:
     """Given a true message with a byte changed and its end cut, then it is a message or a ProtocolError."""

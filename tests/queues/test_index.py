@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -181,7 +182,7 @@ async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     assert (len(queue._state.requests), len(queue._state._index), [*queue._state.over_before(3e9)]) == (0, 0, [])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=120), st.integers(-1, 41))
 def test_blocks_keep_the_order(moves: list[tuple[bool, int]], key: int) -> None:
     """Given small blocks, when entries come and go, then both directions go through them in order, from any key."""

@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 from redis.asyncio.connection import SSLConnection
 
+from tests.examples import examples
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
 from unfuse import queues
@@ -103,7 +104,7 @@ def test_random_histories(server: Server) -> None:
                 self.loop.run_until_complete(queue.close())
             self.loop.close()
 
-    few = settings(Histories.TestCase.settings, max_examples=20)
+    few = settings(Histories.TestCase.settings, max_examples=examples(10))
     run_state_machine_as_test(SharedHistories, settings=few)
 
 

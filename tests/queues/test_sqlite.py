@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.disks import fill, small_disk
+from tests.examples import examples
 from tests.queues.disk import failing_disk
 from unfuse import queues
 from unfuse.core.errors import ConfigError, Damaged, NotFound, Overloaded, ProtocolError, TransientError
@@ -244,7 +245,7 @@ SENT = st.tuples(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(SENT, max_size=12), st.integers(0, 4), st.booleans())
 def test_order_survives_a_restart(sent: list[tuple[str, int, float, int]], taken: int, hand_back: bool) -> None:
     """Whatever was pushed in whatever order, leased and handed back: both queues give the same tasks from then on."""

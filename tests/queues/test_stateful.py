@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.core.graphs import object_for, pipelines, request_for
+from tests.examples import examples
 from unfuse.core.errors import LeaseLost
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
@@ -322,9 +323,9 @@ class RestartedHistories(Histories):
 
 
 Histories.TestCase.settings = settings(
-    max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=examples(20), stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestHistories = Histories.TestCase
 
-RestartedHistories.TestCase.settings = settings(Histories.TestCase.settings, max_examples=20)
+RestartedHistories.TestCase.settings = settings(Histories.TestCase.settings, max_examples=examples(10))
 TestRestartedHistories = RestartedHistories.TestCase

@@ -10,6 +10,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.examples import examples
 from tests.queues.conftest import Server
 from unfuse import queues
 from unfuse.core.errors import Damaged, NotFound
@@ -144,7 +145,7 @@ async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(DAMAGES)), garbage), min_size=1, max_size=4))
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_damage_costs_what_it_is_in(shared_server: Server, damages: list[tuple[str, bytes]]) -> None:
     """Given a filled queue, when garbage is written to random places of one request and one worker, then every verb
     answers for all others; once what is listed as damaged is dropped, nothing is."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from structlog.testing import capture_logs
 
+from tests.examples import examples
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import WORKER, done, info, run_to_the_end, scheduling, take
 from tools.asking import asking
@@ -234,7 +235,7 @@ devices = st.dictionaries(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.dictionaries(st.sampled_from([ENCODE, DENOISE, "", "what"]), devices))
 def test_whatever_can_be_read_predicts_something(tmp_path_factory: pytest.TempPathFactory, found: object) -> None:
     file = tmp_path_factory.getbasetemp() / "any.json"

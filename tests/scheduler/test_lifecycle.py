@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines, request_for
+from tests.examples import examples
 from unfuse.core.errors import IllegalMove, LeaseLost
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
@@ -458,7 +459,7 @@ def reachable(old: str, new: str, moves: int = 3) -> bool:
     return old == new or (moves > 0 and any(reachable(step, new, moves - 1) for step in TASK_MOVES[old]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(60))
 @given(pipelines(), st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.1, 0.5]))
 def test_every_request_comes_to_an_end(pipeline: Pipeline, samples: int, dice: random.Random, trouble: float) -> None:
     """Whatever happens to its stages in whatever order; without trouble it completes after one task a stage."""

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.core.graphs import object_for, pipelines
+from tests.examples import examples
 from tests.scheduler.model import CARD, Racing, params
 from tests.scheduler.test_scheduler import done, take
 from tools.asking import asking
@@ -183,7 +184,7 @@ class Fate:
         assert (await self.report(lease, lease.worker)).context == first.context
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     pipelines(),
     st.integers(1, 3),

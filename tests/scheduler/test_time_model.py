@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from tests.examples import examples
 from unfuse.scheduler.time_model import EACH, SIZES, TimeModel, Work
 
 FORWARDS = (5, 10, 20, 40, 80)
@@ -122,7 +123,7 @@ def test_a_machine_that_became_faster_is_noticed_at_the_size_that_it_makes_and_t
     assert time_model.seconds(larger) == pytest.approx(4 * time_model.seconds(work), rel=0.1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(measured, works, st.floats(1, 100), st.floats(1, 100))
 def test_more_work_is_never_predicted_to_take_less(
     found: list[tuple[Work, float]], work: Work, forwards: float, size: float
@@ -134,7 +135,7 @@ def test_more_work_is_never_predicted_to_take_less(
     assert 0 <= here <= there < float("inf")
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(measured)
 def test_one_made_of_what_another_remembers_predicts_the_same(found: list[tuple[Work, float]]) -> None:
     time_model = TimeModel()

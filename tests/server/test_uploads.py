@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
+from tests.examples import examples
 from tests.server.served import MOVING, Served, picture
 from unfuse.core.errors import InvalidParameter
 from unfuse.queues.base import Filter
@@ -124,7 +125,7 @@ def test_a_size_that_is_too_large_is_seen_before_it_is_allocated() -> None:
 GOOD = [saved("png"), saved("jpeg"), saved("webp"), written(Image.new("P", (9, 9)), "png")]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(GOOD), st.lists(st.tuples(st.integers(0, 10**6), st.binary(min_size=1, max_size=4)), max_size=4))
 def test_damage_is_refused_or_harmless_and_never_anything_else(good: bytes, damage: list[tuple[int, bytes]]) -> None:
     data = bytearray(good)

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
+from tests.examples import examples
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Media
@@ -35,7 +36,7 @@ def one(frames: NDArray[np.uint8], **params: str | float) -> Media:
 
 
 @given(data=st.data(), width=st.integers(1, 12), height=st.integers(1, 12))
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 def test_png_keeps_every_pixel(data: st.DataObject, width: int, height: int) -> None:
     size = width * height * 3
     raw = data.draw(st.binary(min_size=size, max_size=size))

@@ -10,6 +10,7 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
+from tests.examples import examples
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.stages import noise_state
@@ -38,7 +39,7 @@ def walk(scheduler: Any, latents: Tensor, first: int, last: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy")
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(kind=st.sampled_from(sorted(MAKERS)), steps=st.integers(2, 12), data=st.data())
 def test_a_scheduler_goes_on_in_another_process_as_if_nothing_had_been(kind: str, steps: int, data: Any) -> None:
     """Given one that made some of its steps, when what it remembers travels as tensors and bytes into a fresh one,

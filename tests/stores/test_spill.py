@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.examples import examples
 from tests.stores.processes import Start
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
@@ -332,4 +333,4 @@ def histories_folder(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 TestHistories = Histories.TestCase
-TestHistories.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestHistories.settings = settings(max_examples=examples(20), stateful_step_count=30, deadline=None)
