@@ -8,7 +8,7 @@ BENCHES ?= hop split start steps load arrivals interrupt leases stored tasks idl
 REQUESTS ?= 100000
 SOAK_LOG ?= soak.jsonl
 
-# files in the order of their names: by their number of tests, those that take longest would come last
+# files as conftest.py orders them: by their number of tests, those that take longest would come last
 PYTEST := $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 DAY := not nightly and not gpu
 

@@ -54,11 +54,15 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def said_by_pytest(project: Path, *arguments: str) -> str:
+    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(project), "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments]
+    return subprocess.run(command, cwd=project, capture_output=True, text=True).stdout
+
+
 def failed(project: Path, expression: str, *which: str) -> tuple[set[str], set[str]]:
     """The names of the tests that passed, and of those that did not."""
-    options = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(project), "-p", "no:cacheprovider", "-rA"]
-    command = [sys.executable, "-m", "pytest", *options, "-m", expression, *which]
-    said = subprocess.run(command, cwd=project, capture_output=True, text=True).stdout
+    said = said_by_pytest(project, "-rA", "-m", expression, *which)
     bad = set(re.findall(r"^(?:ERROR|FAILED) .*?(test_\w+)(?:\.py)?(?: - .*)?$", said, re.M))
     return set(re.findall(r"^PASSED .*?::(test_\w+)", said, re.M)) - bad, bad
 
@@ -78,6 +82,14 @@ def test_a_quick_run_has_no_slow_test_and_loads_no_folder_of_them(project: Path)
 def test_a_module_that_imports_diffusers_is_no_quick_one(project: Path) -> None:
     (project / "test_sorts.py").write_text("import diffusers\ndef test_computes(): pass\n")
     assert failed(project, f"{DAY} and not slow", ".") == (set(), {"test_sorts"})
+
+
+@pytest.mark.slow
+def test_files_with_slow_tests_come_first(project: Path) -> None:
+    (project / "test_early.py").write_text("def test_computes(): pass\n")
+    said = said_by_pytest(project, "--collect-only", "-q", "test_early.py", "test_sorts.py")
+    files = [line.partition("::")[0] for line in said.splitlines() if "::" in line]
+    assert list(dict.fromkeys(files)) == ["test_sorts.py", "test_early.py"]
 
 
 def test_make_runs_every_test_by_day_or_by_night() -> None:
