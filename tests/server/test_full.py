@@ -69,8 +69,11 @@ def test_workers_whose_tasks_wait_for_room_make_it_not_ready(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["permanent", "transient"])
-def test_what_a_worker_says_of_a_failure_names_no_path(kind: str, tmp_path: Path) -> None:
+def test_what_a_worker_says_of_a_failure_names_no_path(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Given a failure whose words and log are full of paths, then no answer and no event holds one."""
+    monkeypatch.setattr("unfuse.scheduler.lifecycle.BACKOFF_S", 0.01)
     with serve(tmp_path, idle=False, works=False) as served, client(served) as http:
         served.run(served.queue.hello(WORKER, (PICTURES,)))
         id = http.post(MADE, json={"prompt": "a"}, headers=ASYNC).json()["id"]
