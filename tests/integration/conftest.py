@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.pictures import PAIR, SHAPES, defaults, undivided
+from tests.integration.pictures import REFERENCES, SHAPES, called, undivided
 from tests.once import once
 from tests.stores.conftest import redis_server, s3_server
 from tools.server import Server, serving
@@ -17,15 +17,20 @@ __all__ = ["redis_server", "s3_server"]
 
 
 @pytest.fixture(scope="session")
-def expected_pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The pixels of PAIR, undivided."""
-    cases = [defaults() | case for case in PAIR]
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]]:
+    """The frames of each of REFERENCES, undivided."""
 
     def make(folder: Path) -> None:
-        undivided(SHAPES, folder, cases)
+        undivided(SHAPES, folder, [called(case) for cases in REFERENCES.values() for case in cases])
 
-    folder = once("pair", tmp_path_factory, make)
-    return [frames[0] for frames in json.loads((folder / "out.json").read_text())]
+    made = iter(json.loads((once("references", tmp_path_factory, make) / "out.json").read_text()))
+    return {name: [next(made) for _ in cases] for name, cases in REFERENCES.items()}
+
+
+@pytest.fixture(scope="session")
+def expected_pair(references: dict[str, list[list[str]]]) -> list[str]:
+    """The pixels of PAIR, undivided."""
+    return [frames[0] for frames in references["pair"]]
 
 
 @pytest.fixture(scope="session")

@@ -17,30 +17,14 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tests.integration.pictures import CAPTIONS, CASES, defaults, digest
 from tools.server import Server, environment, serving, unfuse, until  # fmt: skip
-
-CAPTIONS = ["a red circle on white", "a blue star on black", "an orange ring on gray", "a green cross on white"]
-CASES: list[dict[str, Any]] = [
-    *({"prompt": caption, "seed": 11 + number} for number, caption in enumerate(CAPTIONS)),
-    {"prompt": "a red circle on white", "seed": 12},
-    {"prompt": "a red circle on white", "seed": 13},
-    {"prompt": "a purple square on gray", "seed": 5, "num_inference_steps": 7, "guidance_scale": 1.0},
-    {"prompt": "a yellow triangle on black", "seed": 6, "size": "96x64", "negative_prompt": "a ring on gray"},
-    {"prompt": "a red circle on white", "seed": 99, "num_inference_steps": 100},
-]
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def expected(references: dict[str, list[list[str]]]) -> list[str]:
     """SHA-256 of the pixels the undivided pipeline makes of CASES, with the model's own defaults."""
-    cases = []
-    for case in CASES:
-        standard = defaults()
-        width, height = map(int, case.get("size", f"{standard['width']}x{standard['height']}").split("x"))
-        given = {name: value for name, value in case.items() if name != "size"}
-        cases.append(standard | given | {"width": width, "height": height})
-    return [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
+    return [frames[0] for frames in references["cases"]]
 
 
 def picture(client: openai.OpenAI, case: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tests.integration.pictures import VIDEO, digest
 from tools.server import Server, environment, unfuse, until
 
 HERE = Path(__file__).parent
@@ -80,12 +80,9 @@ def test_the_content_is_read_by_range(server: Server) -> None:
     assert read(url, range="bytes=100-199") == whole[100:200]
 
 
-def test_every_frame_is_the_undivided_pipeline_s(server: Server, tmp_path: Path) -> None:
-    case = {"prompt": CAPTION, "seed": 7, "num_frames": 9, "num_inference_steps": 5}
-    id = made(server, seed=7, num_frames=9, num_inference_steps=5, output_format="png")
-    assert [[digest(server.result(id, index)) for index in range(9)]] == undivided(
-        SHAPES, tmp_path, [defaults() | case]
-    )
+def test_every_frame_is_the_undivided_pipeline_s(server: Server, references: dict[str, list[list[str]]]) -> None:
+    id = made(server, **VIDEO, output_format="png")
+    assert [[digest(server.result(id, index)) for index in range(9)]] == references["video"]
 
 
 def test_generate_writes_a_video_of_the_model_s_own_length_and_every_frame(server: Server, tmp_path: Path) -> None:
