@@ -40,7 +40,7 @@ from unfuse.arena.protocol import (
     frame,
 )
 from unfuse.arena.server import AT_A_TIME, MOST_CLIENTS, ArenaServer
-from unfuse.arena.sockets import where
+from unfuse.arena.sockets import socket_name
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 
@@ -78,7 +78,7 @@ class Raw:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.socket.settimeout(10)
-        self.socket.connect(where(address))
+        self.socket.connect(socket_name(address))
 
     def __enter__(self) -> "Raw":
         return self
@@ -439,7 +439,7 @@ def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> N
     extent = owner.put()
     holder, idle = ArenaClient(owner.address), ArenaClient(owner.address)
     hold(holder, extent)
-    command = [sys.executable, "-c", FLOOD, where(owner.address), str(2 * MOST_CLIENTS)]
+    command = [sys.executable, "-c", FLOOD, socket_name(owner.address), str(2 * MOST_CLIENTS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as flood:
         assert flood.stdout and flood.stdin
         flood.stdout.readline()
@@ -455,7 +455,7 @@ def test_of_too_many_connections_those_of_who_has_the_most_go(owner: Owner) -> N
 
 
 def test_the_socket_goes_with_its_owner_and_a_dead_one_s_with_the_next(owner: Owner) -> None:
-    path = Path(where(owner.address))
+    path = Path(socket_name(owner.address))
     other = Owner()
     other.server._path.rename(stale := path.with_name("arena-" + "0" * 24))
     other.close()

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from unfuse.arena import sockets
-from unfuse.arena.sockets import listen, remove_stale, where
+from unfuse.arena.sockets import listen, remove_stale, socket_name
 from unfuse.core.errors import ConfigError
 
 NAME = "arena-" + "0" * 24
@@ -99,6 +99,6 @@ def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path
 
 
 def test_a_folder_is_where_it_is_looked_for_and_nowhere_else(folder: Path) -> None:
-    assert where(f"unix:/elsewhere/{NAME}", folder) == f"{folder}/{NAME}"
-    assert where(f"unix:/elsewhere/{NAME}") == f"/elsewhere/{NAME}"
-    assert where("unix:@unfuse-1", folder) == "\0unfuse-1", "as those of the version before were"
+    assert socket_name(f"unix:/elsewhere/{NAME}", folder) == f"{folder}/{NAME}"
+    assert socket_name(f"unix:/elsewhere/{NAME}") == f"/elsewhere/{NAME}"
+    assert socket_name("unix:@unfuse-1", folder) == "\0unfuse-1", "as those of the version before were"

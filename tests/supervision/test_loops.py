@@ -25,7 +25,7 @@ from unfuse.launch.local import LocalLauncher
 from unfuse.service import service
 from unfuse.supervision import supervisor
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.transfer.tally import Tally
+from unfuse.transfer.counters import TransferCounters
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
@@ -92,7 +92,7 @@ async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
         with capture_logs() as logs:
             for _ in range(3):
                 assert await dealer.call(Bye(), 30) == Accepted()
-    assert {line["doing"] for line in logs} == {"receiving from workers", "hearing the scheduler"}
+    assert {line["doing"] for line in logs} == {"receiving from workers", "receiving from the scheduler"}
 
 
 async def test_the_door_lets_workers_in_after_it_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,9 @@ async def test_a_worker_beats_and_asks_on(monkeypatch: pytest.MonkeyPatch) -> No
     worker._link = Line()
     worker._wanted = once(lambda *_: Ask(1, None, 0.0), KeyError("x"))
     usage = once(lambda: Usage(0, 0, 0, 0, 0, 0), RuntimeError("x"))
-    objects: Any = SimpleNamespace(copies=SimpleNamespace(served_at={}, tally=Tally()), usage=usage, holding=list)
+    objects: Any = SimpleNamespace(
+        copies=SimpleNamespace(served_at={}, counters=TransferCounters()), usage=usage, holding=list
+    )
     with capture_logs() as logs:
         worker._background.forever("beating", partial(worker._beat, objects, set()))
         worker._background.forever("asking", worker._pull)

@@ -150,7 +150,7 @@ def test_an_owner_that_is_gone_is_one_error(owner: ArenaOwner, arena: Arena) -> 
     owner.stop()
     with (
         transfers({"fake": FakeEngine(QUICK)}, lambda _: {"fake": address}) as fetching,
-        pytest.raises(ObjectLost, match="cannot be brought here from its owner"),
+        pytest.raises(ObjectLost, match="cannot be fetched from its owner"),
     ):
         fetching.fetch(ref, ArenaSink(arena, ref)).result(60)
     assert arena.usage().used == 0
@@ -376,7 +376,7 @@ def test_what_is_announced_is_held_only_by_who_knows_that_it_is_not_whole(owner:
         owner.arena.hold(*shown)
     owner.arena.hold(*shown, announced=True)
     owner.arena.release(ref.request)
-    with pytest.raises(ObjectLost, match="given up"):
+    with pytest.raises(ObjectLost, match="aborted"):
         owner.arena.written(ref.id)
     with pytest.raises(ObjectLost):
         owner.write(ref, 1)
@@ -423,7 +423,7 @@ def test_kill_9_of_an_owner_in_mid_transfer_is_one_error(arena: Arena) -> None:
         pieces = iter(window)
         assert next(pieces).nbytes == CHUNK_BYTES
         child.kill()
-        with pytest.raises(ObjectLost, match="cannot be brought here"):
+        with pytest.raises(ObjectLost, match="cannot be fetched"):
             for _ in pieces:
                 pass
     assert session.good >= CHUNK_BYTES

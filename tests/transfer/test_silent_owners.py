@@ -127,7 +127,7 @@ def test_an_owner_s_sessions_take_turns_and_its_threads_go_with_the_last() -> No
     gate.set()
     assert over.wait(60)
     movers.add("another", Walk(over.set, 1))
-    while movers._crews:
+    while movers._owners:
         pass
     assert order == list("abc" * 3)
     movers.stop()
@@ -146,10 +146,10 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
             movers.add(owner, Walk(step, 1))
     for _ in range(3):
         assert begun.acquire(timeout=60)
-    assert {owner: len(crew.threads) for owner, crew in movers._crews.items()} == {"one": 1, "many": 2}
+    assert {owner: len(threads.running) for owner, threads in movers._owners.items()} == {"one": 1, "many": 2}
     assert not begun.acquire(blocking=False)
     gate.set()
-    while movers._crews:
+    while movers._owners:
         pass
     movers.stop()
     movers.join()

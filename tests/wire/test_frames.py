@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tests.wire.zmtp import COMMAND, GREETING, LONG, MORE, READY, SIGNATURE, frame, header
-from unfuse.wire.frames import Cutter, Unwelcome
+from unfuse.wire.frames import FrameReader, Unwelcome
 
 FRAMES = st.lists(st.tuples(st.sampled_from([0, MORE, COMMAND]), st.binary(max_size=600)), max_size=8)
 
@@ -14,11 +14,11 @@ FRAMES = st.lists(st.tuples(st.sampled_from([0, MORE, COMMAND]), st.binary(max_s
 @given(FRAMES, st.lists(st.integers(1, 100), min_size=1))
 def test_frames_are_the_same_however_the_bytes_are_cut(frames: list[tuple[int, bytes]], cuts: list[int]) -> None:
     data = GREETING + b"".join(frame(body, flags) for flags, body in frames)
-    cutter, found = Cutter(1000), []
+    reader, found = FrameReader(1000), []
     while data:
         piece, data = data[: cuts[0]], data[cuts[0] :]
         cuts = cuts[1:] + cuts[:1]
-        found += cutter.cut(piece)
+        found += reader.read(piece)
     assert [(flags & ~LONG, length) for flags, length in found] == [(flags, len(body)) for flags, body in frames]
 
 
@@ -39,7 +39,7 @@ def test_frames_are_the_same_however_the_bytes_are_cut(frames: list[tuple[int, b
 )
 def test_what_no_peer_of_ours_says_ends_the_cut_at_any_pace(data: bytes, reason: str) -> None:
     for pace in (1, len(data)):
-        cutter = Cutter(1000)
+        reader = FrameReader(1000)
         with pytest.raises(Unwelcome, match=reason):
             for at in range(0, len(data), pace):
-                list(cutter.cut(data[at : at + pace]))
+                list(reader.read(data[at : at + pace]))

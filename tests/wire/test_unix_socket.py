@@ -128,7 +128,7 @@ async def test_neither_end_uses_a_folder_that_is_not_this_user_s_alone(folder: P
     (folder / "open").chmod(0o777)
     (folder / "real").mkdir(mode=0o700)
     (folder / "link").symlink_to(folder / "real")
-    reasons = {"open": r"mode 777.*chmod 700", "link": "is no folder"}
+    reasons = {"open": r"mode 777.*chmod 700", "link": "is not a folder"}
     if os.geteuid() == 0:
         (folder / "theirs").mkdir(mode=0o700)
         os.chown(folder / "theirs", 4321, 4321)

@@ -212,7 +212,7 @@ def test_a_unix_socket_takes_no_keys() -> None:
     ],
 )
 def test_an_address_that_is_none_says_how_one_is_written(address: str, hint: str) -> None:
-    with pytest.raises(ConfigError, match=f"is no control address: write .*{hint}"):
+    with pytest.raises(ConfigError, match=f"is not a control address: write .*{hint}"):
         keys_for(address, INSECURE)
 
 

@@ -89,7 +89,7 @@ async def test_two_tasks_share_a_copy_that_goes_with_the_last_of_them(far: Objec
     copies = {lease.task.inputs[0].id for lease in brought if lease}
     assert len(copies) == 1 and ref.id not in copies
     assert brought[0] and read(near, brought[0].task.inputs[0]) == {7}
-    assert near.copies.tally.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
+    assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
     near.copies.let_go(first.claim)
     assert near.usage().used == PIECE
     near.copies.let_go(second.claim)

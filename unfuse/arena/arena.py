@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MEMFD_NAME = "unfuse-arena"
-"""What /proc/PID/maps calls the memory; no path leads to it."""
+"""The name of the memory in /proc/PID/maps; no path leads to it."""
 
 
 class Arena(ObjectTable):
@@ -31,7 +31,7 @@ class Arena(ObjectTable):
 
     def __init__(self, capacity: int) -> None:
         if capacity < BLOCK:
-            raise ConfigError(f"an arena of {capacity} bytes holds nothing: give --arena at least {BLOCK} bytes")
+            raise ConfigError(f"an arena of {capacity} bytes is too small: give --arena at least {BLOCK} bytes")
         capacity -= capacity % BLOCK
         if capacity > (free := available_memory()):
             raise _too_large(capacity, free)
@@ -47,7 +47,7 @@ class Arena(ObjectTable):
 
     @cached_property
     def memory(self) -> NDArray[np.uint8]:
-        """The bytes, for writing objects. Mapped at first use: a parent whose compute child writes never needs it."""
+        """The arena's bytes, for writing objects. Mapped at first use: a parent whose child writes needs no map."""
         return map_bytes(self.fd, writable=True)
 
     @cached_property
@@ -56,7 +56,7 @@ class Arena(ObjectTable):
         return map_bytes(self.read_fd, writable=False)
 
     def close(self) -> None:
-        """Give no more out. The memory goes when this arena, its readers and the arrays that lie in it are gone."""
+        """Close the file. The kernel frees the memory when this arena, its readers and all arrays over it are gone."""
         os.close(self.fd)
         os.close(self.read_fd)
 

@@ -1,4 +1,4 @@
-"""A block allocator: what it gives out are lists of equal blocks from anywhere, so no room is lost between them."""
+"""A block allocator: an allocation is a list of equal blocks from anywhere, so no room is lost between allocations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Runs: TypeAlias = Sequence[tuple[int, int]]
-"""Where bytes lie, in order: (offset, nbytes) of each stretch of blocks that follow each other."""
+"""The places of an allocation's bytes, in order: (offset, nbytes) of each row of adjacent blocks."""
 
 
 class Blocks:
@@ -37,7 +37,7 @@ class Blocks:
         self._high_water = 0
 
     def allocate(self, nbytes: int) -> int:
-        """Return a handle to `nbytes` bytes in free blocks, now taken. Raises ArenaFull, nothing taken."""
+        """Allocate `nbytes` bytes in free blocks. Returns a handle. Raises ArenaFull, with nothing allocated."""
         handle = next(self._handles)
         self._extend(handle, [], nbytes)
         return handle
@@ -72,7 +72,7 @@ class Blocks:
         return runs
 
     def usage(self) -> Usage:
-        """The counters now. Any free block serves any allocation, so all that is free counts as one piece."""
+        """The present numbers. Any free block can serve any allocation, so all free bytes count as one piece."""
         free = len(self._free) * self._block
         return Usage(
             capacity=self._blocks * self._block,

@@ -1,4 +1,4 @@
-"""A buddy allocator: cuts contiguous, aligned extents out of one span of bytes, and merges what comes back."""
+"""A buddy allocator: gives out contiguous, aligned extents of one span of bytes, and merges freed ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BLOCK = 4096
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """How full a span is, in bytes. `used` − `requested` is what rounding costs; `high_water` is the most ever used."""
+    """How full a span is, in bytes. `used` − `requested` is lost by rounding; `high_water` is the most ever used."""
 
     capacity: int
     used: int
@@ -29,12 +29,12 @@ class Usage(msgspec.Struct, frozen=True):
 
     @property
     def waste(self) -> float:
-        """The share of what is taken that nobody asked for: rounding, inside of allocations."""
+        """The share of the used bytes that is lost by rounding."""
         return 1 - self.requested / self.used if self.used else 0.0
 
     @property
     def fragmentation(self) -> float:
-        """The share of what is free that one allocation cannot have: gaps, between allocations."""
+        """The share of the free bytes that one allocation cannot use, because they are not contiguous."""
         return 1 - self.largest_free / self.free if self.free else 0.0
 
 
@@ -85,7 +85,7 @@ class Buddy:
         self._put_back(start, start + blocks)
 
     def usage(self) -> Usage:
-        """The counters now."""
+        """The present numbers."""
         largest = max((1 << order for order, free in enumerate(self._free) if free), default=0)
         return Usage(
             capacity=self._blocks * self._block,
@@ -97,7 +97,7 @@ class Buddy:
         )
 
     def _rows(self) -> Iterator[tuple[int, int]]:
-        """Free blocks side by side, as long as can be: the first, and the one behind the last."""
+        """The longest rows of free blocks: the first block of each, and the block after its last."""
         first = end = 0
         for start, order in sorted((start, order) for order, free in enumerate(self._free) for start in free):
             if start != end:

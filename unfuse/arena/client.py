@@ -1,4 +1,4 @@
-"""Another process's end of an arena's socket: holds objects of it for reading and, with its token, writes new ones."""
+"""A client of another process's arena: it holds objects for reading and, with the arena's token, writes new ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from unfuse.arena.protocol import (
     Write,
     frame,
 )
-from unfuse.arena.sockets import ABSTRACT, exactly, peer_of, where
+from unfuse.arena.sockets import ABSTRACT, peer_of, receive_exactly, socket_name
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 from unfuse.core.framing import HEADER_BYTES, length_of
@@ -46,23 +46,22 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ANSWER_WITHIN_S = 30
-"""An owner answers in microseconds; one that is silent for this long is stopped or gone."""
+"""Seconds without an answer after which an owner counts as gone; usually it answers in microseconds."""
 
 
 class ArenaClient:
     """A connection to the arena at `address`; with `token`, a writer's. Thread-safe.
 
-    The socket is looked for in `folder`, if one is given, and whoever answers there must be `owner`, if one is named.
-    `view` is the map objects are read from (there is one from the first hold on) and `memory` the one they are
-    written to (a writer's). Every method that asks raises TransientError when the owner is gone; then `close` is all
-    that is left.
+    With `folder`, the socket must be in it; with `owner`, the arena must be that owner's. `view` is the map for
+    reading objects (there is one from the first hold on), `memory` the map for writing them (only a writer's). Every
+    method that asks the owner raises TransientError when the owner is gone; then only `close` may be called.
     """
 
     view: NDArray[np.uint8]
     memory: NDArray[np.uint8]
 
     def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
-        name = where(address, folder)
+        name = socket_name(address, folder)
         self._address = address
         self._lock = FinalizerLock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,19 +78,19 @@ class ArenaClient:
             raise
 
     def fileno(self) -> int:
-        """The socket, for a selector that watches whether the owner lives."""
+        """The socket's descriptor, for a selector that watches whether the owner is alive."""
         return self._socket.fileno()
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
-        """Keep a sealed object where it is until `unhold` or the end of this connection. Raises ObjectLost."""
+        """Hold a sealed object in its place until `unhold` or the end of this connection. Raises ObjectLost."""
         return self._placed(Hold(id, key, generation, nbytes))
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
-        self._lock.post(partial(self._tell, Unhold(id)))
+        self._lock.post(partial(self._send, Unhold(id)))
 
     def create(self, nbytes: int, request: str) -> Extent:
-        """Make room for an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
+        """Allocate an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
         return self._placed(Create(nbytes, request))
 
     def seal(self, id: str) -> None:
@@ -99,7 +98,7 @@ class ArenaClient:
         self._ask(Seal(id), id)
 
     def abort(self, id: str) -> None:
-        """Give up an object that is being written."""
+        """Drop an object that is being written."""
         self._ask(Abort(id))
 
     def delete(self, id: str) -> None:
@@ -107,7 +106,7 @@ class ArenaClient:
         self._ask(Delete(id))
 
     def spill(self, id: str) -> None:
-        """Free the room of an object that is kept elsewhere now, unless somebody holds it. Raises ObjectLost."""
+        """Free the room of an object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
         self._ask(Spill(id), id)
 
     def release(self, request: str) -> None:
@@ -127,7 +126,7 @@ class ArenaClient:
         return self._look().idle
 
     def close(self) -> None:
-        """End the connection and with it every hold and everything half-written; what is mapped stays readable."""
+        """End the connection, every hold, and every object that is being written. Mapped memory stays readable."""
         with self._lock:
             self._hang_up()
             self._socket.close()
@@ -176,7 +175,7 @@ class ArenaClient:
                 raise ArenaFull(needed, free, capacity)
         return reply
 
-    def _tell(self, message: ToOwner) -> None:
+    def _send(self, message: ToOwner) -> None:
         try:
             self._socket.sendall(frame(message))
         except OSError:
@@ -189,7 +188,7 @@ class ArenaClient:
         try:
             if len(header) < HEADER_BYTES:
                 raise ConnectionResetError("it closed the connection")
-            return decode(exactly(self._socket, length_of(header, MAX_MESSAGE)), FromOwner), fd
+            return decode(receive_exactly(self._socket, length_of(header, MAX_MESSAGE)), FromOwner), fd
         except BaseException:
             if fd is not None:
                 os.close(fd)
@@ -200,12 +199,12 @@ class ArenaClient:
             if writable:
                 self.memory = map_bytes(fd, writable=True)
             else:
-                self.view = map_bytes(fd, writable=False, populate=False)  # most of it is never read from here
+                self.view = map_bytes(fd, writable=False, populate=False)  # this process reads little of it
         finally:
             os.close(fd)
 
     def _hang_up(self) -> None:
-        """End the connection, but leave its descriptor to who watches it."""
+        """Shut the connection down; its descriptor stays open for the selector that watches it."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

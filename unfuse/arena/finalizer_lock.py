@@ -8,10 +8,11 @@ from threading import Lock
 
 
 class FinalizerLock:
-    """A lock (`with turn:`), and work left for whoever has it.
+    """A lock (`with lock:`) to which finalizers post work instead of waiting for it.
 
     A finalizer may run at any point of any thread, even inside the lock, so it must not wait for it: it posts.
-    Posted work runs before the next `with turn:` body that starts after the post, soon in any case, and must not raise.
+    Posted work runs under the lock: soon, and before the next `with lock:` body that starts after the post. It must not
+    raise.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class FinalizerLock:
         self._settle()
 
     def post(self, work: Callable[[], None]) -> None:
-        """Run `work` under the lock: at once if nobody has it, else by the one who has."""
+        """Run `work` under the lock: at once if it is free, else when its holder releases it."""
         self._left.append(work)
         self._settle()
 

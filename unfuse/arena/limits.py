@@ -1,4 +1,4 @@
-"""How much memory this process may still take."""
+"""How much more memory this process may use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CGROUP_FILES = {
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that can be allocated before the kernel swaps or kills: what the machine and the control groups leave."""
+    """Bytes that can be allocated before the kernel swaps or kills, by the machine and its control groups."""
     meminfo = _table(root / "proc/meminfo")
     return max(0, min(int(meminfo["MemAvailable:"]) * 1024, *_group_room(root)))
 
 
 def readable_bytes(count: int) -> str:
-    """`count` bytes as people write them: 1.5 GiB."""
+    """A number of bytes for people to read: 1.5 GiB."""
     if count < 1024:
         return f"{count} B"
     power = min((count.bit_length() - 1) // 10, 4)

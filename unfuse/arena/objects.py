@@ -1,4 +1,4 @@
-"""Which objects exist, in what state, and who still holds them: the same rules for an arena and for plain memory."""
+"""The table of objects: which exist, their states, and how many hold them. An arena and plain memory share it."""
 
 from __future__ import annotations
 
@@ -25,34 +25,33 @@ OBJECT_MOVES: dict[State, frozenset[State]] = {
     "spilled": frozenset({"sealed", "deleted"}),
     "deleted": frozenset(),
 }
-"""Legal moves of an object. A deleted one keeps its bytes until nobody holds it; a writer does until seal or abort.
-
-A spilled one has no bytes here: they are in the store that it was moved to.
+"""Legal moves of an object. A deleted object keeps its bytes until nobody holds it; its writer holds it until seal or
+abort. A spilled object has no bytes here: they are in the store that it was moved to.
 """
 
 MOST_IDLE = 256
 
 
 class Space(Protocol):
-    """Room for objects."""
+    """An allocator of room for objects."""
 
     def allocate(self, nbytes: int) -> int:
-        """Return the place of `nbytes` bytes. Raises ArenaFull."""
+        """Allocate `nbytes` bytes. Returns their offset. Raises ArenaFull."""
         ...
 
     def free(self, offset: int) -> None:
-        """Take a place back."""
+        """Free what was allocated at this offset."""
         ...
 
     def usage(self) -> Usage:
-        """The counters now."""
+        """The present numbers."""
         ...
 
 
 class Extent(msgspec.Struct, frozen=True):
-    """Where an object lies. `key` must be shown to read it; `generation` tells it from what was there before.
+    """The place of an object. Readers must show `key`; `generation` tells it from earlier objects in the same place.
 
-    `request` is whom it is for, or the first of those.
+    `request` is the request that it belongs to, or another name that keeps it (see `ObjectTable.share`).
     """
 
     id: str
@@ -71,15 +70,15 @@ class _Entry:
     written: tuple[int, ...] | None = None
     whole: bool = False
     shared: list[str] = field(default_factory=list)
-    """For whom it is kept beside its request, and after it."""
+    """Further names that keep it, also after its request is released."""
     spare: bool = False
-    """Whether its request is released."""
+    """Whether its request is released, and only shared names keep it."""
 
 
 class ObjectTable:
     """The objects in one space, the least recently used first. Thread-safe; every method is atomic.
 
-    `recall` brings a spilled object back by `restore`, and raises what that does.
+    `recall` takes a spilled object back, by `restore`, and raises what that raises.
     """
 
     recall: Callable[[Extent], Extent] | None = None
@@ -92,7 +91,7 @@ class ObjectTable:
         self._changed = Condition()
 
     def create(self, nbytes: int, request: str) -> Extent:
-        """Make room for an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
+        """Allocate an object that the caller then writes, and seals or aborts. Raises ArenaFull."""
         with self._lock:
             offset = self._place(nbytes)
             self._generation += 1
@@ -101,57 +100,57 @@ class ObjectTable:
             return extent
 
     def seal(self, id: str) -> None:
-        """Make an object readable; it must not change any more. Raises ObjectLost if it was released meanwhile."""
+        """Make an object readable; it must not change from now on. Raises ObjectLost if it was released meanwhile."""
         with self._lock:
             entry = self._entry(id)
             released = entry.state == "deleted"
             if not released:
                 self._move(entry, "sealed")
                 entry.whole = True
-            self._drop(id)
-        self._tell()
+            self._end_hold(id)
+        self._wake_waiters()
         if released:
             raise ObjectLost(f"object {id} was released while it was written: its request is over", id)
 
     def abort(self, id: str) -> None:
-        """Give up an object that is being written."""
+        """Drop an object that is being written."""
         with self._lock:
             entry = self._entry(id)
             if entry.state != "deleted":
                 self._move(entry, "deleted")
-            self._drop(id)
-        self._tell()
+            self._end_hold(id)
+        self._wake_waiters()
 
     def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
-        """Let an object be held while it is written: the chunks with these checksums are, and do not change any more.
+        """Let an object be read while it is written. `written` has the checksums of all chunks that are complete.
 
-        Each call names all chunks written so far. Raises ObjectLost if the object was released meanwhile.
+        These chunks must not change from now on. Raises ObjectLost if the object was released meanwhile.
         """
         with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
                 raise _lost(id)
             entry.written = written
-        self._tell()
+        self._wake_waiters()
 
     def written(self, id: str, known: int = 0, wait: float = 0.0) -> tuple[tuple[int, ...], bool]:
-        """The checksums of an announced object's chunks, and whether it is whole; of any other none, and that it is.
+        """The checksums of an announced object's complete chunks, and whether it is whole; for others, () and True.
 
-        Waits up to `wait` seconds for more chunks than `known`. Raises ObjectLost when the writer gave it up.
+        Waits up to `wait` seconds for more chunks than `known`. Raises ObjectLost if the writer aborted it.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._news(id, known), wait)
         with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted" and not entry.whole:
-                raise ObjectLost(f"object {id} was given up while it was written", id)
+                raise ObjectLost(f"object {id} was aborted while it was written", id)
             return entry.written or (), entry.whole
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
-        """Keep a sealed object where it is until `unhold`. Raises ObjectLost unless all of this is its own.
+        """Hold a sealed object in its place until `unhold`. Raises ObjectLost unless key, generation and size match.
 
-        With `announced`, also one that is announced; what of it may be read is what `written` says. A spilled one is
-        then brought back first, and ArenaFull raised while there is no room for it.
+        With `announced`, an announced object can be held too; `written` says which bytes of it can be read. Then a
+        spilled object is taken back first; this raises ArenaFull while there is no room for it.
         """
         with self._lock:
             entry = self._entry(id)
@@ -169,10 +168,10 @@ class ObjectTable:
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits and never fails, so that finalizers may call it."""
-        self._lock.post(partial(self._drop, id))
+        self._lock.post(partial(self._end_hold, id))
 
     def spill(self, id: str) -> None:
-        """Free the room of a sealed object that is kept elsewhere now, unless somebody holds it. Raises ObjectLost."""
+        """Free the room of a sealed object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
         with self._lock:
             entry = self._entry(id)
             if entry.state == "deleted":
@@ -182,9 +181,9 @@ class ObjectTable:
                 self._space.free(entry.extent.offset)
 
     def restore(self, id: str, fill: Callable[[int], None]) -> Extent:
-        """Make room for a spilled object, have `fill` write its bytes at that offset, and hold it.
+        """Allocate room for a spilled object, have `fill` write its bytes at that offset, and hold it.
 
-        Raises ArenaFull, what `fill` raises, and ObjectLost if it was deleted meanwhile; it is as before then.
+        Raises, with nothing changed, ArenaFull, what `fill` raises, or ObjectLost if it was deleted meanwhile.
         """
         with self._lock:
             offset = self._place(self._entry(id).extent.nbytes)
@@ -202,15 +201,16 @@ class ObjectTable:
             raise
 
     def delete(self, id: str) -> None:
-        """No new holds from now on; the room is free when the last hold ends. An unknown id changes nothing."""
+        """Delete an object: it cannot be held anew, and its room is free when its last hold ends. Idempotent."""
         with self._lock:
             if id in self._entries:
                 self._delete(self._entries[id])
 
     def share(self, id: str, name: str) -> None:
-        """Keep an object until that name is released too, and not only its request. Raises ObjectLost.
+        """Keep an object until this name is released too. Raises ObjectLost.
 
-        Without its request it is spare: when room is short, the least recently used of those are deleted first.
+        When its request is released, it is spare: when room is short, spare objects are deleted, the least recently
+        used first.
         """
         with self._lock:
             entry = self._entry(id)
@@ -220,9 +220,9 @@ class ObjectTable:
                 entry.shared.append(name)
 
     def release(self, request: str) -> None:
-        """Delete every object of a request, those being written included, unless it is shared.
+        """Delete every object of a request, also those being written, unless another name keeps it.
 
-        One that is spilled goes all the same: it was moved under the name of that request.
+        A spilled object is deleted in any case, because it was moved under the name of that request.
         """
         with self._lock:
             for entry in [*self._entries.values()]:
@@ -234,19 +234,19 @@ class ObjectTable:
                     self._delete(entry)
 
     def requests(self) -> frozenset[str]:
-        """Ids of the requests, and other names, that objects exist for, deleted ones not counted."""
+        """The requests, and other names, that keep objects which are not deleted."""
         with self._lock:
             alive = [entry for entry in self._entries.values() if entry.state != "deleted"]
             return frozenset(name for entry in alive for name in (entry.extent.request, *entry.shared))
 
     def idle(self) -> list[Extent]:
-        """Sealed objects that nobody holds, least recently used first: the first MOST_IDLE. Spare ones go otherwise."""
+        """The first MOST_IDLE sealed objects that nobody holds and that are not spare, least recently used first."""
         with self._lock:
             idle = (e for e in self._entries.values() if e.state == "sealed" and not (e.holds or e.spare))
             return [entry.extent for entry in islice(idle, MOST_IDLE)]
 
     def usage(self) -> Usage:
-        """How full the space is. What spare objects take is free, though not in one piece with the rest."""
+        """How full the space is. Room of spare objects counts as free, though it may not be contiguous."""
         with self._lock:
             usage, sizes = self._space.usage(), [entry.extent.nbytes for entry in self._spare()]
         taken, asked = sum(max(1, -(-size // BLOCK)) * BLOCK for size in sizes), sum(sizes)
@@ -271,7 +271,7 @@ class ObjectTable:
             entry = self._entries.get(id)
             return entry is None or entry.state != "writing" or len(entry.written or ()) > known
 
-    def _tell(self) -> None:
+    def _wake_waiters(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -291,14 +291,14 @@ class ObjectTable:
             del self._entries[entry.extent.id]
         elif entry.state != "deleted":
             self._move(entry, "deleted")
-            self._sweep(entry)
+            self._free_if_unused(entry)
 
-    def _drop(self, id: str) -> None:
+    def _end_hold(self, id: str) -> None:
         entry = self._entries[id]
         entry.holds -= 1
-        self._sweep(entry)
+        self._free_if_unused(entry)
 
-    def _sweep(self, entry: _Entry) -> None:
+    def _free_if_unused(self, entry: _Entry) -> None:
         if entry.state == "deleted" and not entry.holds:
             del self._entries[entry.extent.id]
             self._space.free(entry.extent.offset)

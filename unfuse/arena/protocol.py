@@ -1,4 +1,4 @@
-"""What an arena and its readers and writers say to each other over a unix socket: a length, then one message."""
+"""Messages between an arena's owner and its readers and writers, over a unix socket."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from unfuse.core import framing
 from unfuse.core.codec import encode
 
 MAX_MESSAGE = 128 * 1024
-"""Bytes of a message, beyond which its sender is not one of ours."""
+"""The most bytes of a message."""
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """Keep a sealed object until Unhold or the end of this connection. Answered by Placed, or Lost."""
+    """Hold a sealed object until Unhold or the end of this connection. Answered by Placed, or Lost."""
 
     id: str
     key: bytes
@@ -31,17 +31,17 @@ class Unhold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Who(msgspec.Struct, frozen=True, tag=True):
-    """Whose arena is it? Answered by Owner."""
+    """Ask who owns the arena. Answered by Owner."""
 
 
 class Write(msgspec.Struct, frozen=True, tag=True):
-    """Prove the right to write; every message below needs it. Answered by Done with a writable descriptor."""
+    """Prove the right to write, which the messages below need. Answered by Done with a writable descriptor."""
 
     token: bytes
 
 
 class Create(msgspec.Struct, frozen=True, tag=True):
-    """Make room for an object; it is aborted if this connection ends before Seal. Answered by Placed, or Full."""
+    """Allocate an object; it is aborted if this connection ends before Seal. Answered by Placed, or Full."""
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
     request: str
@@ -54,7 +54,7 @@ class Seal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Give up an object of this connection. Answered by Done."""
+    """Drop an object that this connection is writing. Answered by Done."""
 
     id: str
 
@@ -72,29 +72,29 @@ class Release(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spill(msgspec.Struct, frozen=True, tag=True):
-    """An object is kept elsewhere now: free its room. Answered by Done, or Lost."""
+    """Free the room of an object that was copied elsewhere. Answered by Done, or Lost."""
 
     id: str
 
 
 class Look(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Seen."""
+    """Ask for the state of the arena. Answered by Seen."""
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """Where the object is. The answer to a connection's first Hold brings the read-only descriptor."""
+    """The place of the object. The answer to a connection's first Hold carries the read-only descriptor."""
 
     extent: Extent
 
 
 class Owner(msgspec.Struct, frozen=True, tag=True):
-    """The owner that refs to its objects name."""
+    """The owner of the arena, by the name that refs have."""
 
     id: str
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is so."""
+    """The request was carried out."""
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +104,7 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """There is no room; bytes."""
+    """There is no room. All fields are bytes."""
 
     needed: int
     free: int
@@ -112,7 +112,7 @@ class Full(msgspec.Struct, frozen=True, tag=True):
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):
-    """How full the arena is, the requests it holds objects for, and objects that could be moved elsewhere."""
+    """How full the arena is, the requests that it holds objects for, and idle objects, which could be spilled."""
 
     usage: Usage
     requests: frozenset[str]
@@ -124,5 +124,5 @@ FromOwner = Owner | Placed | Done | Lost | Full | Seen
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:
-    """The message as it travels."""
+    """The message with its header."""
     return framing.frame(encode(message))

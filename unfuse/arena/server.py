@@ -1,4 +1,4 @@
-"""The owner's end of an arena's socket: one thread that answers readers and writers, and ends their holds with them."""
+"""The server of an arena: one thread answers readers and writers, and ends their holds when they disconnect."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from unfuse.core.framing import split_message
 RECEIVE_BYTES = 64 * 1024
 
 MOST_CLIENTS = 256
-"""Connections at once: two for each other worker of the machine, and that of one's own compute process."""
+"""The most connections: two for each other worker of the machine, and one for our own compute process."""
 
 AT_A_TIME = 32
-"""Messages of one client that are answered before it is the others' turn."""
+"""The most messages of one client that are answered before other clients have their turn."""
 
 
 @dataclass(eq=False, slots=True)
 class _Connection:
-    """A client: what it has sent so far, and what must be undone when it goes."""
+    """A client: what it has sent and is not answered yet, and what must be undone when it disconnects."""
 
     socket: socket.socket
     pid: int
@@ -63,11 +63,11 @@ class _Connection:
 
 
 class ArenaServer:
-    """Serves an arena at `address`, in a `folder`, until closed. Who shows `token` (128 random bits) may write.
+    """Serves an arena at `address`, a socket in `folder`, until `close`. Clients that show `token` may write.
 
-    A client that sends anything but messages it may send, or does not read its answers, is disconnected. However many
-    it sends, the others have their turns, and of too many connections one gives way of whoever has the most.
-    Raises ConfigError when there can be no socket in the folder. What dead owners left there is removed.
+    A client that breaks the protocol, or does not read its answers, is disconnected. Clients take turns, however many
+    messages one sends. When there are too many connections, an idle one of the process with the most is closed. Sockets
+    of dead owners in the folder are removed. Raises ConfigError if no socket can be made there.
     """
 
     def __init__(self, arena: Arena, token: bytes, folder: Path, owner: str) -> None:
@@ -84,7 +84,7 @@ class ArenaServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Disconnect everybody, which ends their holds. What they have mapped stays readable to them."""
+        """Disconnect all clients, which ends their holds. Memory that they have mapped stays readable to them."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         for connection in self._connections():
@@ -111,9 +111,9 @@ class ArenaServer:
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
-        except BlockingIOError:  # it did not wait
+        except BlockingIOError:  # the client is gone already
             return
-        except OSError:  # out of descriptors
+        except OSError:  # there are no free descriptors
             self._make_room()
             return
         pid, uid = peer_of(client)
@@ -124,18 +124,18 @@ class ArenaServer:
         self._selector.register(client, selectors.EVENT_READ, _Connection(client, pid))
 
     def _connections(self) -> list[_Connection]:
-        """The oldest first."""
+        """All connections, the oldest first."""
         return [key.data for key in self._selector.get_map().values() if key.data]
 
     def _make_room(self) -> bool:
-        """Disconnect one that neither writes nor holds anything, of the process with the most; False if none is so."""
+        """Disconnect an idle client of the process that has the most of them. False if no client is idle."""
         idle = [one for one in self._connections() if not (one.writer or one.holds.total())]
         for pid, _ in Counter(one.pid for one in idle).most_common(1):
             self._disconnect(next(one for one in idle if one.pid == pid))
         return bool(idle)
 
     def _hear(self, connection: _Connection, *, receive: bool = True) -> None:
-        """Answer some of what a client has sent; the rest when it is its turn again, before more is received."""
+        """Answer up to AT_A_TIME messages of a client; the rest when it is its turn again, before more is received."""
         try:
             if receive:
                 data = connection.socket.recv(RECEIVE_BYTES)
@@ -214,7 +214,7 @@ class ArenaServer:
 
 
 def _send(client: socket.socket, data: bytes, fd: int | None) -> None:
-    """Send without waiting: a client asks one thing at a time, so only one that never reads has no room for more."""
+    """Send without waiting. A client has one request at a time, so its buffer is full only if it never reads."""
     sent = socket.send_fds(client, [data], [] if fd is None else [fd])
     if sent < len(data):
         raise ProtocolError("the client does not read its answers")

@@ -1,4 +1,4 @@
-"""Where an arena is met: a unix socket with a name of its own, in a folder that only its user may enter."""
+"""The unix socket of an arena: it has a random name, in a folder that only its user may enter."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from unfuse.core.errors import ConfigError, ProtocolError
 
 SCHEME = "unix:"
 ABSTRACT = "unix:@"
-"""Addresses of the versions before run folders began so: names that leave no file, and are open to every user."""
+"""The beginning of addresses in versions before run folders: abstract sockets, which every user can open."""
 
 NAME = re.compile(r"arena-[0-9a-f]{24}")
-"""96 random bits: nobody draws the name of another arena, of this machine or of any other."""
+"""96 random bits, so that no two arenas have one name, on this machine or on others."""
 
 DRAFT = "."
-"""What a socket's name begins with until it listens."""
+"""The beginning of a socket's name until it listens."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -45,14 +45,14 @@ def listen(folder: Path) -> tuple[socket.socket, Path]:
         listener.listen()
         try:
             os.rename(draft, path)
-        except FileNotFoundError:  # somebody who removes what is stale came before it listened
+        except FileNotFoundError:  # another process removed it as stale before it listened
             listener.close()
             continue
         return listener, path
 
 
 def remove_stale(folder: Path) -> list[Path]:
-    """Remove the sockets of arenas whose owners are gone, killed say; returns which. Those of the living stay."""
+    """Remove the sockets of arenas whose owners are gone, for example killed. Returns their paths."""
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name.removeprefix(DRAFT))]
     stale = [path for path in found if _is_refused(path)]
     for path in stale:
@@ -60,8 +60,8 @@ def remove_stale(folder: Path) -> list[Path]:
     return stale
 
 
-def where(address: str, folder: Path | None = None) -> str:
-    """What to connect to. Raises ProtocolError for what is not an address of an arena.
+def socket_name(address: str, folder: Path | None = None) -> str:
+    """The name of the socket to connect to. Raises ProtocolError for what is not an address of an arena.
 
     With a `folder` it is looked for there, wherever the owner says that it lies: containers may see one folder at
     different paths, and who registers an address does not choose what is connected to.
@@ -75,12 +75,12 @@ def where(address: str, folder: Path | None = None) -> str:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Process (0: one that is not seen from here) and user at the other end."""
+    """The process id (0: a process that is not visible from here) and the user id at the other end."""
     pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
-def exactly(connection: socket.socket, count: int) -> bytes:
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
     """So many bytes of a socket that blocks, whose own limit of silence holds for all of them together.
 
     Raises OSError when they do not come.
@@ -98,6 +98,6 @@ def _is_refused(path: Path) -> bool:
                 probe.connect(os.fspath(path))
         except ConnectionRefusedError:
             return True
-        except OSError:  # it is gone meanwhile, or its owner has no time for us
+        except OSError:  # the socket is gone by now, or its owner is too busy
             return False
     return False

@@ -17,11 +17,11 @@ BACKENDS = {
 }
 
 PREFERENCE = ("nixl", "mooncake", "tcp", "zmq")
-"""Best first. The first two run only where somebody asked for them; others, and those of third parties, come last."""
+"""Best first. The first two run only if they are asked for. Engines that are not listed come last."""
 
 
 def open_engine(name: str, options: TransferOptions) -> TransferEngine:
-    """The engine of that name, or `module:attr`. Raises ConfigError if it cannot run, or must not."""
+    """Open the engine of that name, or `module:attr`. Raises ConfigError if it cannot run, or must not."""
     engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
     if not engine.enforces_refs and not options.trusted_network:
         raise ConfigError(
@@ -32,6 +32,6 @@ def open_engine(name: str, options: TransferOptions) -> TransferEngine:
 
 
 def agree(ours: Iterable[str], theirs: Iterable[str]) -> list[str]:
-    """The engines both peers have, best first."""
+    """The engines that both peers have, best first."""
     order = {name: place for place, name in enumerate(PREFERENCE)}
     return sorted(set(ours) & set(theirs), key=lambda name: (order.get(name, len(order)), name))

@@ -1,6 +1,6 @@
-"""The transfer port: whoever needs an object pulls its bytes from the owner's arena into memory of its own.
+"""The transfer port: a reader pulls an object's bytes from its owner's arena into the reader's own memory.
 
-Whoever writes an engine runs `unfuse.testing.check_transfer` on it: the suite is the contract in executable form.
+To check a new engine, run `unfuse.testing.check_transfer` on it: the suite is the contract in executable form.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class LinkBroken(TransientError):
-    """Bytes did not come, or not whole. Another try, or another engine, may bring the rest."""
+    """The owner cannot be reached, or its bytes are incomplete or damaged. Another try, or engine, may succeed."""
 
 
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is set of how engines move tensors, and when they give up."""
+    """Settings: how engines move tensors, and when they give up."""
 
     trusted_network: Annotated[
         bool,
@@ -50,11 +50,11 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferOptions(TransferSettings, frozen=True):
-    """How the engines of one worker listen, beside what is set.
+    """The options of one worker's engines.
 
-    `host` is the address other nodes reach this process by; `secret` is what all peers share (workers' secret CURVE
-    key). Without one engines serve and ask nobody, unless they are `insecure` at both ends: whoever reaches them may
-    pull then who shows an object's key. A session has `attempts` tries in a row that bring nothing.
+    `host` is the address by which other nodes reach this process. `secret` is shared by all peers (the workers' secret
+    CURVE key). Without it, engines do not open, unless both ends are `insecure`: then whoever reaches them and has an
+    object's key can pull it. A session fails after `attempts` tries in a row that bring nothing.
     """
 
     host: str = "127.0.0.1"
@@ -64,50 +64,50 @@ class TransferOptions(TransferSettings, frozen=True):
 
     @property
     def authentic(self) -> bool:
-        """Whether peers prove who they are, or need not."""
+        """Whether peers can prove who they are, or need not."""
         return bool(self.secret) or self.insecure
 
     @property
     def silence_s(self) -> float:
-        """Seconds after which a silent peer is gone."""
+        """Seconds without a byte after which a peer counts as gone."""
         return self.heartbeat_s * self.max_missed
 
 
 class Link(ABC):
-    """The way to one owner's objects. Nothing is connected before it is needed, nor connected again by the caller.
+    """The way to one owner's objects. It connects when that is needed, and again after a failure.
 
-    Thread-safe. Every method raises LinkBroken when the owner cannot be reached, is silent for `silence_s`, or says
-    what it must not; the next call tries anew, until `close`.
+    Thread-safe. Every method raises LinkBroken if the owner cannot be reached, is silent for `silence_s`, or breaks the
+    protocol; the next call tries again, until `close`.
     """
 
     @abstractmethod
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with bytes `start` to `stop` of an object, and nothing beyond it; yields how many are there.
+        """Fill `into` with bytes `start` to `stop` of an object; yields how many bytes are there, up to stop − start.
 
-        The numbers rise, to `stop − start` at the end; whatever is raised, the bytes of the last number came. They are
-        not verified: an engine may bring wrong bytes. Giving the iterator up ends the pull.
-        Raises ObjectLost when the owner says that no such object may be read, ArenaFull while it has no room for it.
+        Whatever is raised, the bytes of the last number are there. They are not verified. Closing the iterator ends the
+        pull. Raises ObjectLost if the owner says that the object cannot be read, ArenaFull while the object is spilled
+        and the owner has no room to take it back.
         """
 
     @abstractmethod
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        """What ObjectTable.written says, for a `ref` whose checksums are not all known. Raises ObjectLost."""
+        """Ask the owner for `ObjectTable.written`, for a `ref` whose checksums are not all known. Raises ObjectLost."""
 
     @abstractmethod
     def ping(self) -> None:
-        """Return when the owner has answered, or bytes of it are coming."""
+        """Return when the owner has answered, or is sending bytes."""
 
     @abstractmethod
     def close(self) -> None:
-        """Disconnect; what is being pulled breaks."""
+        """Disconnect; pulls that are under way raise LinkBroken."""
 
 
 class TransferEngine(ABC):
-    """One way for bytes to move. Synchronous and thread-safe; made with TransferOptions.
+    """One way to move bytes. Synchronous and thread-safe; made with TransferOptions.
 
-    `enforces_refs`: an object's bytes go only to who shows its ref's key, and only while it exists; an engine
-    that does not opens only in a trusted network. Raises ConfigError for options it cannot work with, among them those
-    by which anybody could ask.
+    An engine that `enforces_refs` gives an object's bytes only to peers that show its ref's key, and only while the
+    object exists; others open only in a trusted network. Raises ConfigError for options that it cannot use, or with
+    which anybody could pull.
     """
 
     name: ClassVar[str]
@@ -123,16 +123,16 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def serve(self, arena: Arena) -> str:
-        """Let peers pull from `arena` until `close`; returns the address they `connect` to."""
+        """Let peers pull from `arena` until `close`. Returns the address that they `connect` to."""
 
     def register(self, memory: NDArray[np.uint8]) -> None:
-        """Say once, before the first pull, in which memory pulls will end; some hardware needs to know."""
+        """Register the memory that pulls will write to, once, before the first pull; some hardware needs this."""
         del memory
 
     @abstractmethod
     def connect(self, address: str) -> Link:
-        """The way to the owner that serves at `address`."""
+        """A link to the owner that serves at `address`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop serving. Links are closed by who has them."""
+        """Stop serving. Callers close their links themselves."""

@@ -1,4 +1,4 @@
-"""Links that are a few connections, each used by one pull at a time."""
+"""Links made of a few connections, each used by one pull at a time."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Reply = TypeVar("Reply", bound=FromOwner)
 
 
 class OwnerConnection(Protocol):
-    """One connection to an owner. What goes wrong is one of its link's `errors`."""
+    """One connection to an owner. Its failures are the `errors` of its link."""
 
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        """The answer to a question about object `id`. Raises ObjectLost or ArenaFull when the owner says so."""
+        """Send a message about object `id`; returns the answer. Raises ObjectLost or ArenaFull if the owner says so."""
         ...
 
     def is_alive(self) -> bool:
-        """Whether it is worth using again, as far as can be seen without asking."""
+        """Whether it can be used again, as far as can be seen without asking the owner."""
         ...
 
     def interrupt(self) -> None:
-        """Have what another thread waits for here fail soon."""
+        """Make calls of other threads that wait here fail soon."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the connection."""
         ...
 
 
@@ -41,7 +41,7 @@ C = TypeVar("C", bound=OwnerConnection)
 
 
 class PooledLink(Link, Generic[C]):
-    """At most `queues` connections to one owner, opened when they are needed and kept while they work."""
+    """At most `queues` connections to one owner; they are opened when they are needed, and kept while they work."""
 
     errors: tuple[type[Exception], ...] = (OSError, ProtocolError)
 
@@ -54,33 +54,33 @@ class PooledLink(Link, Generic[C]):
         self._closed = False
 
     @contextmanager
-    def one(self) -> Iterator[C]:
-        """A connection of one's own; it is not used again unless the body ends well, or with what the owner said."""
+    def connection(self) -> Iterator[C]:
+        """A context with a connection. It is used again if the body succeeds, or raises the owner's answer."""
         with self._room:
             try:
-                connection = self._take()
-                well = False
+                connection = self._borrow()
+                reusable = False
                 try:
                     yield connection
-                    well = True
+                    reusable = True
                 except (ObjectLost, ArenaFull):
-                    well = True
+                    reusable = True
                     raise
                 finally:
-                    self._leave(connection, well)
+                    self._return(connection, reusable)
             except self.errors as error:
                 raise LinkBroken(f"the owner at {self._address} is not reached: {error}") from error
 
     @override
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
-        with self.one() as connection:
+        with self.connection() as connection:
             answer = connection.ask(Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait), Written, ref.id)
         return answer.checksums, answer.whole
 
     @override
     def ping(self) -> None:
         if len(self._busy) < self._queues:
-            with self.one() as connection:
+            with self.connection() as connection:
                 connection.ask(Ping(), Pong)
 
     @override
@@ -92,10 +92,10 @@ class PooledLink(Link, Generic[C]):
             while self._idle:
                 self._idle.pop().close()
 
-    def _take(self) -> C:
+    def _borrow(self) -> C:
         with self._lock:
             if self._closed:
-                raise ConnectionAbortedError("it is given up")
+                raise ConnectionAbortedError("the link is closed")
             while self._idle:
                 connection = self._idle.pop()
                 if connection.is_alive():
@@ -107,10 +107,10 @@ class PooledLink(Link, Generic[C]):
             self._busy.add(connection)
         return connection
 
-    def _leave(self, connection: C, well: bool) -> None:
+    def _return(self, connection: C, reusable: bool) -> None:
         with self._lock:
             self._busy.discard(connection)
-            if well and not self._closed:
+            if reusable and not self._closed:
                 self._idle.append(connection)
             else:
                 connection.close()

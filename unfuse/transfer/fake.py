@@ -1,4 +1,4 @@
-"""Transfer inside one process, by copying: the plainest engine, and the specification of the others."""
+"""Transfer inside one process, by copying: the simplest engine, and the specification of the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
-from unfuse.transfer.owner_messages import Pull, Watch, place, watch
+from unfuse.transfer.owner_messages import Pull, Watch, answer_watch, hold_for
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PIECE = 1024 * 1024
 
 _SERVING: WeakValueDictionary[str, FakeEngine] = WeakValueDictionary()
-"""What a network would be: engines of this process by address."""
+"""The engines of this process by address, in place of a network."""
 
 
 class FakeEngine(TransferEngine):
@@ -49,7 +49,7 @@ class FakeEngine(TransferEngine):
 
 
 class FakeLink(Link):
-    """Looks for the owner anew each time."""
+    """Looks up the owner at each use."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -57,7 +57,7 @@ class FakeLink(Link):
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         arena = self._owner().arena
-        extent = place(arena, Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop))
+        extent = hold_for(arena, Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop))
         try:
             for done in range(start, stop, PIECE):
                 end = min(done + PIECE, stop)
@@ -71,7 +71,7 @@ class FakeLink(Link):
     def written(self, ref: ObjectRef, known: int, wait: float) -> tuple[tuple[int, ...], bool]:
         owner = self._owner()
         asked = Watch(ref.id, ref.key, ref.generation, ref.nbytes, known, wait)
-        answer = watch(owner.arena, asked, owner.options.heartbeat_s)
+        answer = answer_watch(owner.arena, asked, owner.options.heartbeat_s)
         return answer.checksums, answer.whole
 
     @override

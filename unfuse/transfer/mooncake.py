@@ -1,4 +1,4 @@
-"""Transfer by Mooncake, over TCP, or RDMA where there is hardware. It enforces nothing: for trusted networks only."""
+"""Transfer by Mooncake, over TCP, or RDMA where the hardware has it. It enforces no refs: for trusted networks only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROTOCOL = "tcp"
 
 
 class MooncakeEngine(OneSidedEngine):
-    """It listens on every address of the machine, whatever `host` is."""
+    """Listens on every address of the machine, whatever `host` is."""
 
     name = "mooncake"
 
@@ -37,7 +37,7 @@ class MooncakeEngine(OneSidedEngine):
 
     @override
     def publish(self) -> bytes:
-        """The port that was asked for is not the one that listens."""
+        """The address that the library listens on: it chooses the port itself."""
         return f"{self.options.host}:{self._library.get_rpc_port()}".encode()
 
     @override

@@ -1,4 +1,4 @@
-"""Threads that move sessions on, some for each owner: one that waits for an owner keeps no other's session waiting."""
+"""Threads that run transfer sessions, some for each owner, so that a slow owner does not hold up others' sessions."""
 
 from __future__ import annotations
 
@@ -10,93 +10,93 @@ from typing import Protocol
 
 
 class Stepwise(Protocol):
-    """What is moved on."""
+    """A session as the movers see it."""
 
     def step(self) -> float | None:
-        """Go on a little; returns in how many seconds to go on, None when it is over. Never raises."""
+        """Do a piece of work. Returns the seconds until the next step is due, None at the end. Never raises."""
 
     def cancel(self) -> None:
-        """Have the next step be the last."""
+        """Make the next step the last."""
 
 
 class Movers:
-    """At most `most` threads an owner, and no more than it has sessions: they come and go with these.
+    """At most `most` threads for each owner, and no more than it has sessions; they start and end with the sessions.
 
-    An owner's sessions take turns, each when its time has come.
+    The sessions of an owner take turns, each when its next step is due.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = Lock()
-        self._crews: dict[str, _Crew] = {}
+        self._owners: dict[str, _OwnerThreads] = {}
         self._stopped = False
 
     def add(self, owner: str, session: Stepwise) -> None:
-        """Move a session on until it is over."""
+        """Run a session until it is over."""
         with self._lock:
-            crew = self._crews.setdefault(owner, _Crew(self._lock))
-            crew.sessions += 1
-            crew.plan(session, 0)
-            if len(crew.threads) < self._most:
-                thread = Thread(target=self._move, args=(owner, crew), name="transfer", daemon=True)
-                crew.threads.append(thread)
+            threads = self._owners.setdefault(owner, _OwnerThreads(self._lock))
+            threads.sessions += 1
+            threads.schedule(session, 0)
+            if len(threads.running) < self._most:
+                thread = Thread(target=self._run, args=(owner, threads), name="transfer", daemon=True)
+                threads.running.append(thread)
                 thread.start()
 
     def stop(self) -> None:
-        """End every session soon."""
+        """Tell all threads to end; `join` then ends the sessions."""
         with self._lock:
             self._stopped = True
-            for crew in self._crews.values():
-                crew.news.notify_all()
+            for threads in self._owners.values():
+                threads.changed.notify_all()
 
     def join(self) -> None:
-        """Wait until that is so."""
+        """After `stop`: wait until all threads have ended, and end the sessions that are left."""
         with self._lock:
-            crews = list(self._crews.values())
-            threads = [thread for crew in crews for thread in crew.threads]
-        for thread in threads:
+            owners = list(self._owners.values())
+            running = [thread for threads in owners for thread in threads.running]
+        for thread in running:
             thread.join()
-        for crew in crews:
-            for _, _, session in crew.due:
+        for threads in owners:
+            for _, _, session in threads.due:
                 session.cancel()
                 session.step()
 
-    def _move(self, owner: str, crew: _Crew) -> None:
-        while session := self._next(owner, crew):
+    def _run(self, owner: str, threads: _OwnerThreads) -> None:
+        while session := self._next(owner, threads):
             delay = session.step()
             with self._lock:
                 if delay is None:
-                    crew.sessions -= 1
-                    crew.news.notify_all()
+                    threads.sessions -= 1
+                    threads.changed.notify_all()
                 else:
-                    crew.plan(session, delay)
+                    threads.schedule(session, delay)
 
-    def _next(self, owner: str, crew: _Crew) -> Stepwise | None:
-        """The next session whose time has come; None when this thread is one too many."""
+    def _next(self, owner: str, threads: _OwnerThreads) -> Stepwise | None:
+        """Wait for the next session that is due; None if this thread must end, as there are more than sessions."""
         with self._lock:
-            while not self._stopped and len(crew.threads) <= crew.sessions:
-                wait = crew.due[0][0] - time.monotonic() if crew.due else None
+            while not self._stopped and len(threads.running) <= threads.sessions:
+                wait = threads.due[0][0] - time.monotonic() if threads.due else None
                 if wait is not None and wait <= 0:
-                    return heappop(crew.due)[2]
-                crew.news.wait(wait)
+                    return heappop(threads.due)[2]
+                threads.changed.wait(wait)
             if not self._stopped:
-                crew.threads.remove(current_thread())
-                if not crew.threads:
-                    del self._crews[owner]
+                threads.running.remove(current_thread())
+                if not threads.running:
+                    del self._owners[owner]
             return None
 
 
-class _Crew:
-    """One owner's sessions that are not over, when those that no thread has are due, and the threads."""
+class _OwnerThreads:
+    """The threads for one owner, the number of its sessions, and a heap of those that no thread has, by due time."""
 
     def __init__(self, lock: Lock) -> None:
-        self.news = Condition(lock)
+        self.changed = Condition(lock)
         self.due: list[tuple[float, int, Stepwise]] = []
-        self.threads: list[Thread] = []
+        self.running: list[Thread] = []
         self.sessions = 0
         self._turns = itertools.count()
 
-    def plan(self, session: Stepwise, delay: float) -> None:
-        """Have a thread go on with it in so many seconds, after those that came before."""
+    def schedule(self, session: Stepwise, delay: float) -> None:
+        """Let a thread do the session's next step in `delay` seconds, after those that are due before."""
         heappush(self.due, (time.monotonic() + delay, next(self._turns), session))
-        self.news.notify()
+        self.changed.notify()

@@ -1,4 +1,4 @@
-"""Transfer by NIXL over UCX, RDMA where there is hardware. It enforces nothing: for trusted networks only."""
+"""Transfer by NIXL over UCX, with RDMA where the hardware has it. It enforces no refs: for trusted networks only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 POLL_S = 0.0001
 ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception))
-"""What the library raises; its errors have no common root."""
+"""The errors of the library, which have no common base."""
 
 
 class NixlEngine(OneSidedEngine):
-    """One agent, with a thread that answers the others' reads: without it, they hang."""
+    """One agent, with a thread that answers other agents' reads, which would hang without it."""
 
     name = "nixl"
 

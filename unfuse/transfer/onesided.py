@@ -1,4 +1,4 @@
-"""Engines whose bytes come by reads that the owner has no part in: they enforce nothing, but still ask for a hold."""
+"""Engines that read the owner's memory without its help. They cannot enforce refs, but still ask for a hold."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ PIECE = 16 * 1024 * 1024
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a reader must know of an owner: its name in the library, and where its arena begins in its memory."""
+    """What a reader must know about an owner: its name in the library, and the address of its arena."""
 
     name: bytes
     base: int
 
 
 class OneSidedEngine(TransferEngine):
-    """What may be read is agreed on as by tcp; a library moves the bytes, between memory that both ends registered."""
+    """Agrees over TCP on what may be read; a library then moves the bytes between memory that both ends registered."""
 
     enforces_refs = False
     _owner: Owner | None = None
 
     @abstractmethod
     def publish(self) -> bytes:
-        """What peers need to `read` from here, once memory is registered."""
+        """The name that peers need to `read` from here, once memory is registered."""
 
     @abstractmethod
     def read(self, name: bytes, address: int, to: int, count: int) -> None:
-        """Copy `count` bytes from an address of the process that published `name` to one of ours, or LinkBroken."""
+        """Copy `count` bytes from an address in the process that published `name` to ours, `to`. Raises LinkBroken."""
 
     @override
     def serve(self, arena: Arena) -> str:
@@ -61,7 +61,7 @@ class OneSidedEngine(TransferEngine):
 
 
 class _OneSidedLink(ChannelLink):
-    """Reads where the owner says that the object lies."""
+    """Reads at the offset that the owner gives."""
 
     def __init__(self, address: str, engine: OneSidedEngine) -> None:
         super().__init__(address, engine.options)

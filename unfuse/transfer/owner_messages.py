@@ -1,4 +1,4 @@
-"""What an owner and a reader say to each other, over whatever brings it, and the owner's answers."""
+"""Messages between an owner of objects and a reader, whatever carries them; and how the owner answers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import chunk_bytes
 
 MAX_MESSAGE = 16 * 1024
-"""Bytes of a message, beyond which its sender is not one of ours."""
+"""The most bytes of a message."""
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What must be shown of an object's ref."""
+    """The fields of an object's ref that a reader must show."""
 
     id: str
     key: bytes
@@ -23,48 +23,48 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 class Pull(Shown, frozen=True, tag=True):
-    """Send these bytes, or keep them where they lie; either until the next message."""
+    """Send these bytes; or hold them, for a reader that reads them itself, until its next message."""
 
     start: int
     stop: int
 
 
 class Watch(Shown, frozen=True, tag=True):
-    """Say how far an announced object is written, waiting a little for more than is known."""
+    """Say how far an announced object is written; wait up to `wait` seconds for more than `known` chunks."""
 
     known: int
     wait: float
 
 
 class Got(msgspec.Struct, frozen=True, tag=True):
-    """What was pulled is here. Not answered."""
+    """The reader has the bytes that it pulled. Not answered."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answered by Pong."""
+    """Asks whether the owner is there. Answered by Pong."""
 
 
 class Coming(msgspec.Struct, frozen=True, tag=True):
-    """The bytes follow; they lie at this offset of the arena."""
+    """The bytes follow; in the arena they begin at `offset`, plus the start of the Pull."""
 
     offset: int
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):
-    """What ObjectTable.written says of an object."""
+    """The result of `ObjectTable.written` for an object."""
 
     checksums: tuple[int, ...]
     whole: bool
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """This object may not be read (any more), and why."""
+    """This object cannot be read, or no longer, for the reason in `message`."""
 
     message: str
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """There is no room now to take this object back from where it was moved; bytes."""
+    """The object is spilled, and there is no room to take it back now. All fields are bytes."""
 
     needed: int
     free: int
@@ -72,7 +72,7 @@ class Full(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """Here."""
+    """The owner is there."""
 
 
 ToOwner = Pull | Watch | Got | Ping
@@ -80,12 +80,12 @@ FromOwner = Coming | Written | Lost | Full | Pong
 
 
 def refusal(error: ObjectLost | ArenaFull) -> Lost | Full:
-    """How an owner says it."""
+    """The message for an error of the owner."""
     return Full(error.needed, error.free, error.capacity) if isinstance(error, ArenaFull) else Lost(str(error))
 
 
 def check_refusal(reply: FromOwner, id: str) -> None:
-    """Raises the ObjectLost or ArenaFull that an owner answered about object `id`."""
+    """Raise ObjectLost or ArenaFull if that is the owner's reply about object `id`."""
     match reply:
         case Lost(message):
             raise ObjectLost(message, id)
@@ -93,8 +93,8 @@ def check_refusal(reply: FromOwner, id: str) -> None:
             raise ArenaFull(needed, free, capacity, "the owner's arena has no contiguous room")
 
 
-def place(arena: Arena, pull: Pull) -> Extent:
-    """Hold the object of a Pull. Raises ObjectLost for bytes that it has not, or not yet, and ArenaFull."""
+def hold_for(arena: Arena, pull: Pull) -> Extent:
+    """Hold the object of a Pull. Raises ObjectLost for bytes that it does not have (yet), and ArenaFull."""
     extent = arena.hold(pull.id, pull.key, pull.generation, pull.nbytes, announced=True)
     try:
         chunks, whole = arena.written(pull.id)
@@ -107,7 +107,7 @@ def place(arena: Arena, pull: Pull) -> Extent:
     return extent
 
 
-def watch(arena: Arena, asked: Watch, longest: float) -> Written:
+def answer_watch(arena: Arena, asked: Watch, longest: float) -> Written:
     """The answer to a Watch. Raises ObjectLost, ArenaFull."""
     arena.hold(asked.id, asked.key, asked.generation, asked.nbytes, announced=True)
     try:

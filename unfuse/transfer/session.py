@@ -1,4 +1,4 @@
-"""Transfers: objects of other nodes brought here whole and verified, whatever happens on the way, or one error."""
+"""Transfers: fetch objects of other nodes, whole and verified, over failures on the way; or end with one error."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from unfuse.core.messages import Moved
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
+from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.movers import Movers
 from unfuse.transfer.sinks import Sink
-from unfuse.transfer.tally import Tally
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,18 +42,18 @@ SESSION_MOVES: dict[State, frozenset[State]] = {
 BACKOFF_S = 0.1
 MAX_BACKOFF_S = 2.0
 MAX_PULL = 64 * 1024 * 1024
-"""Bytes of a pull, or of a chunk if that is more: then the thread looks after its other sessions."""
+"""The most bytes of one pull (or one chunk, if that is larger); then the thread serves other sessions."""
 LOOK_AGAIN_S = 0.01
-"""Seconds until a session that waits for room, or for its object to be written, looks again."""
+"""Seconds between two looks of a session that waits for room, or for its object to be written."""
 
 Peers = Callable[[str], Mapping[str, str]]
-"""An owner's engines and their addresses, as far as the registry knows them now: {"tcp": "tcp://…"}."""
+"""Returns an owner's engines with their addresses, {"tcp": "tcp://…"}, as far as they are known now."""
 
 log = structlog.get_logger(__name__)
 
 
 class Session:
-    """One transfer: the first `good` bytes, always whole chunks or everything, are here and verified."""
+    """One transfer. The first `good` bytes are here and verified: whole chunks, or everything."""
 
     def __init__(self, ref: ObjectRef, sink: Sink, links: Links, options: TransferOptions, good: int) -> None:
         self.id, self.ref, self.good = secrets.token_hex(8), ref, good
@@ -66,36 +66,36 @@ class Session:
         self._trouble_since: float | None = None
         self._cancelled = False
         self.over: Future[None] = Future()
-        """Has the result when it is over; cannot be cancelled."""
+        """Done when the transfer has ended; it cannot be cancelled."""
         self.over.set_running_or_notify_cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it is over, one way or the other, after at most `timeout` seconds."""
+        """Wait at most `timeout` seconds. Returns whether the transfer has ended, with success or not."""
         return bool(wait([self.over], timeout).done)
 
     def result(self, timeout: float | None = None) -> None:
-        """Return when everything is here. Raises what it failed with (ObjectLost, ArenaFull, …), or TimeoutError."""
+        """Wait until everything is here. Raises the transfer's error (ObjectLost, ArenaFull, …), or TimeoutError."""
         if not self.wait(timeout):
             raise TimeoutError(f"object {self.ref.id} is not here after {timeout} s")
         if self.error:
             raise self.error
 
     def cancel(self) -> None:
-        """Have it fail soon, if it is not over."""
+        """Make the transfer fail soon, unless it has ended."""
         self._cancelled = True
 
     def step(self) -> float | None:
-        """Go on a little; returns in how many seconds to go on, None when it is over. Never raises."""
+        """Do a piece of work. Returns the seconds until the next step is due, None at the end. Never raises."""
         try:
             self._check_wanted()
-            return self._connect() if self.state == "bootstrapping" else self._bring()
+            return self._connect() if self.state == "bootstrapping" else self._fetch()
         except LinkBroken as error:
             return self._set_back(error)
         except ArenaFull as error:
             return self._wait_for_room(error)
-        except Exception as error:  # one bad session harms no other
+        except Exception as error:  # a session that fails must not end the thread
             if not isinstance(error, UnfuseError):
-                log.exception("a transfer failed by a defect", object=self.ref.id)
+                log.exception("a transfer failed because of a defect", object=self.ref.id)
             return self._end(error)
 
     def _connect(self) -> float:
@@ -105,7 +105,7 @@ class Session:
         self._move("waiting_for_input")
         return 0
 
-    def _bring(self) -> float | None:
+    def _fetch(self) -> float | None:
         pieces = self._room()
         if not pieces:
             return LOOK_AGAIN_S
@@ -114,10 +114,10 @@ class Session:
         try:
             self._pull(pieces)
         except LinkBroken:
-            self._links.tally.add(self._engine, Moved(failures=1))
+            self._links.counters.add(self._engine, Moved(failures=1))
             raise
         finally:
-            self._links.tally.add(self._engine, Moved(self.good - good, time.monotonic() - began))
+            self._links.counters.add(self._engine, Moved(self.good - good, time.monotonic() - began))
         if self.good == self.ref.nbytes:
             self._sink.finish()
             return self._end(None)
@@ -125,7 +125,7 @@ class Session:
         return 0
 
     def _pull(self, pieces: Iterable[NDArray[np.uint8]]) -> None:
-        """Fill these with the next bytes, and verify them."""
+        """Fill these arrays with the next bytes, and verify them."""
         at, hasher = self.good, xxhash.xxh3_64()
         for piece in pieces:
             with closing(self._link.pull(self.ref, at, at + piece.nbytes, piece)) as pull:
@@ -137,9 +137,10 @@ class Session:
             at += piece.nbytes
 
     def _room(self) -> list[NDArray[np.uint8]]:
-        """Where to put what can be asked for now: whole chunks whose checksums are known, as far as there is room."""
+        """Memory for what can be pulled now: whole chunks whose checksums are known, as far as there is room."""
         room = self._sink.room(self.good)
-        stop = min(self.good + min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk)), self._written())
+        most = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
+        stop = min(self.good + most, self._written())
         if stop < self.ref.nbytes:
             stop -= stop % self._chunk
         if stop <= self.good < self.ref.nbytes:
@@ -151,7 +152,7 @@ class Session:
         return [piece for piece in pieces if piece.nbytes] or pieces[:1]
 
     def _written(self) -> int:
-        """How many bytes there are to ask for: all, but of an object that is still written."""
+        """How many bytes can be pulled: all, or what is written so far of an announced object."""
         if len(self._checksums) * self._chunk < self.ref.nbytes:
             checksums, whole = self._link.written(self.ref, len(self._checksums), LOOK_AGAIN_S)
             known = len(self._checksums)
@@ -161,7 +162,7 @@ class Session:
         return min(len(self._checksums) * self._chunk, self.ref.nbytes)
 
     def _verify(self, hasher: xxhash.xxh3_64, at: int, data: memoryview) -> None:
-        """Take in the bytes from `at` on; each chunk that is complete counts, or is damaged."""
+        """Hash the bytes from `at` on. Each complete chunk advances `good`. Raises LinkBroken for a damaged one."""
         while data:
             end = min(self.good + self._chunk, self.ref.nbytes)
             part, data = data[: end - at], data[end - at :]
@@ -178,7 +179,7 @@ class Session:
         self._failures += 1
         self.setbacks += 1
         if self._failures >= self._options.attempts or self._in_trouble():
-            text = f"object {self.ref.id} cannot be brought here from its owner {self.ref.owner}: {error}"
+            text = f"object {self.ref.id} cannot be fetched from its owner {self.ref.owner}: {error}"
             return self._end(ObjectLost(text, self.ref.id))
         if self.state != "bootstrapping":
             self._move("bootstrapping")
@@ -192,7 +193,7 @@ class Session:
         return LOOK_AGAIN_S
 
     def _in_trouble(self) -> bool:
-        """Whether nothing has come for too long."""
+        """Whether no chunk has come for `bootstrap_s`."""
         now = time.monotonic()
         if self._trouble_since is None:
             self._trouble_since = now
@@ -221,11 +222,11 @@ class Session:
 
 
 class Links:
-    """The ways to peers, which sessions share. They are pinged, and those are dropped whose owner is gone."""
+    """The links to peers, which sessions share. Links are pinged, and dropped if their owner does not answer."""
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._engines, self._peers, self._options = engines, peers, options
-        self.tally = Tally()
+        self.counters = TransferCounters()
         self._links: dict[tuple[str, str], Link] = {}
         self._missed: Counter[tuple[str, str]] = Counter()
         self._pinged: dict[tuple[str, str], Thread] = {}
@@ -235,9 +236,10 @@ class Links:
         self._thread.start()
 
     def find(self, ref: ObjectRef, failures: int) -> tuple[str, Link]:
-        """A link to the owner, by the best engine both have, or after failures the next; pinged unless it worked.
+        """A link to the owner of an object, by the best engine that both have; after failures, by the next one.
 
-        Raises ObjectLost when there is no way to the owner, LinkBroken when it does not answer.
+        A new link, or one after a failure, is pinged first. Raises ObjectLost if there is no way to the owner,
+        LinkBroken if it does not answer.
         """
         addresses = self._peers(ref.owner)
         names = agree(self._engines, addresses)
@@ -254,12 +256,12 @@ class Links:
         try:
             link.ping()
         except LinkBroken:
-            self.tally.add(name, Moved(failures=1))
+            self.counters.add(name, Moved(failures=1))
             raise
         return name, link
 
     def close(self) -> None:
-        """Disconnect."""
+        """Close all links."""
         self._stop.set()
         self._thread.join()
         for key in list(self._links):
@@ -268,7 +270,7 @@ class Links:
             thread.join()
 
     def _beat(self) -> None:
-        """Ping all that answered the last time, each beside the others: a silent one takes its time."""
+        """Ping all links, each in a thread of its own, because a silent owner takes long."""
         while not self._stop.wait(self._options.heartbeat_s):
             self._pinged = {key: thread for key, thread in self._pinged.items() if thread.is_alive()}
             for key, link in list(self._links.items()):
@@ -296,27 +298,27 @@ class Links:
 
 
 class Transfers:
-    """The reader's end of a node: fetches objects, each in a session that one of its owner's `threads` moves on.
+    """Fetches objects of other nodes, each in a session; up to `threads` threads for each owner run the sessions.
 
-    A session that waits for room, for its object to be written or after a failure keeps no other one waiting; one whose
-    owner is silent or slow keeps none of another owner's.
+    A session that waits (for room, for its object to be written, or after a failure) holds up no other one. A silent or
+    slow owner holds up no session of another owner.
     """
 
     def __init__(self, engines: Mapping[str, TransferEngine], peers: Peers, options: TransferOptions) -> None:
         self._options = options
         self._links = Links(engines, peers, options)
-        self.tally = self._links.tally
-        """What came by which engine."""
+        self.counters = self._links.counters
+        """How much each engine has brought."""
         self._movers = Movers(options.threads)
 
     def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0) -> Session:
-        """Begin to bring an object here; the first `good` bytes, whole chunks, are here already."""
+        """Begin to fetch an object into `sink`; the first `good` bytes, whole chunks, are there already."""
         session = Session(ref, sink, self._links, self._options, good)
         self._movers.add(ref.owner, session)
         return session
 
     def close(self) -> None:
-        """End every session that is not over, and disconnect."""
+        """End every session, and close all links."""
         self._movers.stop()
         self._links.close()
         self._movers.join()

@@ -1,4 +1,4 @@
-"""Where what is pulled goes: a whole object into an arena, or a range after the other through a small buffer."""
+"""Where pulled bytes go: a whole object into an arena, or one range after the other through a small buffer."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ if TYPE_CHECKING:
 
 
 class Sink(Protocol):
-    """A session's end, which one thread at a time calls; after `finish` or `fail` nothing more."""
+    """The target of a session. One thread at a time calls it; `finish` or `fail` is the last call."""
 
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
-        """Memory for the bytes from `start` on, in order; none of it when there is none now. Raises ArenaFull."""
+        """Memory for the bytes from `start` on, in order; empty if there is none now. Raises ArenaFull."""
         ...
 
     def verified(self, stop: int) -> None:
-        """All bytes before `stop` are here, and are the ones that were written."""
+        """All bytes before `stop` are here, and verified."""
         ...
 
     def finish(self) -> None:
-        """That was all. Raises ObjectLost when nobody wants it any more."""
+        """The object is complete. Raises ObjectLost if its request was released meanwhile."""
         ...
 
     def fail(self, error: Exception) -> None:
-        """No more comes."""
+        """The session has failed: no more bytes come."""
         ...
 
 
 class ArenaSink(Sink):
-    """Makes the object anew in an arena: `extent` says where, once the session is done, and it is sealed there.
+    """Copies the object into an arena and seals it there; `extent` is its place.
 
-    `create` finds room for it, as the arena's own does.
+    `create` allocates the room (default: `arena.create`).
     """
 
     extent: Extent | None = None
@@ -61,7 +61,7 @@ class ArenaSink(Sink):
 
     @override
     def verified(self, stop: int) -> None:
-        """Nobody reads it before it is whole."""
+        """Do nothing: the object is read only when it is whole."""
 
     @override
     def finish(self) -> None:
@@ -80,10 +80,10 @@ class ArenaSink(Sink):
 
 
 class Window(Sink):
-    """A ring for an object of any length: iterating gives it piece after piece, each valid until the next.
+    """A ring buffer for an object of any length. Iterating gives its bytes in pieces, each valid until the next one.
 
-    `buffer` must have room for one chunk of the object, since nothing is given out that is not verified; it is the
-    caller's again when the iteration is over. Iterating raises what the session failed with.
+    `buffer` must have room for one chunk, because only verified bytes are given out; the caller may use it again when
+    the iteration has ended. Iterating raises what the session failed with.
     """
 
     def __init__(self, buffer: NDArray[np.uint8], ref: ObjectRef) -> None:

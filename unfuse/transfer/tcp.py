@@ -1,4 +1,4 @@
-"""Transfer over TCP, the default: sent from the owner's arena, received into the reader's. Not encrypted."""
+"""Transfer over TCP, the default: from the owner's arena into the reader's. Authenticated, not encrypted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TcpEngine(TransferEngine):
 
 
 class TcpLink(ChannelLink):
-    """Pulls over the connections themselves."""
+    """Receives the bytes on the connection itself."""
 
     @override
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
@@ -60,5 +60,5 @@ class TcpLink(ChannelLink):
 
 
 def _send(view: NDArray[np.uint8], peer: socket.socket, extent: Extent, pull: Pull) -> None:
-    """Copied by this side: sendfile would save that, and leave the reader, which has more to do, with slower reads."""
+    """Send by copying. sendfile would save the owner this copy, but make the reader, which has more to do, slower."""
     peer.sendall(view[extent.offset + pull.start : extent.offset + pull.stop].data)

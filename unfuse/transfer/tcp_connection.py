@@ -1,4 +1,4 @@
-"""Authenticated connections of TCP: the engine of that name moves bytes in them, others agree there on what moves."""
+"""Authenticated TCP connections. The tcp engine moves bytes in them; other engines agree there on what to move."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
-from unfuse.arena.sockets import exactly
+from unfuse.arena.sockets import receive_exactly
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.framing import frame, read_message
@@ -34,10 +34,10 @@ from unfuse.transfer.owner_messages import (
     Pull,
     ToOwner,
     Watch,
+    answer_watch,
     check_refusal,
-    place,
+    hold_for,
     refusal,
-    watch,
 )
 
 if TYPE_CHECKING:
@@ -46,19 +46,19 @@ if TYPE_CHECKING:
 
 NONCE = 32
 MAX_PEERS = 1024
-"""Connections an owner keeps at once."""
+"""The most connections of an owner."""
 MAX_STRANGERS = 64
-"""Those of them that have not proved the secret yet; beyond, the oldest is hung up on."""
+"""The most connections that have not proved the secret yet; above that, the oldest of them is closed."""
 
 Reply = TypeVar("Reply")
 Deliver = Callable[[socket.socket, Extent, Pull], object]
 
 
 class Owner:
-    """Answers who proves the secret, each connection in a thread of its own, at `address` until closed.
+    """Serves peers that prove the secret, each connection in a thread of its own, at `address` until `close`.
 
-    `deliver` sends the bytes of a Pull, or waits until the peer `Got` them itself; the object is held until it returns.
-    `about` is told to who has proved the secret.
+    `deliver` sends the bytes of a Pull, or waits for the peer's Got; the object is held until it returns. A peer that
+    has proved the secret gets `about`.
     """
 
     def __init__(self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"") -> None:
@@ -78,7 +78,7 @@ class Owner:
         self._thread.start()
 
     def close(self) -> None:
-        """Disconnect everybody, and wait until nothing of the source is read any more."""
+        """Close all connections, and wait until nothing reads the arena any more."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -131,16 +131,16 @@ class Owner:
                 case Ping():
                     send(peer, Pong())
                 case Watch():
-                    send(peer, watch(self._arena, message, self._options.heartbeat_s))
+                    send(peer, answer_watch(self._arena, message, self._options.heartbeat_s))
                 case Pull():
-                    self._bring(peer, message)
+                    self._serve_pull(peer, message)
                 case _:
-                    raise ProtocolError(f"not a question: {type(message).__name__}")
+                    raise ProtocolError(f"not a request: {type(message).__name__}")
         except (ObjectLost, ArenaFull) as error:
             send(peer, refusal(error))
 
-    def _bring(self, peer: socket.socket, pull: Pull) -> None:
-        extent = place(self._arena, pull)
+    def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
+        extent = hold_for(self._arena, pull)
         try:
             send(peer, Coming(extent.offset + pull.start))
             self._deliver(peer, extent, pull)
@@ -175,7 +175,7 @@ class Connection(OwnerConnection):
 
     @override
     def is_alive(self) -> bool:
-        """An owner that was not asked has nothing to say."""
+        """Whether there is nothing to read: an owner sends nothing unasked, so bytes, or an end, mean it is broken."""
         try:
             self.socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -190,7 +190,7 @@ class Connection(OwnerConnection):
 
     @override
     def close(self) -> None:
-        """The owner hears of it at once, also where it waits to send more, and holds nothing for it."""
+        """Reset the connection, so that the owner notices at once, even while it sends, and ends its hold."""
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.socket.close()
 
@@ -204,27 +204,27 @@ class Connection(OwnerConnection):
 
 
 class ChannelLink(PooledLink[Connection]):
-    """A link whose pulls are agreed on over a connection; `bring` moves the bytes."""
+    """A link that agrees on each pull over a connection; `bring` moves the bytes."""
 
     def __init__(self, address: str, options: TransferOptions) -> None:
         super().__init__(lambda: Connection(address, options), address, options)
 
     @abstractmethod
     def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        """Fill `into` with what lies at an offset of the owner's arena, held meanwhile; yields how much is there."""
+        """Fill `into` with the bytes at an offset of the owner's arena, which are held; yields how many are there."""
 
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
-        with self.one() as connection:
+        with self.connection() as connection:
             coming = connection.ask(pull, Coming, ref.id)
             yield from self.bring(connection, coming.offset, into[: stop - start])
 
 
 def prepare(connection: socket.socket, patience: float) -> None:
-    """Have a socket fail after `patience` seconds without a byte; it stays blocking, as MSG_WAITALL needs.
+    """Make a socket fail after `patience` seconds without a byte, and send small messages at once.
 
-    What is small is sent at once.
+    It stays blocking, as MSG_WAITALL needs.
     """
     connection.settimeout(None)
     limit = struct.pack("ll", int(patience), int(patience % 1 * 1e6))
@@ -234,19 +234,19 @@ def prepare(connection: socket.socket, patience: float) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """End a connection that another thread may wait at, and leave its descriptor to that one."""
+    """Shut a connection down that another thread may wait for; that thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def write(connection: socket.socket, data: bytes) -> None:
-    """Send some bytes, their length before them."""
+    """Send bytes as one message."""
     connection.sendall(frame(data))
 
 
 def read(connection: socket.socket) -> bytes:
-    """The next bytes that were sent so."""
-    return read_message(partial(exactly, connection), MAX_MESSAGE)
+    """Receive the bytes of one message."""
+    return read_message(partial(receive_exactly, connection), MAX_MESSAGE)
 
 
 def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:
@@ -255,11 +255,11 @@ def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:
 
 
 def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:
-    """What only who knows the secret can say, about nonces that were never used before."""
+    """A proof that this side knows the secret, over two nonces that were never used before."""
     return hmac.digest(secret.encode(), side + owners + readers, "sha256")
 
 
 def check(proof: bytes, secret: str, side: bytes, owners: bytes, readers: bytes) -> None:
-    """Raises ProtocolError if the other side does not know the secret."""
+    """Raise ProtocolError if the proof is wrong: the other side does not know the secret."""
     if len(owners + readers) != 2 * NONCE or not hmac.compare_digest(proof, prove(secret, side, owners, readers)):
         raise ProtocolError("it does not know our secret: start all workers with the same --keys")

@@ -1,4 +1,4 @@
-"""Transfer over ZeroMQ: encrypted (CURVE) with the workers' keys, at half the speed of tcp where bytes are many."""
+"""Transfer over ZeroMQ: encrypted (CURVE) with the workers' keys; large objects take twice as long as over tcp."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from unfuse.transfer.owner_messages import (
     Pull,
     ToOwner,
     Watch,
+    answer_watch,
     check_refusal,
-    place,
+    hold_for,
     refusal,
-    watch,
 )
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 Context = zmq.Context[zmq.Socket[bytes]]
 
 PIECE = 1024 * 1024
-"""Bytes of a message; a pull asks for many."""
+"""The most bytes of an object in one message; a pull takes several."""
 IN_FLIGHT = 4
-"""Pieces that are asked for ahead."""
+"""How many pieces are requested ahead."""
 MAX_UNSENT = 64
-"""Messages that wait for one reader, beyond which it gets none: it asked for more than it reads."""
+"""The most messages that wait for one reader; more are dropped, since it does not read what it asks for."""
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 LOOK_UP_MS = 100
 
@@ -78,21 +78,21 @@ class ZmqEngine(TransferEngine):
 
 
 class _Owner:
-    """Answers in one thread. The library copies what it is to send, so that nothing is held for who does not read."""
+    """Answers readers in one thread. ZMQ copies what it sends, so nothing is held for a reader that does not read."""
 
     def __init__(self, arena: Arena, context: Context, options: TransferOptions) -> None:
         host = options.host
         self._arena = arena
-        self._door = context.socket(zmq.REP)
-        self._door.bind("inproc://zeromq.zap.01")
-        self._friend = b""
+        self._auth_socket = context.socket(zmq.REP)
+        self._auth_socket.bind("inproc://zeromq.zap.01")
+        self._peer_key = b""
         self._socket = _open(context, zmq.ROUTER, options, MAX_MESSAGE)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
         self._socket.set(zmq.SNDHWM, MAX_UNSENT)
         if options.secret:
             self._socket.set(zmq.CURVE_SERVER, 1)
             self._socket.set(zmq.ZAP_DOMAIN, b"unfuse")
-            self._friend = z85.decode(zmq.curve_public(options.secret.encode()))
+            self._peer_key = z85.decode(zmq.curve_public(options.secret.encode()))
         try:
             self._socket.bind(f"tcp://[{host}]:*" if ":" in host else f"tcp://{host}:*")
         except zmq.ZMQError as error:
@@ -103,47 +103,47 @@ class _Owner:
         self._thread.start()
 
     def stop(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         os.eventfd_write(self._stop, 1)
         self._thread.join()
         os.close(self._stop)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        for waited_for in (self._socket, self._door, self._stop):
+        for waited_for in (self._socket, self._auth_socket, self._stop):
             poller.register(waited_for, zmq.POLLIN)
         while self._stop not in (ready := dict(poller.poll())):
-            if self._door in ready:
+            if self._auth_socket in ready:
                 self._admit()
             if self._socket in ready:
                 peer, *message = self._socket.recv_multipart()
-                with suppress(ProtocolError, zmq.ZMQError):  # a peer that is gone, or none of ours
+                with suppress(ProtocolError, zmq.ZMQError):  # a peer that is gone, or breaks the protocol
                     self._answer(peer, decode(b"".join(message), ToOwner))
         self._socket.close(linger=0)
-        self._door.close(linger=0)
+        self._auth_socket.close(linger=0)
 
     def _admit(self) -> None:
-        """Let in who has the same key, as ZAP (ZeroMQ's RFC 27) has it."""
-        version, number, _, _, _, *shown = self._door.recv_multipart()
-        known = shown == [b"CURVE", self._friend]
-        self._door.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
+        """Admit peers that have the same key, by ZAP (ZeroMQ's RFC 27)."""
+        version, number, _, _, _, *shown = self._auth_socket.recv_multipart()
+        known = shown == [b"CURVE", self._peer_key]
+        self._auth_socket.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
 
     def _answer(self, peer: bytes, message: ToOwner) -> None:
         try:
             match message:
                 case Pull():
-                    self._bring(peer, message)
+                    self._send_piece(peer, message)
                 case Watch():
-                    self._send(peer, watch(self._arena, message, 0.0))
+                    self._send(peer, answer_watch(self._arena, message, 0.0))
                 case Ping():
                     self._send(peer, Pong())
         except (ObjectLost, ArenaFull) as error:
             self._send(peer, refusal(error))
 
-    def _bring(self, peer: bytes, pull: Pull) -> None:
+    def _send_piece(self, peer: bytes, pull: Pull) -> None:
         if pull.stop - pull.start > PIECE:
-            raise ProtocolError(f"more than {PIECE} bytes asked for at once")
-        extent = place(self._arena, pull)
+            raise ProtocolError(f"a pull of more than {PIECE} bytes")
+        extent = hold_for(self._arena, pull)
         try:
             piece = self._arena.view[extent.offset + pull.start : extent.offset + pull.stop]
             self._socket.send_multipart([peer, encode(Coming(extent.offset)), piece.data], zmq.NOBLOCK)
@@ -155,7 +155,7 @@ class _Owner:
 
 
 class _Connection(OwnerConnection):
-    """A reader's end. Answers come in the order of questions, so one that is not read spoils it."""
+    """A reader's end. Answers come in the order of the requests, so it cannot be used again if one was not read."""
 
     def __init__(self, address: str, context: Context, options: TransferOptions) -> None:
         self._silence, self._interrupted = options.silence_s, False
@@ -175,16 +175,16 @@ class _Connection(OwnerConnection):
 
     @override
     def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
-        self.tell(message)
+        self.request(message)
         return self.answer(kind, id)[0]
 
-    def tell(self, message: ToOwner) -> None:
-        """Ask, and take the answer later."""
+    def request(self, message: ToOwner) -> None:
+        """Send a message; `answer` returns its answer later."""
         self._socket.send(encode(message), zmq.NOBLOCK)
         self.waiting += 1
 
     def answer(self, kind: type[Reply], id: str) -> tuple[Reply, list[zmq.Frame]]:
-        """The next answer, and what came with it."""
+        """Wait for the next answer. Returns it with the frames that follow it."""
         for _ in range(max(1, int(self._silence * 1000 / LOOK_UP_MS))):
             ready = dict(self._poller.poll(LOOK_UP_MS))
             if self._interrupted or (self._monitor in ready and self._socket not in ready):
@@ -192,7 +192,7 @@ class _Connection(OwnerConnection):
             if self._socket in ready:
                 break
         else:
-            raise TimeoutError("it is silent")
+            raise TimeoutError("it does not answer")
         first, *rest = self._socket.recv_multipart(copy=False)
         self.waiting -= 1
         reply: FromOwner = decode(first.buffer, FromOwner)
@@ -217,7 +217,7 @@ class _Connection(OwnerConnection):
 
 
 class _ZmqLink(PooledLink[_Connection]):
-    """OwnerConnection for pieces a little ahead."""
+    """Requests up to IN_FLIGHT pieces ahead."""
 
     errors = (OSError, ProtocolError, zmq.ZMQError)
 
@@ -225,11 +225,11 @@ class _ZmqLink(PooledLink[_Connection]):
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
         ends = [*range(start + PIECE, stop, PIECE), stop]
         asked = iter(zip([start, *ends], ends, strict=False))
-        with self.one() as connection:
+        with self.connection() as connection:
             done = start
             for end in ends:
                 for begin, until in asked:
-                    connection.tell(Pull(ref.id, ref.key, ref.generation, ref.nbytes, begin, until))
+                    connection.request(Pull(ref.id, ref.key, ref.generation, ref.nbytes, begin, until))
                     if connection.waiting == IN_FLIGHT:
                         break
                 _, frames = connection.answer(Coming, ref.id)
@@ -241,7 +241,7 @@ class _ZmqLink(PooledLink[_Connection]):
 
 
 def _open(context: Context, kind: int, options: TransferOptions, longest: int) -> zmq.Socket[bytes]:
-    """A socket whose memory is bounded, and which proves and encrypts with the secret there is."""
+    """A socket with bounded memory, which authenticates and encrypts if there is a secret."""
     opened = context.socket(kind)
     opened.set(zmq.MAXMSGSIZE, longest)
     opened.set(zmq.LINGER, 0)

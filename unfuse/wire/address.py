@@ -1,4 +1,4 @@
-"""Which addresses control messages may be sent and received on, and who is trusted there."""
+"""Control addresses: where control messages are sent and received, and whom each side trusts there."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import MAX_PATH, open_run_folder
 
 OUTSIDE = "192.0.2.1"
-"""An address of nobody's (RFC 5737) beyond every network of ours."""
+"""A documentation address (RFC 5737), which is outside of every real network."""
 
 HIGH_WATER = 1000
-"""Messages that may wait in one direction of one connection."""
+"""The most messages that wait in one direction of one connection."""
 
 UNIX = "unix:"
 
 INSECURE: Final = "insecure"
-"""Who reaches an address is trusted, whoever it is."""
+"""Trust everyone who can reach an address."""
 
 Trust = Keys | Literal["insecure"] | None
-"""Whom one believes over TCP: who holds the keys, everyone, or nobody. A unix socket is believed for its folder."""
+"""Who is trusted over TCP: who holds the keys, everyone, or nobody. A unix socket is trusted because of its folder."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach that host name or address."""
+    """Whether only this machine can reach this host name or address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -41,9 +41,9 @@ def is_loopback(host: str) -> bool:
 
 
 def keys_for(address: str, trust: Trust = None) -> Keys | None:
-    """The keys to speak by at a control address; None where none are needed. Raises ConfigError if it must not be used.
+    """The keys to use at a control address; None where none are needed. Raises ConfigError if it must not be used.
 
-    TCP can be reached by other users of this machine, on loopback too, so it takes keys, or INSECURE.
+    TCP needs keys, or INSECURE, because other users of this machine can reach it, on loopback too.
     """
     if unix_path(address):
         return None
@@ -54,7 +54,7 @@ def keys_for(address: str, trust: Trust = None) -> Keys | None:
         known = False
     if not known:
         hint = f"tcp://{address}" if address.count(":") == 1 and "/" not in address else "tcp://127.0.0.1:8001"
-        raise UsageError(f"{address!r} is no control address: write {hint} or unix:/PATH")
+        raise UsageError(f"{address!r} is not a control address: write {hint} or unix:/PATH")
     if trust is None:
         raise ConfigError(
             f"{address} can be reached by others: make keys by `unfuse keys new DIR` and give them to schedulers and "
@@ -64,20 +64,20 @@ def keys_for(address: str, trust: Trust = None) -> Keys | None:
 
 
 def unix_path(address: str) -> Path | None:
-    """Where the socket of a unix address lies; None for another. Raises UsageError for a path that none can have."""
+    """The path of a unix address; None for other addresses. Raises UsageError for a path that no socket can have."""
     if not address.startswith(UNIX):
         return None
     path = Path(address.removeprefix(UNIX))
     if not path.is_absolute() or len(os.fsencode(path)) > MAX_PATH:
-        raise UsageError(f"{address!r} is no control address: write unix:/PATH, of at most {MAX_PATH} bytes")
+        raise UsageError(f"{address!r} is not a control address: write unix:/PATH, of at most {MAX_PATH} bytes")
     return path
 
 
 def endpoint(address: str) -> str:
-    """A control address as the library connects to it.
+    """A control address as ZMQ connects to it.
 
-    Raises ConfigError for a unix socket in a folder where another user could have made it: this is how who listens is
-    known to be of this user.
+    Raises ConfigError for a unix socket in a folder where another user could have made it. So whoever listens there is
+    this user.
     """
     if path := unix_path(address):
         open_run_folder(path.parent)
@@ -86,9 +86,9 @@ def endpoint(address: str) -> str:
 
 
 def host_towards(*addresses: str) -> str:
-    """The host by which whoever listens at these control addresses, and others there, reach this machine.
+    """The address of this machine on the network of the first of these control addresses that is not on this machine.
 
-    Of several the first counts that leads beyond this machine. Raises ConfigError for one that leads nowhere from here.
+    127.0.0.1 if all are. Raises ConfigError if there is no route to it.
     """
     outward = [one for one in addresses if not unix_path(one) and not is_loopback(urlsplit(one).hostname or "")]
     if not outward:
@@ -98,10 +98,10 @@ def host_towards(*addresses: str) -> str:
     try:
         ((family, _, _, _, there), *_) = socket.getaddrinfo(host, parts.port, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as way:
-            way.connect(there)  # sends nothing: it only chooses the way
+            way.connect(there)  # sends nothing: it only chooses the route
             return str(way.getsockname()[0])
     except OSError as error:
-        raise ConfigError(f"there is no way from here to {outward[0]}: {error.strerror}") from error
+        raise ConfigError(f"there is no route from here to {outward[0]}: {error.strerror}") from error
 
 
 def open_socket(kind: int, context: zmq.asyncio.Context | None = None) -> zmq.asyncio.Socket:

@@ -1,4 +1,4 @@
-"""One connection through the listener: bytes go both ways as they come, as long as the peer keeps its bounds."""
+"""One connection through the listener: it forwards bytes both ways, as long as the peer keeps to its bounds."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from typing_extensions import override
 
 from unfuse.core.codec import MAX_BYTES
 from unfuse.core.token_bucket import TokenBucket
-from unfuse.wire.frames import COMMAND, MORE, READY, Cutter, Unwelcome
+from unfuse.wire.frames import COMMAND, MORE, READY, FrameReader, Unwelcome
 
 OVERHEAD = 64
 """Bytes that encryption may add to a frame; it adds 33."""
 
 LINGER_S = 5.0
-"""Seconds for the rest to go out to one side after the other has gone."""
+"""Seconds to send the rest to one side after the other has disconnected."""
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """What a listener lets in, in bytes, frames, seconds and connections.
+    """The bounds of a listener, in bytes, frames, seconds and connections.
 
-    A worker has at most 64 messages unanswered, of two frames each. A frame is answered by one frame at most, so frames
-    in less frames out bound what waits in here, without a look into them: at most `unanswered` frames of `owed` bytes.
-    A second has room for more than this process could answer if it did nothing else.
-    `handshake` bytes and `handshake_s` seconds are for the handshake; `waiting` connections may be in it at once.
+    A worker has at most 64 unanswered messages, of two frames each. A frame is answered by at most one frame, so frames
+    in minus frames out bound what waits, without decoding any: at most `unanswered` frames of together `owed` bytes.
+    `frames_s` and `bytes_s` are more than this process could answer. A handshake may take `handshake` bytes and
+    `handshake_s` seconds; at most `waiting` connections may be in it.
     """
 
     frame: int = MAX_BYTES + OVERHEAD
@@ -46,29 +46,29 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Owner(Protocol):
-    """Who accepted it."""
+    """What a connection needs of the listener that accepted it."""
 
     owed: int
-    """Bytes that connections were not answered yet, all together."""
+    """Bytes of unanswered frames, over all connections."""
 
-    async def lead_in(self, side: Side) -> None:
-        """Connect a side to who answers. Raises OSError."""
+    async def connect_inside(self, side: Side) -> None:
+        """Connect a side to the ZMQ socket that answers. Raises OSError."""
 
-    def crowded(self) -> None:
-        """More is owed than is good."""
+    def too_much_owed(self) -> None:
+        """The sum `owed` is above its bound."""
 
-    def through(self, connection: BoundedConnection) -> None:
-        """A handshake is over."""
+    def handshake_done(self, connection: BoundedConnection) -> None:
+        """A handshake is complete."""
 
-    def left(self, connection: BoundedConnection) -> None:
+    def ended(self, connection: BoundedConnection) -> None:
         """Both sides of a connection have ended."""
 
-    def tell(self, reason: str, peer: str) -> None:
-        """A peer was dropped."""
+    def dropped(self, reason: str, peer: str) -> None:
+        """A peer is dropped, for this reason."""
 
 
 class Side(asyncio.Protocol):
-    """One of the two transports of a connection; while it cannot send, the other one does not read."""
+    """One of the two sides of a connection: to the peer, or to ZMQ. While one cannot send, the other does not read."""
 
     transport: asyncio.Transport | None = None
     other: Side
@@ -101,33 +101,33 @@ class Side(asyncio.Protocol):
         self._connection.lost()
 
     def write(self, data: bytes) -> None:
-        """Send, unless it has ended."""
+        """Send, unless this side has ended."""
         if self.transport and not self.transport.is_closing():
             self.transport.write(data)
 
     def abort(self) -> None:
-        """End it now; what was not sent is dropped."""
+        """End this side now; what was not sent is dropped."""
         if self.transport:
             self.transport.abort()
 
     def close(self) -> None:
-        """End it when all is sent, or soon."""
+        """End this side when everything is sent, or after LINGER_S."""
         if self.transport:
             self.transport.close()
             asyncio.get_running_loop().call_later(LINGER_S, self.abort)
 
 
 class BoundedConnection:
-    """A peer and its way in."""
+    """A connection of a peer (`outer`), and the one to ZMQ that carries its bytes on (`inner`)."""
 
     def __init__(self, host: Owner, bounds: Bounds, peer: str) -> None:
         self.peer, self.owed = peer, 0
         self._host, self._bounds = host, bounds
         self._loop = asyncio.get_running_loop()
-        self._late = self._loop.call_later(bounds.handshake_s, self.drop, "it does not come through the handshake")
+        self._late = self._loop.call_later(bounds.handshake_s, self.drop, "it does not complete the handshake")
         self.outer, self._inner = Side(self), Side(self)
         self.outer.other, self._inner.other = self._inner, self.outer
-        self._in, self._out = Cutter(bounds.frame), Cutter(bounds.frame)
+        self._in, self._out = FrameReader(bounds.frame), FrameReader(bounds.frame)
         self._entering: asyncio.Task[None] | None = None
         self._ended = self._through = self._commanded = False
         self._held = self._said = b""
@@ -138,19 +138,19 @@ class BoundedConnection:
         self._bytes = TokenBucket(bounds.bytes_s, bounds.burst_s * bounds.bytes_s, now)
 
     def drop(self, reason: str) -> None:
-        """End it at once, and nobody else notices."""
+        """End the connection at once, and report the reason."""
         if not self._ended:
-            self._host.tell(reason, self.peer)
+            self._host.dropped(reason, self.peer)
             self.end()
 
     def end(self) -> None:
-        """End it at once. Idempotent."""
+        """End the connection at once. Idempotent."""
         self._end()
         self.outer.abort()
         self._inner.abort()
 
     def arrived(self, side: Side) -> None:
-        """A side has its transport: the peer's at first, which has to speak before it is led in."""
+        """A side is connected. The peer's is the first; the inner one follows when the peer has sent a greeting."""
         if self._ended:
             side.abort()
         elif side is self._inner:
@@ -158,7 +158,7 @@ class BoundedConnection:
             self._held = b""
 
     def heard(self, side: Side, data: bytes) -> None:
-        """Bytes came."""
+        """Bytes have come from a side."""
         if side is self._inner:
             self._hear_answers(data)
             return
@@ -168,12 +168,12 @@ class BoundedConnection:
             self.drop(str(error))
 
     def lost(self) -> None:
-        """A side has ended: the other one is to send what it has, and end."""
+        """A side has ended: let the other one send what it has, and end."""
         self._end()
         self.outer.close()
         self._inner.close()
         if self.outer.transport is self._inner.transport is None:
-            self._host.left(self)
+            self._host.ended(self)
 
     def _end(self) -> None:
         self._ended = True
@@ -183,19 +183,19 @@ class BoundedConnection:
             self._entering.cancel()
 
     def _hear(self, data: bytes) -> None:
-        """Pass on what the peer says once all of it is checked. Raises Unwelcome."""
-        for flags, length in self._in.cut(data):
+        """Check bytes of the peer, then forward them. Raises Unwelcome."""
+        for flags, length in self._in.read(data):
             if self._through:
                 self._check(flags, length)
             elif not flags & COMMAND:
-                raise Unwelcome("it says something before the handshake is over")
+                raise Unwelcome("it sends a message before the handshake is over")
             else:
                 self._commanded = True
                 self._see_through()
         if not self._through:
             self._shown += len(data)
             if self._shown > self._bounds.handshake:
-                raise Unwelcome("it says too much before the handshake is over")
+                raise Unwelcome("it sends too much before the handshake is over")
         if self._inner.transport:
             self._inner.write(data)
             return
@@ -205,29 +205,29 @@ class BoundedConnection:
 
     async def _enter(self) -> None:
         try:
-            await self._host.lead_in(self._inner)
+            await self._host.connect_inside(self._inner)
         except OSError as error:
-            self.drop(f"it cannot be led in: {error.strerror}")
+            self.drop(f"it cannot be connected inside: {error.strerror}")
 
     def _check(self, flags: int, length: int) -> None:
-        """Count a frame that begins. Raises Unwelcome when it is one too many."""
+        """Count a new frame. Raises Unwelcome if a bound is exceeded."""
         bounds, now = self._bounds, self._loop.time()
         if not flags & COMMAND:
             self._parts = self._parts + 1 if flags & MORE else 0
             if self._parts >= bounds.parts:
                 raise Unwelcome("a message has too many parts")
         if not (self._frames.take(1, now) and self._bytes.take(length, now)):
-            raise Unwelcome("it says too much in a second")
+            raise Unwelcome("it sends too much in a second")
         heappush(self._unanswered, length)
         self._owe(length)
         if len(self._unanswered) > bounds.unanswered or self.owed > bounds.owed:
-            raise Unwelcome("too much of what it says is unanswered")
+            raise Unwelcome("too many of its messages are unanswered")
         if self._host.owed > bounds.owed_by_all:
-            self._host.crowded()
+            self._host.too_much_owed()
 
     def _hear_answers(self, data: bytes) -> None:
-        for _ in self._out.cut(data):
-            if self._unanswered:  # which one is answered is not seen: as if it were the shortest
+        for _ in self._out.read(data):
+            if self._unanswered:  # it is not known which one this answers: count the shortest
                 self._owe(-heappop(self._unanswered))
         if not self._through:
             self._said += data
@@ -235,11 +235,11 @@ class BoundedConnection:
         self.outer.write(data)
 
     def _see_through(self) -> None:
-        """Both sides end a handshake: without keys this end's READY alone says nothing of the peer."""
+        """End the handshake when both sides have: without keys, our READY alone says nothing about the peer."""
         if self._commanded and READY in self._said:
             self._through, self._said = True, b""
             self._late.cancel()
-            self._host.through(self)
+            self._host.handshake_done(self)
 
     def _owe(self, more: int) -> None:
         self.owed += more

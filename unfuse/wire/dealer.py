@@ -1,4 +1,4 @@
-"""A worker's end of the wire: many calls in flight over one connection, each with its own answer."""
+"""A worker's end of the wire: many calls at once over one connection, each with its own answer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOST: dict[int, str] = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "it does not speak as we do: both need --keys of one `unfuse keys new`",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "it does not know our keys: both need --keys of one `unfuse keys new`",
 }
-"""Events after which whoever waits for an answer waits in vain, and what they mean."""
+"""Events after which no answer will come, and what they mean."""
 
 log = structlog.get_logger(__name__)
 
 
 class Dealer:
-    """A connection to one scheduler. Once lost it stays so: whoever calls then, or waits, gets a ConnectionError."""
+    """A connection to one scheduler. When it is lost it stays lost, and all calls raise ConnectionError."""
 
     def __init__(self, address: str, trust: Trust = None) -> None:
         keys, there, self.address = keys_for(address, trust), endpoint(address), address
@@ -42,7 +42,7 @@ class Dealer:
         self._socket.connect(there)
         background = Supervisor()
         self._tasks = [
-            background.forever("hearing the scheduler", self._read),
+            background.forever("receiving from the scheduler", self._read),
             background.forever("watching the connection", self._watch),
         ]
 
@@ -61,7 +61,7 @@ class Dealer:
             del self._waiting[number]
 
     async def close(self, linger: float = 0.0) -> None:
-        """Drop the connection; what was sent goes out for up to `linger` seconds. Idempotent."""
+        """Close the connection; messages are still sent for up to `linger` seconds. Idempotent."""
         self._lose("we left")
         for task in self._tasks:
             task.cancel()
@@ -78,7 +78,7 @@ class Dealer:
                 future.set_exception(ConnectionError(self._lost))
 
     async def _watch(self) -> None:
-        """The library would connect again in silence, and the answers to what was sent before would never come."""
+        """Notice a lost connection. ZMQ would connect again silently, and answers to earlier messages never come."""
         event = await recv_monitor_message(self._monitor)
         self._lose(LOST[event["event"]])
 

@@ -1,4 +1,4 @@
-"""ZMTP 3 from outside (ZeroMQ's RFCs 23, 26 and 37): a greeting, then frames. What these hold is not looked at."""
+"""Follows ZMTP 3 (ZeroMQ's RFCs 23, 26 and 37) from outside: a greeting, then frames, whose content is not read."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SIGNATURE_FIRST, SIGNATURE_LAST_AT, SIGNATURE_LAST = 0xFF, 9, 0x7F
 
 MORE, LONG, COMMAND = 1, 2, 4
 READY = b"\x05READY"
-"""How a command begins that ends a handshake."""
+"""The beginning of the command that ends a handshake."""
 
 
 class Unwelcome(Exception):
-    """A peer does what none of ours does. The message is one of few, with nothing of what it sent."""
+    """A peer breaks the protocol or a bound. The message is a fixed text that quotes nothing it sent."""
 
 
-class Cutter:
-    """Follows one direction of a connection, whatever pieces its bytes come in, and keeps none but half a header."""
+class FrameReader:
+    """Finds the frames in one direction of a connection; of the bytes it keeps only an incomplete header."""
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
@@ -28,11 +28,11 @@ class Cutter:
 
     @property
     def greeted(self) -> bool:
-        """Whether it has begun as our protocol does."""
+        """Whether the greeting has come, and is that of ZMTP."""
         return len(self._greeting) > SIGNATURE_LAST_AT
 
-    def cut(self, data: bytes) -> Iterator[tuple[int, int]]:
-        """Flags and length of every frame whose header ends in these bytes. Raises Unwelcome at the first bad one."""
+    def read(self, data: bytes) -> Iterator[tuple[int, int]]:
+        """The flags and length of every frame whose header ends in these bytes. Raises Unwelcome for a bad one."""
         if len(self._greeting) < GREETING:
             data = self._greet(data)
         if self._head:
@@ -53,7 +53,7 @@ class Cutter:
         self._head, self._left = data[at:], max(0, at - end)
 
     def _greet(self, data: bytes) -> bytes:
-        """Take the greeting in; returns what follows it."""
+        """Check bytes of the greeting. Returns the bytes that follow it."""
         missing = GREETING - len(self._greeting)
         self._greeting += data[:missing]
         seen = self._greeting

@@ -1,4 +1,4 @@
-"""Keys: with them, what schedulers and workers say to each other is encrypted, and no one else is heard (CURVE)."""
+"""Keys, by which messages between schedulers and workers are encrypted, and others are not heard (CURVE)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unfuse.core.log_throttle import LogThrottle
 from unfuse.supervision.supervisor import Supervisor
 
 SIDES = ("scheduler", "worker")
-"""Who talks: each has a file of its own, in which the other's public key is all it knows of the other."""
+"""The two sides. Each has a file with its own secret key and the other side's public key."""
 
 Z85_CHARS = 40
 
@@ -29,13 +29,13 @@ log = structlog.get_logger(__name__)
 
 
 class Keys(msgspec.Struct, frozen=True):
-    """One side's secret key and the other side's public one, in Z85 as the library writes them."""
+    """One side's secret key and the other side's public key, in Z85, the text form that ZMQ uses."""
 
     secret: str
     peer: str
 
     def secure(self, socket: zmq.asyncio.Socket, server: bool) -> None:
-        """Have a socket encrypt, before it binds or connects; a server's lets nobody in without `authenticate`."""
+        """Make a socket encrypt, before it binds or connects. A server also needs `authenticate`."""
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret.encode()))
         if server:
@@ -46,25 +46,28 @@ class Keys(msgspec.Struct, frozen=True):
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.peer.encode())
 
     def authenticate(self, context: zmq.asyncio.Context) -> asyncio.Task[None]:
-        """Before bind: have the library's question answered whether a connection may come in."""
+        """Before bind: start the task that answers ZMQ whether a connection is admitted."""
         asked = context.socket(zmq.REP)
         asked.bind("inproc://zeromq.zap.01")
-        return Supervisor().forever("letting workers in", partial(self._admit, asked, LogThrottle()))
+        return Supervisor().forever("admitting workers", partial(self._admit, asked, LogThrottle()))
 
     async def _admit(self, asked: zmq.asyncio.Socket, throttle: LogThrottle) -> None:
-        """Let in who shows the peer's key, as ZAP (ZeroMQ's RFC 27) has it."""
+        """Admit connections with the peer's key, by ZAP (ZeroMQ's RFC 27)."""
         version, number, *question = await asked.recv_multipart()
         known = False
         try:
             known = question[3:] == [b"CURVE", z85.decode(self.peer)]
-        finally:  # the socket takes no other question before this one is answered
+        finally:  # each question must be answered before the next one comes
             await asked.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
         if not known and (times := throttle.count_if_due("key")):
             log.warning("refused a connection without the workers' key", times=times)
 
 
 def make(folder: Path) -> None:
-    """Write a new pair for each side into a folder, for its owner's eyes only. Raises ConfigError if there are some."""
+    """Write a new pair of keys for each side into a folder that only its owner may read.
+
+    Raises ConfigError if the folder has keys already.
+    """
     pairs = [zmq.curve_keypair() for _ in SIDES]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,20 +82,20 @@ def make(folder: Path) -> None:
 
 
 def make_once(folder: Path) -> None:
-    """Have keys in a folder, whole and the same for all who ask at once. Raises ConfigError when it cannot be."""
+    """Write keys into a folder unless it has some; safe when several processes do so at once. Raises ConfigError."""
     if any(_file(folder, side).exists() for side in SIDES):
         return
     draft = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
     try:
         make(draft)
-        with suppress(OSError):  # another process was faster, and its keys hold
+        with suppress(OSError):  # another process was faster: use its keys
             draft.rename(folder)
     finally:
         rmtree(draft, ignore_errors=True)
 
 
 def read(folder: str, side: str) -> Keys | None:
-    """The keys of a side; None when no folder is named. Raises ConfigError for a file that others could have read."""
+    """The keys of a side; None without a folder. Raises ConfigError for a file that is bad, or that others can read."""
     if not folder:
         return None
     path = _file(Path(folder).expanduser(), side)

@@ -1,4 +1,4 @@
-"""Where workers come in: connections are accepted, bounded and dropped here, in front of ZMQ, which cannot drop one."""
+"""The listener in front of ZMQ: it accepts workers' connections, bounds them and drops them, which ZMQ cannot do."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from unfuse.wire.bounded_connection import BoundedConnection, Bounds, Owner, Sid
 from unfuse.wire.unix_socket import BACKLOG, leave, listening
 
 AT_ONCE = 16
-"""Connections accepted before others have their turn."""
+"""The most connections accepted in one turn of the event loop."""
 
 PAUSE_S = 0.1
-"""Seconds without accepting when that was too fast, or failed."""
+"""Seconds without accepting after it was too fast, or failed."""
 
 FILES = 3
-"""Descriptors that a connection takes: two here, one of ZMQ's."""
+"""File descriptors of one connection: two here, one in ZMQ."""
 
 CREDENTIALS = struct.Struct("3i")
-"""What the kernel says of who connected to a unix socket: process, user, group."""
+"""The kernel's record about a peer of a unix socket: process, user, group."""
 
 log = structlog.get_logger(__name__)
 
 
 class BoundedListener(Owner):
-    """Lets those in who connect to `listener`, one connection to the unix socket `inside` for each of theirs.
+    """Accepts connections at `listener`, and connects each to the unix socket `inside`.
 
-    Who does not keep the bounds is dropped and told of in the log, a reason at most once a second. On a unix socket
-    only this process' user is let in. Runs in the event loop that it is made in.
+    A peer that exceeds a bound is dropped, which is logged, each reason at most once a second. On a unix socket, only
+    this process's own user is accepted. It runs in the event loop that it is made in.
     """
 
     def __init__(self, listener: socket.socket, inside: Path, bounds: Bounds | None = None) -> None:
@@ -58,7 +58,7 @@ class BoundedListener(Owner):
         self._loop.add_reader(listener, self._accept)
 
     def close(self) -> None:
-        """Let nobody in any more, and end every connection."""
+        """Stop accepting, and end every connection."""
         self._loop.remove_reader(self._listener)
         if self._rest:
             self._rest.cancel()
@@ -69,25 +69,26 @@ class BoundedListener(Owner):
             connection.end()
 
     @override
-    async def lead_in(self, side: Side) -> None:
+    async def connect_inside(self, side: Side) -> None:
         await self._loop.create_unix_connection(lambda: side, self._inside)
 
     @override
-    def crowded(self) -> None:
-        """Who takes most room leaves."""
-        max(self._connections, key=lambda connection: connection.owed).drop("too much of what is said is unanswered")
+    def too_much_owed(self) -> None:
+        """Drop the connection with the most unanswered bytes."""
+        most = max(self._connections, key=lambda connection: connection.owed)
+        most.drop("too many messages of all peers are unanswered")
 
     @override
-    def through(self, connection: BoundedConnection) -> None:
+    def handshake_done(self, connection: BoundedConnection) -> None:
         self._waiting.pop(connection, None)
 
     @override
-    def left(self, connection: BoundedConnection) -> None:
+    def ended(self, connection: BoundedConnection) -> None:
         self._connections.discard(connection)
         self._waiting.pop(connection, None)
 
     @override
-    def tell(self, reason: str, peer: str) -> None:
+    def dropped(self, reason: str, peer: str) -> None:
         if times := self._throttle.count_if_due(reason):
             log.warning("dropped a connection to the control port", reason=reason, peer=peer, times=times)
 
@@ -100,14 +101,14 @@ class BoundedListener(Owner):
                 accepted, address = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no descriptors left, say
-                self.tell(f"it cannot be accepted: {error.strerror}", "")
+            except OSError as error:  # for example, no descriptors are left
+                self.dropped(f"it cannot be accepted: {error.strerror}", "")
                 self._pause()
                 return
             self._welcome(accepted, str(address[0]) if address else "")
 
     def _pause(self) -> None:
-        """Who comes meanwhile waits in the kernel."""
+        """Stop accepting for PAUSE_S; connections wait in the kernel meanwhile."""
         self._loop.remove_reader(self._listener)
         self._rest = self._loop.call_later(PAUSE_S, self._loop.add_reader, self._listener, self._accept)
 
@@ -118,35 +119,35 @@ class BoundedListener(Owner):
             _, user, _ = CREDENTIALS.unpack(shown)
             peer = f"user {user}"
             if user != os.geteuid():
-                self._turn_away(accepted, "it is another user's", peer)
+                self._turn_away(accepted, "it belongs to another user", peer)
                 return
         if len(self._connections) >= self._most:
-            self._turn_away(accepted, "there are too many", peer)
+            self._turn_away(accepted, "there are too many connections", peer)
             return
         connection = BoundedConnection(self, self._bounds, peer)
         self._connections.add(connection)
         self._waiting[connection] = None
         if len(self._waiting) > self._bounds.waiting:
-            next(iter(self._waiting)).drop("too many are in the handshake, this one for longest")
+            next(iter(self._waiting)).drop("too many connections are in the handshake, this one the longest")
         task = self._loop.create_task(self._open(accepted, connection))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
     def _turn_away(self, accepted: socket.socket, reason: str, peer: str) -> None:
-        self.tell(reason, peer)
+        self.dropped(reason, peer)
         accepted.close()
 
     async def _open(self, accepted: socket.socket, connection: BoundedConnection) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: connection.outer, accepted)
-        except OSError:  # it left already
+        except OSError:  # the peer is gone already
             accepted.close()
             connection.end()
-            self.left(connection)
+            self.ended(connection)
 
 
 def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket at a control address, and the address that leads to it. Raises ConfigError."""
+    """Listen at a control address. Returns the socket, and the address with its port. Raises ConfigError."""
     if path := unix_path(address):
         return listening(path), address
     parts = urlsplit(address)

@@ -1,4 +1,4 @@
-"""The scheduler's end of the wire: answers every message of every worker, many at once."""
+"""The scheduler's end of the wire: receives the messages of all workers, and answers many at once."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from unfuse.wire.listener import BoundedListener, listen
 from unfuse.wire.unix_socket import private_socket
 
 MAX_PENDING = 64
-"""Unanswered messages one worker may have; beyond it, it is told to slow down."""
+"""The most unanswered messages of one worker; further ones are refused."""
 
 MAX_NUMBER = 16
-"""Bytes of what numbers a message, which the answer repeats."""
+"""The most bytes of a message's number, which the answer repeats."""
 
 BACKLOG = 1024
-"""Connections that may be on their way from the listener; it has fewer that do not speak yet."""
+"""The most connections from the listener that wait to be accepted: more than it lets wait itself."""
 
 Answer = Callable[[bytes, ToScheduler], Awaitable[ToWorker | None]]
 Undelivered = Callable[[bytes, ToWorker], Awaitable[None]]
@@ -42,13 +42,12 @@ log = structlog.get_logger(__name__)
 class Router:
     """Receives workers' messages on one address.
 
-    `answer(peer, message)` makes the reply, or None for a message that wants none; `undelivered(peer, reply)` hears
-    of a reply whose receiver is gone, or does not read. `peer` is the connection's identity, given by this end: no
-    other router's connection has it. Over TCP who does not hold the workers' key is not heard at all, unless `trust`
-    is INSECURE; over a unix socket no other user is.
+    `answer(peer, message)` returns the reply, or None for a message without one. `undelivered(peer, reply)` is called
+    with a reply whose receiver is gone, or does not read. `peer` identifies the connection, among those of all routers.
+    Over TCP, only peers with the workers' key are heard, unless `trust` is INSECURE; on a unix socket, only this user.
 
-    Connections come in through a BoundedListener; behind it ZMQ listens on a socket in `folder`, which must be this
-    user's alone: the one of the unix socket, or a temporary one, if none is given.
+    Connections come in through a BoundedListener. Behind it, ZMQ listens on a unix socket in `folder`, which only this
+    user may enter; by default that of a unix address, else a temporary one.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Router:
     ) -> None:
         keys = keys_for(address, trust)
         self._answer, self._undelivered = answer, undelivered
-        self._context = zmq.asyncio.Context()  # of its own, as there can be one doorkeeper in each
+        self._context = zmq.asyncio.Context()  # of its own, because a context has only one ZAP handler
         self._socket = open_socket(zmq.ROUTER, self._context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
@@ -84,15 +83,15 @@ class Router:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
-        self._door = BoundedListener(listener, self._inside)
+        self._listener = BoundedListener(listener, self._inside)
         self._reader = Supervisor().forever("receiving from workers", self._read)
 
     async def close(self) -> None:
-        """Stop listening; messages being answered are dropped."""
+        """Stop listening. Messages without an answer are dropped."""
         for task in (self._reader, *self._tasks):
             task.cancel()
         await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
-        self._door.close()
+        self._listener.close()
         self._leave()
 
     def _leave(self) -> None:
@@ -105,10 +104,10 @@ class Router:
         match await self._socket.recv_multipart():
             case [peer, number, body] if len(number) <= MAX_NUMBER:
                 await self._take(peer, number, body)
-        await asyncio.sleep(0)  # others have a turn after each message: the gateway shares this loop
+        await asyncio.sleep(0)  # after each message others have a turn, since the gateway shares this loop
 
     async def _take(self, peer: bytes, number: bytes, body: bytes) -> None:
-        """Have a message answered beside those that wait; what is none is refused on the spot."""
+        """Decode a message and answer it in a task of its own. What is not a message is refused at once."""
         try:
             if self._pending[peer] >= MAX_PENDING:
                 raise ProtocolError(f"more than {MAX_PENDING} messages wait for an answer")
@@ -139,7 +138,7 @@ class Router:
         except TransientError as error:
             if times := self._throttle.count_if_due("again"):
                 reason, name = str(error), type(message).__name__
-                log.warning("a message has to be said again", message=name, reason=reason, times=times)
+                log.warning("a message failed, the worker repeats it", message=name, reason=reason, times=times)
             return Refused(str(error))
         except Exception as error:  # one worker's message must not end the service of all
             if times := self._throttle.count_if_due(type(error).__name__):
@@ -147,7 +146,7 @@ class Router:
             return Refused(f"the scheduler failed on this message: {error}")
 
     async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
-        """Send, or not at all: nobody waits for one who does not read."""
+        """Send without waiting; a reply that cannot be sent is undelivered."""
         try:
             await self._socket.send_multipart([peer, number, encode(reply)], flags=zmq.NOBLOCK)
         except zmq.ZMQError:

@@ -1,4 +1,4 @@
-"""The run folder: where the processes of one user on one machine meet. Whoever is not that user does not get in."""
+"""The run folder, with the sockets by which the processes of one user on one machine meet; other users cannot enter."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError
 
 MAX_PATH = 100
-"""Bytes that the path of a socket may have; the kernel takes 107."""
+"""The most bytes of a socket's path; the kernel allows 107."""
 
 ROOM_FOR_NAMES = 32
-"""Bytes of these that are left for a separator and the name of a socket."""
+"""How many of these bytes are for the separator and the name of a socket."""
 
 MACHINE = "machine"
-"""The file that keeps this machine's id."""
+"""The name of the file with this machine's id."""
 
 
 def open_run_folder(path: str | Path) -> Path:
-    """The folder, made if it was not there. Raises ConfigError unless it is this user's alone, and its path short."""
+    """Make the folder if it is missing, and return its path.
+
+    Raises ConfigError if its path is too long, or another user could enter it.
+    """
     folder = Path(path).expanduser().absolute()
     if len(os.fsencode(folder)) > MAX_PATH - ROOM_FOR_NAMES:
         raise ConfigError(
@@ -42,7 +45,7 @@ def open_run_folder(path: str | Path) -> Path:
 
 def _check(folder: Path, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(f"the run folder {folder} is no folder: set UNFUSE_RUN_DIR to one")
+        raise ConfigError(f"the run folder {folder} is not a folder: set UNFUSE_RUN_DIR to one")
     if found.st_uid != os.geteuid():
         raise ConfigError(
             f"the run folder {folder} belongs to uid {found.st_uid}, this is uid {os.geteuid()}: run as that one, or "
@@ -56,15 +59,15 @@ def _check(folder: Path, found: os.stat_result) -> None:
 
 
 def machine_id(folder: Path) -> str:
-    """A random name of this machine, the same for all who share its run folder, for as long as that is there.
+    """A random id of this machine: the same for all processes that share the run folder, as long as that exists.
 
-    It only tells who is likely to be near; what proves it is that the other's socket can be opened.
+    It is only a hint who is near. The proof is that the other's socket can be opened.
     """
     path = folder / MACHINE
     draft = folder / f"{MACHINE}.{secrets.token_hex(4)}"
     if not path.exists():
         draft.write_text(secrets.token_hex(8))
-        with suppress(FileExistsError):  # another process was faster, and its word goes
+        with suppress(FileExistsError):  # another process was faster: use its id
             os.link(draft, path)
         draft.unlink()
     return path.read_text()

@@ -1,4 +1,4 @@
-"""Unix sockets in a run folder: found by name, never taken from one who listens, not left lying by one who is dead."""
+"""Unix sockets in a run folder: found by name, never taken from a process that listens, removed when it is dead."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from unfuse.core.errors import ConfigError
 from unfuse.wire.run_folder import open_run_folder
 
 OURS = re.compile(r"(?:serve-(?P<port>\d+)|own-[0-9a-f]+)\.sock")
-"""Names of sockets of servers: with the port of their HTTP API, or of those that nobody is to find."""
+"""Names of servers' sockets: public ones with the port of the HTTP API, and private ones."""
 
 BACKLOG = 1024
 
 
 def server_socket(folder: str | Path, port: int) -> Path:
-    """Where the server with that HTTP port listens."""
+    """The path of the socket of the server with this HTTP port."""
     return Path(folder).expanduser().absolute() / f"serve-{port}.sock"
 
 
 def private_socket(folder: str | Path) -> Path:
-    """A place that only who is told it knows."""
+    """A path for a socket that nobody can find by its name."""
     return Path(folder).expanduser().absolute() / f"own-{secrets.token_hex(8)}.sock"
 
 
 def servers(folder: str | Path) -> dict[int, Path]:
-    """Sockets of the servers that run, by HTTP port. Raises ConfigError for a folder that is not this user's alone."""
+    """The sockets of the servers that run, by HTTP port. Raises ConfigError if other users can enter the folder."""
     ports = {path: named["port"] for path in open_run_folder(folder).iterdir() if (named := OURS.fullmatch(path.name))}
     found = {int(port): path for path, port in ports.items() if port and answers(path)}
     return dict(sorted(found.items()))
 
 
 def answers(path: Path) -> bool:
-    """Whether a process listens there, were it stopped or too busy to accept."""
+    """Whether a process listens there, even if it is stopped or too busy to accept."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
             probe.connect(os.fspath(path))
-        except BlockingIOError:  # the line of those who want in is full
+        except BlockingIOError:  # the backlog is full
             return True
         except OSError:
             return False
@@ -52,9 +52,9 @@ def answers(path: Path) -> bool:
 
 
 def listening(path: Path) -> socket.socket:
-    """A socket that listens at that path and blocks nobody, in place of what a dead process left there.
+    """Listen at a path, without blocking; the socket of a dead process there is replaced.
 
-    Raises ConfigError where another process listens, or where something is that is no socket.
+    Raises ConfigError if another process listens there, or if something that is not a socket is there.
     """
     with _alone(open_run_folder(path.parent)) as folder:
         for left in (path, *(one for one in folder.iterdir() if OURS.fullmatch(one.name))):
@@ -75,7 +75,7 @@ def listening(path: Path) -> socket.socket:
 
 
 def leave(path: Path) -> None:
-    """Take the name away of a socket of our own that still listens, so that it cannot be another's by now."""
+    """Remove the path of our own socket; call it while the socket still listens, so that no other can have the path."""
     with suppress(OSError):
         path.unlink()
 
@@ -88,7 +88,7 @@ def _remove_dead(path: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[Path]:
-    """While it lasts no other process binds or removes a socket here: between its bind and its listen it looks dead."""
+    """Lock the folder: no other process binds or removes sockets, as one that is bound and not listening looks dead."""
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -17,9 +17,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
+from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
-from unfuse.transfer.tally import Tally
 
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
@@ -58,9 +58,9 @@ class Copies:
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
 
     @property
-    def tally(self) -> Tally:
+    def counters(self) -> TransferCounters:
         """How much each engine has brought."""
-        return self._transfers.tally if "_transfers" in self.__dict__ else Tally()
+        return self._transfers.counters if "_transfers" in self.__dict__ else TransferCounters()
 
     async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
         """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.

@@ -321,14 +321,14 @@ class Worker:
         """Send one heartbeat and handle the answer, which comes when there is news or the next one is due."""
         await asyncio.sleep(BEAT_PAUSE_S)
         held = tuple(self._active.keys() - ended)
-        moved = objects.copies.tally.take()
+        moved = objects.copies.counters.take()
         usage, holding = objects.usage(), tuple(objects.holding())
         waits = self._executor.unwritten if self._executor else 0
         beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits)
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
-            objects.copies.tally.put_back(moved)
+            objects.copies.counters.put_back(moved)
             return
         if not isinstance(pulse, Pulse):
             await asyncio.sleep(self._beat_s)

@@ -1,4 +1,4 @@
-"""What transfers did, by engine: counted in their threads, told elsewhere now and then."""
+"""Counts what transfers have moved, by engine; the heartbeat takes the counts."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from threading import Lock
 from unfuse.core.messages import Moved
 
 
-class Tally:
-    """Sums since they were last taken. Thread-safe."""
+class TransferCounters:
+    """Sums since the last `take`, by engine. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._moved: dict[str, Moved] = {}
 
     def add(self, engine: str, moved: Moved) -> None:
-        """Count something of an engine."""
+        """Add to the sums of an engine."""
         with self._lock:
             self._moved[engine] = self._moved.get(engine, Moved()) + moved
 
     def take(self) -> dict[str, Moved]:
-        """The sums, which begin anew."""
+        """Return the sums, and reset them."""
         with self._lock:
             taken, self._moved = self._moved, {}
             return taken
 
     def put_back(self, taken: Mapping[str, Moved]) -> None:
-        """Nobody heard of these."""
+        """Add sums that were taken and could not be reported."""
         for engine, moved in taken.items():
             self.add(engine, moved)
