@@ -1,4 +1,4 @@
-"""How a creating call becomes a request: joined to an earlier one if it is a repeat, checked, submitted."""
+"""Turns a creating call into a request: a repeat gets the earlier one; a new one is checked and submitted."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.uploads import read_picture
 
 REPEAT_WITHIN_S = 15 * 60
-"""How long a client's silent repeat joins its first call."""
+"""Seconds in which a repeat without an idempotency key still gets the request of the first call."""
 
 MAX_KEY = 255
 
 
 @dataclass(frozen=True)
 class Call:
-    """A creating call: whose it is, what it gave, what it is to make. `upload` is its field for a picture, if any."""
+    """A creating call: its tenant, its fields, its medium. `upload` is the name of its field for a picture, if any."""
 
     gateway: Gateway
     request: Request
@@ -38,7 +38,7 @@ class Call:
     upload: str = ""
 
     async def accept(self) -> tuple[Record, Delivery]:
-        """The request it asks for: a new one, or the earlier one that it repeats.
+        """Return the request: a new one, or the earlier one that this call repeats.
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
         """
@@ -73,7 +73,7 @@ class Call:
         return recent[0] if recent else None
 
     async def _submit(self, key: str, fingerprint: str, delivery: Delivery) -> Record:
-        """Check everything, what is cheap first, then queue it; the picture is there before the request is."""
+        """Check everything, cheap checks first; store the picture, then submit the request."""
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
         asked, card = await self._model(fields.get("model"), picture is not None)
@@ -92,7 +92,7 @@ class Call:
             )
             unused = unused and record.context.id != id
         except TransientError:
-            unused = False  # who does not answer may have accepted
+            unused = False  # a queue that does not answer may have accepted it
             raise
         finally:
             if unused:
@@ -100,7 +100,7 @@ class Call:
         return record
 
     async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
-        """The model that was asked for, which must be able to do it. Raises InvalidParameter, UnknownModel."""
+        """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name)
         medium = self.medium
         if not medium.made_by(card.limits):

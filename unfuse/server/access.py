@@ -1,4 +1,4 @@
-"""From where the server may be used: by which names, by which websites, through which proxies."""
+"""Decides from where the server may be used: under which host names, by which websites, through which proxies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from unfuse.wire.address import is_loopback
 
 ANY = "*"
 EXEMPT = frozenset({"/health", "/ready", "/metrics"})
-"""Asked by probes, which reach the server by whatever address it has."""
+"""Paths for probes, which may reach the server under any address."""
 
 EXPOSED = ("x-request-id", "location", "retry-after", "preference-applied", "openai-poll-after-ms")
-"""Headers of answers that an allowed website may read."""
+"""Response headers that an allowed website may read."""
 
 MOST_SHOWN = 100
-"""Characters of a name that a refusal repeats."""
+"""The most characters of a name that a refusal quotes."""
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
@@ -30,7 +30,7 @@ _STANDARD_PORT = {"http": ":80", "https": ":443"}
 
 
 class Access:
-    """Names and websites that are allowed beside the server's own, and proxies whose word on both is taken.
+    """Host names and websites that are allowed beside the server's own, and proxies that are trusted to forward both.
 
     `hosts` are names (`.domain` stands for a domain and all below it), `origins` are like `https://example.com`, `*` is
     any of them; `proxies` are addresses or networks. Raises ConfigError for what is none of that.
@@ -52,7 +52,7 @@ class Access:
             raise ConfigError(f"--trusted-proxies: {error}; write addresses or networks, like 10.0.0.0/8") from error
 
     def trusts(self, peer: str) -> bool:
-        """Whether a proxy of ours has that address."""
+        """Whether a trusted proxy has this address."""
         address = address_of(peer)
         return address is not None and any(address in network for network in self._proxies)
 
@@ -83,7 +83,7 @@ class Access:
 
 
 class Guard:
-    """Refuses what comes from elsewhere, unless a key is asked for: then that is the defence. Answers preflights.
+    """Refuses calls that Access does not allow, unless keys are required. Answers preflights.
 
     Raises Refusal.
     """
@@ -96,7 +96,7 @@ class Guard:
         )  # fmt: skip
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let one call through, as the client made it."""
+        """Pass one call on, with the host and scheme that the client used."""
         if scope["type"] == "http":
             if not scope["path"].startswith("/"):
                 raise Refusal(400, "bad_target", "ask for a path, such as /v1/models: this server is no proxy")
@@ -106,7 +106,7 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _forwarded(self, scope: Scope) -> list[str]:
-        """The hosts a call was sent to. What a proxy of ours forwards becomes the call's own host and scheme."""
+        """The hosts that a call was sent to. What a trusted proxy forwards becomes the call's own host and scheme."""
         given = Headers(scope=scope)
         names = given.getlist("host")
         if not self._access.trusts((scope.get("client") or ("",))[0]):
@@ -123,7 +123,7 @@ class Guard:
 
 
 def address_of(peer: str) -> IPv4Address | IPv6Address | None:
-    """The address that text says, an IPv4 one as such; None for none."""
+    """The IP address in a text, IPv4 also where it is written as IPv6; None if it has none."""
     try:
         address = ip_address(peer)
     except ValueError:
@@ -132,11 +132,11 @@ def address_of(peer: str) -> IPv4Address | IPv6Address | None:
 
 
 def _host_in(text: str) -> str:
-    """The name or address in what a Host header says; empty if it makes no sense."""
+    """The name or address in a Host header; "" if it is malformed."""
     found = _HOST.fullmatch(text.lower())
     return found[1].strip("[]").rstrip(".") if found else ""
 
 
 def _site(scheme: str, host: str) -> str:
-    """The origin of pages that such a host serves, as browsers write it."""
+    """The origin of a host's pages, as browsers write it."""
     return f"{scheme}://{host.lower().removesuffix(_STANDARD_PORT.get(scheme, ':'))}"

@@ -1,4 +1,4 @@
-"""What calls answer, for /openapi.json: bodies and headers. A test throws things at them and holds each reply to it."""
+"""Schemas of the responses in /openapi.json: bodies and headers. A fuzz test checks every response against them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Answers = dict[int | str, Schema]
 
 TEXT, NUMBER, INTEGER, FLAG = ({"type": kind} for kind in ("string", "number", "integer", "boolean"))
 ANY: Schema = {}
-"""What depends on the model, or on who asked."""
+"""An object whose fields depend on the model, or on the client."""
 
 UNIX = {**NUMBER, "description": "Unix seconds"}
 SECONDS = {**NUMBER, "description": "seconds"}
@@ -22,22 +22,22 @@ BYTES = {**INTEGER, "description": "bytes"}
 
 
 def perhaps(schema: Schema) -> Schema:
-    """That, or null."""
+    """This schema, or null."""
     return {"anyOf": [schema, {"type": "null"}]}
 
 
 def array(items: Schema) -> Schema:
-    """Several of them."""
+    """An array of these."""
     return {"type": "array", "items": items}
 
 
 def table(values: Schema) -> Schema:
-    """Values of that kind, by name."""
+    """An object that maps names to these."""
     return {"type": "object", "additionalProperties": values}
 
 
 def thing(fields: Schema, **optional: Schema) -> Schema:
-    """An object that has all of these fields, and perhaps the optional ones."""
+    """An object with these fields, which are required, and with the optional ones."""
     return {"type": "object", "required": list(fields), "properties": fields | optional}
 
 
@@ -109,23 +109,23 @@ _LATER |= {"preference-applied": {"schema": {"const": "respond-async"}}}
 
 
 def answer(says: str, schema: Schema, kind: str = "application/json", headers: Schema | None = None) -> Schema:
-    """One reply: what it means, its body, its type."""
+    """One response: its description, the schema of its body, its content type."""
     return {"description": says, "content": {kind: {"schema": schema}}, "headers": _HEADERS | (headers or {})}
 
 
 def one(schema: Schema, status: int = 200) -> Answers:
-    """A call that answers with one such object."""
+    """The responses of a call that returns one such object."""
     return {status: answer("What was asked for", schema)}
 
 
 def several(schema: Schema, paged: bool = True) -> Answers:
-    """A call that answers with a list of them, page by page unless it is short."""
+    """The responses of a call that returns a list of them, in pages if `paged`."""
     page = {"has_more": FLAG, "first_id": perhaps(TEXT), "last_id": perhaps(TEXT)} if paged else {}
     return one(thing({"object": {"const": "list"}, "data": array(schema), **page}))
 
 
 SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
-"""One server-sent event: OpenAPI 3.1 has the schema of such a reply describe each of them."""
+"""One server-sent event: in OpenAPI 3.1, the schema of an event stream describes each event."""
 
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)
@@ -134,7 +134,7 @@ FILMED = ACCEPTED | one(VIDEO)
 DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
 HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
-"""The data of each event; it stands among the schemas under that name."""
+"""The schema of each event's data, which is listed under this name."""
 
 FORGOTTEN = one(thing({"id": TEXT, "object": {"const": "request"}, "deleted": FLAG}))
 READY = one(thing({"ready": {"const": True}, "models": array(TEXT)}))

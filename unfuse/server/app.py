@@ -1,4 +1,4 @@
-"""The application: one route module per resource, and what lies around all of them."""
+"""The application: the routes of all resources, and the layers around them."""
 
 from __future__ import annotations
 

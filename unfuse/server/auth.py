@@ -1,4 +1,4 @@
-"""Who asks: an API key stands for a tenant, some for an admin."""
+"""Identifies the caller: an API key stands for a tenant, some keys for an admin."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from unfuse.server.gateway import gateway_of
 
 DEFAULT_TENANT = "default"
 KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
-"""Says in /openapi.json that a key is needed; whether it is the right one is for `caller_of` to say."""
+"""Declares in /openapi.json that a key is needed; `caller_of` checks it."""
 
 
 class Caller(msgspec.Struct, frozen=True):
-    """Who asks. `sees` is the tenant whose requests it may see and end: its own, or with None all of them."""
+    """The caller. It may see and end the requests of the tenant `sees`, which is its own; None: of all tenants."""
 
     tenant: str
     sees: str | None
@@ -27,7 +27,7 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 async def caller_of(request: Request) -> Caller:
-    """Who asks. Raises Refusal (401) for a key that is none of ours; without keys everyone is welcome."""
+    """The caller. Raises Refusal (401) for an unknown key; without configured keys, everyone is admitted."""
     gateway = await gateway_of(request)
     if not gateway.keys:
         return Caller(DEFAULT_TENANT, DEFAULT_TENANT, True)
@@ -44,17 +44,17 @@ Known = Annotated[Caller, Depends(caller_of)]
 
 
 async def tenant_of(caller: Known) -> str:
-    """The tenant that asks. Raises Refusal (401)."""
+    """The caller's tenant. Raises Refusal (401)."""
     return caller.tenant
 
 
 async def sight_of(caller: Known) -> str | None:
-    """The tenant whose requests may be seen by who asks; None for those of all. Raises Refusal (401)."""
+    """The tenant whose requests the caller may see; None: all tenants. Raises Refusal (401)."""
     return caller.sees
 
 
 async def admin_only(caller: Known) -> None:
-    """Raises Refusal (401, 403) for whoever is no admin, once there are keys."""
+    """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
         raise Refusal(403, "admin_only", "this needs an admin's key: `unfuse serve --admin-key` says which those are")
 

@@ -17,50 +17,50 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.server.errors import Refusal
 
 MAX_BODY = 2 * 1024 * 1024
-"""Bytes of a body without pictures; reading stops there."""
+"""The most bytes of a body without pictures; reading stops there."""
 
 MAX_TEXT_BODY = 8 * 1024 * 1024
-"""Bytes of one that may hold a picture as text, which is slow to read: a larger picture is sent as a file."""
+"""The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
 
 MAX_VALUES = 50_000
-"""Commas and opening brackets in a body of JSON: nobody else runs while these are decoded, whatever the thread."""
+"""The most commas and opening brackets in a JSON body: decoding them blocks all threads."""
 
 MAX_FORM = 32 * 1024 * 1024
 
 MAX_FIELDS, MAX_FILES = 64, 8
 
 MAX_READING = 256 * 1024 * 1024
-"""Bytes of the bodies that are being read at a time, of all clients together."""
+"""The most bytes of all bodies that are being read at one time."""
 
 READING_PAUSE_S = 5
-"""After what time a client tries again whose body there was no room for."""
+"""Seconds after which a client should try again if there was no room for its body."""
 
-logging.getLogger("python_multipart").setLevel(logging.ERROR)  # what is wrong with a form, its sender is told
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # errors in a form are reported to its sender
 
 _MEMBER = re.compile(r"([a-z_]+)\[([^\[\]]*)\]")
-"""A form field that is part of another: `metadata[job]`, or `image[]` for one of several."""
+"""A form field that is part of another: `metadata[job]`, or `image[]` as one of several."""
 
 
 class Reading:
-    """How much of bodies is being read, all clients' together: up to `most` bytes."""
+    """Counts the bytes of all bodies that are being read, up to `most`."""
 
     def __init__(self, most: int = MAX_READING) -> None:
         self._most, self.held = most, 0
 
     def take(self, size: int) -> None:
-        """So many bytes more are held. Raises Refusal when that would be too many."""
+        """Count more bytes. Raises Refusal if there would be too many."""
         if self.held + size > self._most:
             again = {"retry-after": str(READING_PAUSE_S)}
             raise Refusal(503, "too_many_bodies", "too many large bodies are being sent: try again", headers=again)
         self.held += size
 
     def give(self, size: int) -> None:
-        """So many bytes are held no more."""
+        """Count fewer bytes, which are freed."""
         self.held -= size
 
 
 async def read_json(request: Request, limit: int = MAX_BODY) -> dict[str, object]:
-    """The JSON object in a body. Raises Refusal for another type of body, or a larger one, and InvalidParameter."""
+    """The JSON object in a body. Raises Refusal for another type or a large body, InvalidParameter for bad JSON."""
     if _type(request) != "application/json":
         raise Refusal(415, "unsupported_media_type", "send the body as JSON, with 'Content-Type: application/json'")
     body = bytearray()
@@ -94,7 +94,7 @@ async def read_body(request: Request) -> dict[str, object]:
 
 
 class _Form(MultiPartParser):
-    """A parser that knows whether the form came to its end: without its last part it would be another request."""
+    """A parser that knows whether the form is complete: without its last part it would be a different request."""
 
     whole = False
 

@@ -1,4 +1,4 @@
-"""What connections may take: how many there are, how long a client may be silent, how much a head may hold."""
+"""Bounds of HTTP connections: their number, how long a client may be silent, how large a head may be."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ MAX_HEADERS = 100
 MAX_TARGET = 8 * 1024
 
 FINE_CHUNKS, CHUNK = 1024, 64
-"""So many chunks a body may have, and beyond them as many as have this many bytes on average: each costs time."""
+"""How many chunks a body may have in any case, and the least average bytes of further ones: each chunk costs time."""
 
 ACCEPTED_AT_ONCE = 32
-"""Connections taken in a turn of the event loop: who comes last waits for those before it, not for all they ask."""
+"""The most connections accepted in one turn of the event loop, so that others have their turn."""
 
 OTHER_FILES = 256
-"""Open files that are kept for whatever is no connection."""
+"""Open files that are reserved for everything else than connections."""
 
 log = structlog.get_logger(__name__)
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """How many connections there may be, in all and from one address (of IPv6, from one network of 64 bits).
+    """The most connections in all and from one address (for IPv6, from one /64 network).
 
     A client has `head_s` seconds to ask. While it sends a body, or has not taken what was sent to it, `rate` bytes a
     second have to pass, looked at every `stall_s` seconds.
@@ -56,7 +56,7 @@ class Bounds(msgspec.Struct, frozen=True):
 
 
 class Connections(ServerState):
-    """All there are of one server, counted by address; trusted proxies count in all only."""
+    """All connections of one server, counted by address; those of trusted proxies count only in the total."""
 
     def __init__(self, bounds: Bounds, access: Access) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Connections(ServerState):
         self._throttle = LogThrottle()
 
     def enter(self, peer: str) -> Refusal | None:
-        """Count one that has come; why it may not stay, if it may not."""
+        """Count a new connection. Returns a refusal if there are too many."""
         whose = self._whose(peer)
         self._from[whose] += 1
         if len(self.connections) > self._most:
@@ -76,29 +76,29 @@ class Connections(ServerState):
             refusal = Refusal(429, "too_many_connections", most)
         else:
             return None
-        self.say("too many connections", reason=str(refusal))
+        self.warn("too many connections", reason=str(refusal))
         return refusal
 
     def leave(self, peer: str) -> None:
-        """One that was counted is gone."""
+        """A connection that was counted has ended."""
         whose = self._whose(peer)
         self._from[whose] -= 1
         if not self._from[whose]:
             del self._from[whose]
 
     def sweep(self) -> None:
-        """End those whose clients are too slow."""
+        """End connections whose clients are too slow."""
         now = time.monotonic()
         for connection in [*self.connections]:
             cast(Protocol, connection).look(now)
 
-    def say(self, what: str, **told: object) -> None:
-        """Log what goes on at the connections, each cause once a second at most."""
+    def warn(self, what: str, **about: object) -> None:
+        """Log a problem with connections, each cause at most once a second."""
         if times := self._throttle.count_if_due(what):
-            log.warning(what, times=times, **told)
+            log.warning(what, times=times, **about)
 
     def _whose(self, peer: str) -> str:
-        """As whose a connection counts; empty for those that have no bound of their own."""
+        """The address or network that a connection counts for; "" for those without a bound of their own."""
         if self._access.trusts(peer):
             return ""
         address = address_of(peer)
@@ -106,7 +106,7 @@ class Connections(ServerState):
 
 
 class _Http(h11.Connection):
-    """The protocol, with bounds on heads and on how finely a body is cut. Counts what passes: heads, bytes."""
+    """HTTP/1.1 with bounds on heads and on the number of a body's chunks. It counts heads and bytes."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
@@ -114,7 +114,7 @@ class _Http(h11.Connection):
         self.refusal = Refusal(400, "bad_request", "this cannot be read as HTTP/1.1")
 
     def next_event(self) -> Any:
-        """What comes next. Raises RemoteProtocolError, with `refusal` saying why."""
+        """The next event. Raises RemoteProtocolError; then `refusal` has the reason."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self.heads += 1
@@ -129,7 +129,7 @@ class _Http(h11.Connection):
         return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """The bytes that say it."""
+        """The bytes of an event to send."""
         data = super().send_with_data_passthrough(event)
         self.sent += sum(map(len, data or ()))
         return data
@@ -154,7 +154,7 @@ class _Http(h11.Connection):
 
 
 class Protocol(H11Protocol):
-    """One connection: uvicorn's, with bounds."""
+    """uvicorn's connection, with bounds."""
 
     def __init__(self, config: Config, server_state: ServerState, app_state: dict[str, Any], _loop: Any = None) -> None:
         super().__init__(config, server_state, app_state, _loop)
@@ -163,7 +163,7 @@ class Protocol(H11Protocol):
         self._owes, self._since, self._passed, self._needed = "", 0.0, 0, 0
 
     def connection_made(self, transport: Any) -> None:
-        """Take it, if there is room for it.
+        """Accept the connection, if there is room for it.
 
         Replies are sent as they are written, whatever the loop: a body would wait 40 ms for its head's acknowledgement.
         """
@@ -173,16 +173,16 @@ class Protocol(H11Protocol):
             self._refuse(refusal)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """The connection has ended."""
         super().connection_lost(exc)
         self._all.leave(self._peer)
 
     def send_400_response(self, msg: str) -> None:
-        """Say what is wrong with what was sent, and close."""
+        """Answer what is wrong with the request, and close."""
         self._refuse(self.conn.refusal)
 
     def look(self, now: float) -> None:
-        """End it if its client takes too long for what it has to do: to ask, to send, to read."""
+        """End the connection if its client is too slow to send a request or to read the response."""
         bounds, unsent = self._all.bounds, self.transport.get_write_buffer_size()
         owes, passed, needed, window = "", 0, int(bounds.rate * bounds.stall_s), bounds.stall_s
         if unsent:
@@ -194,7 +194,7 @@ class Protocol(H11Protocol):
         if owes == self._owes and now - self._since < window:
             return
         if owes and owes == self._owes and passed - self._passed < self._needed:
-            self._all.say("client too slow", client=self._peer, to=owes)
+            self._all.warn("client too slow", client=self._peer, to=owes)
             if owes != "ask" or self.conn.trailing_data[0]:
                 self._refuse(Refusal(408, "timeout", f"the client took too long to {owes}"))
             self.transport.close()
@@ -207,7 +207,7 @@ class Protocol(H11Protocol):
         return self.client[0] if self.client else ""
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answer in place of the application, unless it has begun to, and close."""
+        """Answer with a refusal, unless the application has begun to answer, and close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(envelope(refusal))
             kind, size = ("content-type", "application/json"), ("content-length", str(len(body)))
@@ -221,7 +221,7 @@ class Protocol(H11Protocol):
 
 
 class HttpServer(Server):
-    """uvicorn with bounds on its connections, and without its signal handlers: whoever runs it decides on signals."""
+    """uvicorn with bounds on its connections, and without its signal handlers, which are its caller's business."""
 
     def __init__(self, app: ASGIApp, bounds: Bounds, access: Access) -> None:
         super().__init__(
@@ -244,14 +244,14 @@ class HttpServer(Server):
         await super().serve([*given, *(one.dup() for one in given for _ in range(ACCEPTED_AT_ONCE - 1))])
 
     async def on_tick(self, counter: int) -> bool:
-        """What is done ten times a second."""
+        """Called ten times a second: end slow connections."""
         if counter % 10 == 0:
             self._connections.sweep()
         return await super().on_tick(counter)
 
 
 def _is_an_error(record: logging.LogRecord) -> bool:
-    """Whether what uvicorn logs is one: that calls are cut short because the server ends is none."""
+    """Whether a log record of uvicorn is an error; that calls are cut short because the server ends is none."""
     ends = str(record.msg).startswith("Cancel %s running task(s)")
     return not ends and not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 

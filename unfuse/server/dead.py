@@ -1,4 +1,4 @@
-"""Dead letters: requests that were given up, with the evidence, until somebody has looked at them."""
+"""Dead letters: requests that failed in a way that somebody should look at, with the evidence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def page(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
-    """Requests that were given up, newest first, with the evidence; for an admin what cannot be read, before them."""
+    """Dead requests, newest first, with the evidence. An admin also gets unreadable records, before them."""
     found = await gateway.queue.list(Filter(tenant=caller.sees, dead=True), after=after, limit=limit + 1)
     views = [gateway.view(request, record, evidence=True) for record in found]
     damaged = await gateway.queue.damaged() if caller.admin and not after else ()
@@ -38,7 +38,7 @@ async def page(
 
 
 def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, object]:
-    """The first page, before which stands what cannot be read: nobody knows whose it is."""
+    """The first page, with unreadable records before it: only admins see them, since their tenant is unknown."""
     entries = [
         {
             "id": entry.id,
@@ -53,7 +53,7 @@ def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, o
 
 @router.get("/{id}", responses=one(REQUEST))
 async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
-    """One request that was given up, with the evidence."""
+    """One dead request, with the evidence."""
     record = await gateway.load(id, sees)
     if not record.context.dead:
         raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
@@ -62,7 +62,7 @@ async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[
 
 @router.delete("/{id}", responses=FORGOTTEN)
 async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
-    """Forget a request that was given up, with its files, or as an admin what cannot be read of the queue."""
+    """Delete a dead request with its files, or, as an admin, an unreadable record of the queue."""
     if caller.admin and any(entry.id == id for entry in await gateway.queue.damaged()):
         await gateway.queue.discard(id)
     elif (await gateway.load(id, caller.sees)).context.dead:
@@ -74,7 +74,7 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
 
 @router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
 async def retry(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
-    """Ask for the same again, as a new request with the same seed; the old one is dead no more.
+    """Ask for the same again, as a new request with the same seed; the old one is no longer a dead letter.
 
     The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
     """

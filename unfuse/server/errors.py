@@ -1,4 +1,4 @@
-"""Every error leaves in OpenAI's envelope, and every reply with the id it can be asked for by."""
+"""Sends every error in OpenAI's format, and every response with an x-request-id."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _ENVELOPE, "5XX": _ENVELOP
 
 
 class Refusal(UnfuseError):
-    """A request the gateway itself turns down, as an HTTP status and a code for programs."""
+    """A call that the gateway itself refuses, with an HTTP status and a code for programs."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
@@ -67,7 +67,7 @@ def envelope(error: Refusal) -> dict[str, object]:
 
 
 def install(app: FastAPI) -> None:
-    """Have every error the routes raise on purpose answered in the envelope."""
+    """Answer every UnfuseError of the routes in OpenAI's format."""
     app.add_exception_handler(UnfuseError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
@@ -82,7 +82,7 @@ def _response(refusal: Refusal) -> JSONResponse:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What an error means to whoever asked."""
+    """The refusal that a client gets for an error."""
     match error:
         case Refusal():
             return error
@@ -105,7 +105,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def _trouble(error: Exception) -> Refusal:
-    """What is no fault of whoever asked; why is for the log, which may name places of this machine."""
+    """The refusal for an error that is not the client's fault. Its reason may name local paths, and is only logged."""
     match error:
         case Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
@@ -122,7 +122,7 @@ def _trouble(error: Exception) -> Refusal:
 
 
 class Edge:
-    """The outermost layer: gives every reply its x-request-id, and a failure nobody expected its envelope."""
+    """The outermost layer: gives every response an x-request-id, and an unexpected failure OpenAI's error format."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""What the bodies of creating calls may hold, for /openapi.json: the media's tables."""
+"""Schemas of the bodies of creating calls in /openapi.json, made from the media's tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"),
 
 
 def schema_of(parameter: Parameter) -> Schema:
-    """A line of a table as JSON Schema; a bound that is the model's is not in it."""
+    """A parameter as JSON Schema; bounds that differ between models are left out."""
     named = zip(BOUNDS.get(parameter.kind, ()), (parameter.low, parameter.high), strict=False)
     bounds = {name: bound for name, bound in named if not isinstance(bound, str)}
     chosen: Schema = {"enum": list(parameter.choices)} if parameter.choices else {}

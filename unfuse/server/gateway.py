@@ -1,4 +1,4 @@
-"""What the routes share: the scheduler, the result store, who may ask, who is waited for, what is counted."""
+"""What all routes share: the scheduler, the result store, API keys, waiting for requests, metrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from unfuse.stores.results import ResultStore
 from unfuse.supervision.supervisor import Supervisor
 
 PICTURES_AT_ONCE = 2
-"""Uploads decoded at a time: each may take 160 MB while it is. Adapters are read by as many."""
+"""How many uploads are decoded at one time, since each may take 160 MB; and how many adapters are read."""
 
 
 log = structlog.get_logger(__name__)
@@ -76,7 +76,7 @@ class Gateway(Observer):
         scheduler.observers.add(self)
 
     async def models(self) -> dict[str, ModelCard]:
-        """Served models by the name clients use."""
+        """The served models, by the names that clients use."""
         found = await self.scheduler.registry.cards()
         cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
         renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
@@ -100,7 +100,7 @@ class Gateway(Observer):
         return name, served[name]
 
     async def lora_id(self, card: ModelCard, name: str) -> str:
-        """What names the content of an adapter, so that whoever runs it has the same. Raises InvalidParameter."""
+        """The hash of an adapter's content, so that workers use the same. Raises InvalidParameter."""
         if not card.takes_lora:
             raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
         if self.loras is None:
@@ -116,7 +116,7 @@ class Gateway(Observer):
         log.info("accepted", request=context.id, model=context.model, tenant=context.tenant)
 
     def ended(self, context: RequestContext) -> None:
-        """Count and log a request that this scheduler ended, wherever it was accepted, and let go of its uploads."""
+        """Count and log a request that this scheduler ended, whichever accepted it, and delete its uploads."""
         self.metrics.ended(context)
         told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
         if context.error:
@@ -139,12 +139,12 @@ class Gateway(Observer):
         self.metrics.moved(engine, moved)
 
     def looked_up(self, hits: int, misses: int) -> None:
-        """Count what an accepted request had from the encoder cache."""
+        """Count an accepted request's hits and misses in the encoder cache."""
         self.metrics.looked_up(hits, misses)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
-        """Count and log what a creating call is refused for; nothing that the client wrote is quoted but the names."""
+        """Count and log the refusal of a creating call. Of what the client sent, only names are logged."""
         try:
             yield
         except (InvalidParameter, Overloaded, Refusal) as error:
@@ -156,11 +156,11 @@ class Gateway(Observer):
             raise
 
     def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
-        """A request as whoever asks sees it."""
+        """A request as the caller sees it."""
         return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
 
     def release(self, context: RequestContext) -> None:
-        """Forget in the background what was attached to a request that does not need it any more."""
+        """Delete in the background the attachments of a request that has ended."""
         if context.params.keys() & {"image", "preview_every"}:
             request = context.id
             self._releasing[request] = asyncio.create_task(self._release(request))
@@ -171,7 +171,7 @@ class Gateway(Observer):
             await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str | None) -> Record:
-        """A tenant's own request, or with None anyone's. Raises NotFound, for another's as for none."""
+        """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""
         with suppress(NotFound):
             record = await self.queue.load(request)
             if tenant in (None, record.context.tenant):
@@ -179,7 +179,7 @@ class Gateway(Observer):
         raise NotFound(f"no request {request} is known (any more)")
 
     async def delete(self, request: str) -> None:
-        """End a request and forget it, with its files."""
+        """End a request, and delete it with its files."""
         await self.scheduler.cancel(request)
         if releasing := self._releasing.get(request):
             await asyncio.wait({releasing})
@@ -187,7 +187,7 @@ class Gateway(Observer):
         await self.queue.drop(request)
 
     async def unwritten(self) -> tuple[bool, int]:
-        """Whether results can be kept now, as far as is known here, and how many tasks wait for that."""
+        """Whether results can be stored now, as far as is known, and how many tasks wait for that."""
         waiting = sum(member.info.unwritten for member in await self.scheduler.registry.workers())
         why = ""
         try:
@@ -200,7 +200,7 @@ class Gateway(Observer):
         return not (why or waiting), waiting
 
     async def finished(self, record: Record) -> Record:
-        """The request once it is over. A caller that stops waiting changes nothing for it.
+        """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
         Raises Refusal when the queue closes first.
         """
@@ -214,16 +214,16 @@ class Gateway(Observer):
 
 
 def _shown(name: object) -> str:
-    """The name of a model as a log may hold it: short, and nothing but a name."""
+    """The name of a model for a log: shortened, "" if it is not a name."""
     return name[:80] if isinstance(name, str) else f"({type(name).__name__})"
 
 
 def base_of(request: Request) -> str:
-    """Where the client reached this gateway: what the addresses it is given begin with."""
+    """The URL by which the client reached this gateway; links in responses begin with it."""
     return str(request.base_url).rstrip("/")
 
 
 async def gateway_of(request: Request) -> Gateway:
-    """The gateway behind a request: a dependency of every route; a coroutine, which needs no thread."""
+    """The gateway of a call: a dependency of every route; it is a coroutine, so that it needs no thread."""
     gateway: Gateway = request.app.state.gateway
     return gateway

@@ -1,4 +1,4 @@
-"""Whether it lives, whether it can serve, what it is, how it does: for probes, without a key."""
+"""Health, readiness, version and metrics, for probes, without a key."""
 
 from __future__ import annotations
 

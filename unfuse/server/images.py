@@ -1,4 +1,4 @@
-"""Pictures, of a prompt or of a picture, as the `openai` client asks for them."""
+"""Routes for pictures, from a prompt or from a picture, in the format of the `openai` client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _USAGE = {
     "output_tokens": 0,
     "total_tokens": 0,
 }
-"""Pictures are not counted in tokens; the `openai` client's type wants the fields."""
+"""Pictures are not counted in tokens, but the `openai` client's type requires these fields."""
 
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
@@ -49,7 +49,7 @@ async def generate(request: Request, gateway: Served, tenant: Tenant) -> Respons
 
 @router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
 async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
-    """Make pictures that start from another one, and wait for them, where a model is served that can."""
+    """Make pictures that start from another one, and wait for them. A served model must be able to do this."""
     given = await read_body(request)
     if given.pop("mask", None) is not None:
         raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
@@ -73,7 +73,7 @@ async def _answer(call: Call, kind: str) -> Response:
 
 
 async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
-    """Previews as they come and are still there, then the pictures, or the error in their place."""
+    """Events with previews, as far as they still exist, then with the pictures, or with the error."""
     request, made = record.context.id, Counter[str]()
     try:
         async for event in gateway.queue.watch(request):
@@ -106,7 +106,7 @@ def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, obje
 
 
 def _form(context: RequestContext) -> dict[str, object]:
-    """What was made, as it was made, whatever was asked for."""
+    """The format, size and quality of the pictures that were made."""
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
 
 
@@ -120,7 +120,7 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 
 
 def _require_result(context: RequestContext) -> None:
-    """Raise Refusal for a request that ended without result; repeating the call would only be told the same."""
+    """Raise Refusal for a request that ended without a result; the client must not repeat the call."""
     if context.status == "completed":
         return
     final = {"x-should-retry": "false"}

@@ -1,4 +1,4 @@
-"""What /metrics says. Counts are of this gateway's scheduler; sizes are read from the queue when they are asked for."""
+"""The metrics of one gateway. Counters are its scheduler's; gauges are read from the queue at each scrape."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 POOL = ("pool", "outcome")
-"""How numbers of a pool are labelled: as it is declared, and by the hash of its outcome."""
+"""The labels of a pool: its declared name, and the hash of its outcome."""
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
 class Metrics:
-    """The numbers of one gateway, each application with its own registry. `store` is where outputs lie first."""
+    """The metrics of one gateway, in a registry of its own. `store` is the backend that workers put outputs into."""
 
     def __init__(self, store: str) -> None:
         self._store, self._registry = store, CollectorRegistry()
@@ -80,7 +80,7 @@ class Metrics:
         _count(self._submitted)
 
     def rejected(self) -> None:
-        """A request was refused as too much."""
+        """A request was refused as overload."""
         _count(self._rejected)
 
     def ended(self, context: RequestContext) -> None:
@@ -108,17 +108,17 @@ class Metrics:
             counter.labels(engine if engine in PREFERENCE else "other").inc(count)
 
     def looked_up(self, hits: int, misses: int) -> None:
-        """The encoder cache was looked through for an accepted request."""
+        """An accepted request looked stages up in the encoder cache."""
         self._hits.inc(hits)
         self._misses.inc(misses)
 
     def results(self, kept: bool, waiting: int) -> None:
-        """Whether results can be kept now, and how many tasks wait for that."""
+        """Set whether results can be stored now, and how many tasks wait for that."""
         self._kept.set(kept)
         self._unwritten.set(waiting)
 
     async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
-        """Everything in Prometheus' text format, with what waits in these pools."""
+        """All metrics in Prometheus' text format, with statistics of these pools."""
         stats = await queue.stats(pools)
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())

@@ -1,4 +1,4 @@
-"""Models: what is served, and what it can be asked for."""
+"""Routes for models: which are served, and what they can be asked for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests: what became of them, as objects, as a stream of events, as files."""
+"""Routes for requests: as objects, as a stream of events, as files."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
 async def cancel(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
-    """End a request; what is over stays as it is."""
+    """Cancel a request; one that is over does not change."""
     await gateway.load(id, sees)
     return gateway.view(request, await gateway.scheduler.cancel(id))
 
@@ -64,7 +64,7 @@ async def result(id: str, index: int, gateway: Served, sees: Sight) -> FileRespo
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
 async def preview(id: str, index: int, step: int, gateway: Served, sees: Sight) -> Response:
-    """What a picture or video looked like after a step, while its request runs: asked for with `preview_every`."""
+    """The preview of a picture or video after a step, while its request runs with `preview_every`."""
     plan = (await gateway.load(id, sees)).context.plan
     for stage in plan.stages:
         if stage.params.get("index") == index:
@@ -81,19 +81,19 @@ async def events(
     sees: Sight,
     last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0,
 ) -> StreamingResponse:
-    """What happens to a request, as server-sent events, from behind `Last-Event-ID` to its end."""
+    """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
     await gateway.load(id, sees)
     return stream(written(gateway.queue.watch(id, last_event_id)))
 
 
 async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
-    """Events as they are sent."""
+    """Events in the format of server-sent events."""
     async for event in happening:
         yield f"id: {event.seq}\nevent: {event.type}\n".encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
 
 def listed(found: list[dict[str, object]], limit: int) -> dict[str, object]:
-    """A page of at most `limit` of what was found."""
+    """A page with at most `limit` of these objects."""
     data = found[:limit]
     first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
     return {"object": "list", "data": data, "has_more": len(found) > limit, "first_id": first, "last_id": last}

@@ -11,11 +11,11 @@ from starlette.responses import StreamingResponse
 from unfuse.core.errors import TransientError
 
 COMMENT_EVERY_S = 15.0
-"""A silent event stream says something this often, so that nobody between closes it."""
+"""Seconds of silence after which a comment is sent, so that no proxy closes the stream."""
 
 
 def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
-    """Events as the answer to a call."""
+    """A response that streams these events."""
     body = with_comments(events, COMMENT_EVERY_S)
     return StreamingResponse(body, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
@@ -23,7 +23,7 @@ def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
 async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> AsyncIterator[bytes]:
     """Events as they come, with a comment after every `comment_every` seconds of silence.
 
-    They end while the queue cannot be read: a client takes them up again by the last id.
+    The stream ends if the queue cannot be read; the client resumes it with the last id.
     """
     upcoming = asyncio.ensure_future(anext(events, None))
     try:

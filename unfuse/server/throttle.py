@@ -1,4 +1,4 @@
-"""Turns: calls that come or go at once are begun and ended a few at a time: whoever else asks is heard between them."""
+"""Begins only a few calls in each turn of the event loop, so that others are served between them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unfuse.server.access import EXEMPT
 
 AT_ONCE = 4
-"""Calls that begin, or whose client is gone, in one turn of the event loop; each takes about a millisecond of it."""
+"""How many calls begin or end in one turn of the event loop; each takes about a millisecond."""
 
 
 class Throttle:
-    """A few calls in each turn of the event loop begin or hear that their client is gone, in order; probes at once."""
+    """Lets a few calls in each turn of the event loop begin, or notice that their client is gone. Probes never wait."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one call when its turn has come."""
+        """Serve one call, after waiting for its turn."""
         if scope["type"] != "http" or scope["path"] in EXEMPT:
             await self._app(scope, receive, send)
             return
@@ -36,7 +36,7 @@ class Throttle:
         await self._app(scope, heard, send)
 
     async def _turn(self) -> None:
-        """Wait for one."""
+        """Wait for a turn."""
         loop = asyncio.get_running_loop()
         self._waiting.append(turn := loop.create_future())
         if len(self._waiting) == 1:

@@ -1,4 +1,4 @@
-"""Pictures that clients send: taken out of the body, and looked at before anybody else has to."""
+"""Reads the pictures that clients send, and checks them before they are stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = ("PNG", "JPEG", "WEBP")
 
 _DATA_URL = re.compile(r"data:image/[a-z.+-]+;base64,", re.IGNORECASE)
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
-"""What Pillow raises for bytes that are not what they began as."""
+"""The errors of Pillow for damaged pictures."""
 
 
 def read_picture(name: str, value: object) -> bytes:

@@ -1,1 +1,1 @@
-"""Puts parts together: what is set, what to start for it, and the running of it; without any command line."""
+"""Puts parts together: settings, the plan of what to start, and running it; without any command line."""

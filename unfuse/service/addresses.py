@@ -1,4 +1,4 @@
-"""Where the processes of an installation meet, and whom they believe there, by its settings."""
+"""The control addresses of an installation, and whom its processes trust there, by its settings."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ log = structlog.get_logger(__name__)
 
 
 def own_keys(settings: Settings) -> Path:
-    """The folder of keys that are made where none are named."""
+    """The folder of the keys that are made if no folder is named."""
     return Path(settings.data_dir, "keys")
 
 
 def keys_folder(settings: Settings, side: str) -> str:
-    """The folder of keys to use: the one that is named, else the data folder's if the side's are there; else ""."""
+    """The folder of keys: the one that is named, else that in the data folder if it has this side's; else ""."""
     if settings.keys or settings.insecure_listen or not (own_keys(settings) / f"{side}.key").exists():
         return settings.keys
     return str(own_keys(settings))
 
 
 def trust(settings: Settings, side: str) -> Trust:
-    """Whom that side believes over TCP. Raises ConfigError for keys that cannot be used."""
+    """Whom this side trusts over TCP. Raises ConfigError for keys that cannot be used."""
     return read(keys_folder(settings, side), side) or (INSECURE if settings.insecure_listen else None)
 
 
@@ -45,7 +45,7 @@ def listens(settings: Settings) -> tuple[str, ...]:
 
 
 def schedulers(settings: Settings) -> tuple[str, ...]:
-    """Where a worker finds its schedulers. Raises InvalidParameter when it could be any of several."""
+    """The addresses of a worker's schedulers. Raises InvalidParameter if several servers run and none is named."""
     if settings.worker.scheduler:
         return tuple(_named(settings, name) for name in settings.worker.scheduler)
     running = servers(settings.run_dir)
@@ -60,7 +60,7 @@ def schedulers(settings: Settings) -> tuple[str, ...]:
 
 
 def running(folder: str) -> list[str]:
-    """The HTTP ports of this user's servers that run here; or why their folder cannot be used."""
+    """The HTTP ports of this user's servers on this machine; or why the run folder cannot be used."""
     try:
         return [str(port) for port in servers(folder)]
     except ConfigError as error:
@@ -79,7 +79,7 @@ def _absolute(address: str) -> str:
 
 
 def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[str]:
-    """What to say at the start of those addresses at which others come in: how, or that anybody does."""
+    """Lines to print at the start: how workers of other machines connect, or a warning that anybody can."""
     open_to = [address for address in addresses if not unix_path(address)]
     if trusted == INSECURE:
         return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]

@@ -1,4 +1,4 @@
-"""Whether to serve models in stages on this machine."""
+"""Says whether it pays to serve models in stages on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unfuse.service.plan import Plan
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:
-    """What serving these models in stages gains on this machine, and the bytes that it saves where it is memory."""
+    """What serving in stages gains on this machine, one reason each, with the bytes if it saves memory."""
     used = dict.fromkeys(worker.device for worker in plan.workers)
     if len(used) > 1:
         yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
@@ -32,7 +32,7 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def verdict(plan: Plan) -> str:
-    """Whether to split, in a sentence. Memory that is saved must be more than the processes themselves take."""
+    """Whether to split, in a sentence. Saved memory counts only if it is more than the extra processes take."""
     if plan.refusal:
         return "nothing to split: serve would refuse this"
     if len(plan.workers) < 2:

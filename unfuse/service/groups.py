@@ -1,4 +1,4 @@
-"""What can be set: small groups, each field with its reason. `settings` loads them."""
+"""All settings, in small groups, each field with its reason. `settings` loads them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from unfuse.transfer.base import TransferSettings
 
 
 def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:
-    """What a field is for, in the words of `--help`.
+    """The description of a field, as `--help` shows it.
 
-    Its `flag` is called as its name, unless another is given. The value of a `secret` must not be shown.
+    `flag` is the name of its flag (default: the field's name). The value of a `secret` must not be shown.
     """
     return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
 
 
 def says_bytes(text: str, *, flag: str = "") -> Meta:
-    """The same for a number of bytes, which may be written with a unit."""
+    """The description of a number of bytes, which may be written with a unit."""
     return Meta(description=text, extra={"flag": flag, "unit": "byte"}, ge=0, le=2**63 - 1)
 
 
@@ -204,7 +204,7 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SHARED_ARENA, OWN_ARENA = 512 << 20, 2 << 30
-"""Bytes of a worker that shares its machine with the others of one `serve`, and of one that does not."""
+"""Bytes for a worker that shares its machine with the others of one `serve`, and for a single worker."""
 
 
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -221,7 +221,7 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What workers keep."""
+    """Where workers keep objects."""
 
     orphan_s: Annotated[
         float, says("Seconds without any scheduler after which a worker gives up the objects it keeps.", gt=0)
@@ -229,7 +229,7 @@ class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A store that moves what nobody reads from a fast place to a slow one."""
+    """A store that moves objects that nobody reads from a fast place to a slow one."""
 
     threshold: Annotated[float, says("Share of the arena above which it does.", gt=0, le=1)] = 0.8
     capacity: Annotated[int, says_bytes("Bytes of a worker that the slow place keeps.")] = 16 << 30
@@ -257,7 +257,7 @@ class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is written to standard error beside progress."""
+    """The log on standard error."""
 
     level: Annotated[
         Literal["auto", "error", "warning", "info", "debug"],

@@ -1,4 +1,4 @@
-"""What processes that died left on this machine, and folders that go with the process that made them."""
+"""Removes what dead processes left on this machine; and temporary folders that end with their process."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from unfuse.service.groups import Settings
 from unfuse.service.size import Size
 
 PASSING = "unfuse-passing-"
-"""How the names of folders begin that go with their process, where the system keeps temporary ones."""
+"""The beginning of the names of such folders, in the system's temporary folder."""
 
 LOCK = ".lock"
-"""The file in such a folder that its process holds locked."""
+"""The file in such a folder that its process locks."""
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of files that are being written, in a folder of results or objects."""
 
 YOUNG_S, WRITTEN_S = 60.0, 3600.0
-"""Folders younger than this may not be locked yet; no file takes so long to be written."""
+"""Seconds: younger folders may not be locked yet, and no file takes so long to be written."""
 
 
 class Remain(msgspec.Struct, frozen=True):
-    """Something that nobody will come back for: what it is, where it is, and the bytes it takes."""
+    """Something that a dead process left: what it is, its path, and its bytes."""
 
     what: str
     path: str
@@ -42,7 +42,7 @@ class Remain(msgspec.Struct, frozen=True):
 
 @contextmanager
 def passing_folder() -> Iterator[Path]:
-    """A folder of this user alone that goes with the block; if its process is killed, `doctor --clean` removes it."""
+    """A private temporary folder for the block; if the process is killed, `doctor --clean` removes it."""
     folder = Path(tempfile.mkdtemp(prefix=PASSING))
     with (folder / LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -53,7 +53,7 @@ def passing_folder() -> Iterator[Path]:
 
 
 def clean(settings: Settings) -> list[Remain]:
-    """Remove what dead processes left, and say what that was. What a living one may need stays."""
+    """Remove what dead processes left, and return it. What a living process may need stays."""
     found = [*_sockets(Path(settings.run_dir)), *_passing(), *_locks(Path(settings.data_dir))]
     for url in {settings.serve.results, settings.serve.store, settings.serve.durable}:
         found += _partial(folder) if (folder := _disk(url, settings)) else []
@@ -63,14 +63,14 @@ def clean(settings: Settings) -> list[Remain]:
 
 
 def _disk(url: str, settings: Settings) -> Path | None:
-    """The folder that a store lies in, if it is one on this disk that is there."""
+    """The folder of a store, if it is on disk and exists."""
     place, path = url.rpartition("+")[2].partition("?")[0].split(":", 1) if ":" in url else ("", "")
     folder = Path(path.replace("DATA_DIR", settings.data_dir)).expanduser()
     return folder if place == "disk" and folder.is_dir() else None
 
 
 def _sockets(folder: Path) -> Iterator[Remain]:
-    """Sockets that nobody listens at. Nobody binds one meanwhile: between its bind and its listen it would look so."""
+    """Sockets without a listener. The folder is locked, as one that is bound and not listening yet looks the same."""
     if not folder.is_dir():
         return
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -105,7 +105,7 @@ def _passing() -> Iterator[Remain]:
 
 
 def _locks(folder: Path) -> Iterator[Remain]:
-    """Locks of files that are gone: one beside its file stays, another process may be about to take it."""
+    """Lock files whose own file is gone; others stay, because another process may be about to lock them."""
     for path in sorted(folder.glob("*.lock")):
         with suppress(OSError):
             if not path.with_suffix("").exists() and _is_free(path):
@@ -120,7 +120,7 @@ def _partial(folder: Path) -> Iterator[Remain]:
 
 
 def _is_free(path: Path) -> bool:
-    """Whether no process holds that lock."""
+    """Whether no process holds this lock."""
     with path.open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -140,7 +140,7 @@ def _workers() -> bool:
 
 
 def _take(path: Path, what: str) -> Iterator[Remain]:
-    """Remove a file or a folder, if it can be."""
+    """Remove a file or a folder, if possible."""
     with suppress(OSError):
         files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
         taken = sum(file.lstat().st_size for file in files)

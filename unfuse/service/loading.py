@@ -1,4 +1,4 @@
-"""What the workers of this process say of their loading, as one line."""
+"""Shows in one line how far the workers of this process are with loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STARTING, READY = "starting", "ready"
 
 
 class Loading:
-    """How far workers are with loading `models`; hears what each of them logs, by its number."""
+    """How far workers are with loading `models`, by the log records of each worker."""
 
     def __init__(self, models: Sequence[str]) -> None:
         self._models = ", ".join(models)
@@ -20,12 +20,12 @@ class Loading:
         self._ready: Callable[[], object] = bool
 
     def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
-        """Workers with these roles are going to be started; `ready` is called once all of them have loaded."""
+        """Workers with these roles will be started; `ready` is called once all of them have loaded."""
         self._roles, self._states, self._ready = list(roles), [STARTING] * len(roles), ready
         self._look()
 
     def hear(self, worker: int, record: Mapping[str, Any]) -> None:
-        """Take in what a worker logged."""
+        """Read a log record of a worker."""
         match record:
             case {"event": "importing"}:
                 self._states[worker] = "importing"
@@ -44,7 +44,7 @@ class Loading:
         return all(state == READY for state in self._states)
 
     def __str__(self) -> str:
-        """What goes on; empty once all of it is loaded."""
+        """The line to show; "" once everything is loaded."""
         if self._roles and self._is_over:
             return ""
         parts = ", ".join(f"{role} {state}" for role, state in zip(self._roles, self._states, strict=True))

@@ -1,4 +1,4 @@
-"""Workers of one's own: a service that starts for this process alone, and ends with it."""
+"""A private service: its workers serve this process alone, and end with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def local(model: str | None = None, *, threads: int | None = None) -> AbstractCo
 
 @contextmanager
 def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None = None) -> Iterator[Client]:
-    """What `local` gives, for these settings; `loading` is told which workers are started.
+    """What `local` returns, for these settings; `loading` learns which workers are started.
 
     Their lines go to `logs`. They leave nothing behind: their results lie in a temporary folder that goes with
     the block, and what stages took is not remembered.
@@ -57,9 +57,9 @@ def own_pools(loaded: Loaded, logs: Logs | None = None, loading: Loading | None 
 
 @contextmanager
 def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client]:
-    """A private service of this process, on a free port behind a random key; ends with the block.
+    """A service for this process alone, on a free port with a random key; it ends with the block.
 
-    Raises ConfigError also when a worker turns out not to be able to start, in place of whatever came of that.
+    Raises ConfigError if a worker cannot start, in place of any other error that follows from it.
     """
     key = secrets.token_urlsafe(24)
     own = f"{UNIX}{private_socket(options.run_dir)}"
@@ -88,7 +88,7 @@ def _stop(ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]]) -> None
     """End a service as soon as it has started, at once."""
     if ready.exception() is None:
         loop, service, _ = ready.result()
-        with suppress(RuntimeError):  # it has ended by itself
+        with suppress(RuntimeError):  # the service has ended by itself
             for _ in range(2):
                 loop.call_soon_threadsafe(service.stop)
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 PLAIN = ("dumb", "unknown")
-"""Terminals, by TERM, that only write."""
+"""Values of TERM for terminals that cannot move the cursor."""
 
 
 def harmless(text: str) -> str:
-    """Text with what makes a terminal do something, or a line look like two, spelled out: a client may have sent it."""
+    """Text with control characters and line breaks escaped, since a client may have sent it."""
     return CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
 
 
@@ -42,16 +42,16 @@ class Logs:
         self.interactive = sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in PLAIN
         self.text = log.format == "text" or (log.format == "auto" and self.interactive)
         self.heard: Callable[[int, Record], None] = lambda worker, record: None
-        """Is told what each worker logs, by its number, whatever is shown of it."""
+        """Called with each worker's number and log record, whether or not it is shown."""
         self._level = ("error" if quiet else usual) if log.level == "auto" else log.level
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the processes that this one starts are told: they write records, for `relay`."""
+        """The environment of child processes, so that they write records for `relay`."""
         return {"UNFUSE_LOG__FORMAT": "json", "UNFUSE_LOG__LEVEL": "debug" if self._level == "debug" else "info"}
 
     def open_log(self) -> None:
-        """Have what this process logs written here from now on."""
+        """Write this process's log here from now on."""
         import structlog
 
         from unfuse.worker.records import LEVELS, write_records
@@ -62,7 +62,7 @@ class Logs:
             structlog.configure(processors=[*first, lambda _, __, event: self._rendered(event)])
 
     def relay(self, worker: int, line: bytes) -> None:
-        """Take in a line that a worker wrote: what it logged is shown by its level, anything else as it is."""
+        """Show a line that a worker wrote: a record according to its level, any other line as it is."""
         from unfuse.worker.records import LEVELS, read_record
 
         record = read_record(line)
@@ -78,23 +78,23 @@ class Logs:
         self.write(f"{text}\n")
 
     def say(self, text: str) -> None:
-        """Tell something that is no log line, unless it is to be quiet."""
+        """Write a line that is not part of the log, unless quiet."""
         if not self.quiet:
             self.write(f"{text}\n")
 
     def write(self, text: str) -> int:
-        """Write whole lines. One that nobody reads is lost, and harms nothing."""
+        """Write whole lines. Errors, such as a closed terminal, are ignored."""
         with suppress(OSError, ValueError):
             sys.stderr.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Have what was written leave this process."""
+        """Flush standard error."""
         with suppress(OSError, ValueError):
             sys.stderr.flush()
 
     def _rendered(self, record: EventDict) -> str:
-        """A record as a line for people, by the clock on their wall."""
+        """A record as a line for people, in local time."""
         import structlog
 
         shown = {**record, "event": harmless(record["event"])}

@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgs
 ASK_GPUS = ("nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
 GPU_ANSWER_S = 10.0
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-"""Where users say which GPUs a process sees, and in which order, by index or by the beginning of the UUID."""
+"""The variable with which users choose the GPUs of a process, by index or by the beginning of the UUID."""
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -59,13 +59,13 @@ def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machin
 
 
 def devices() -> tuple[Device, ...]:
-    """Where workers may run on this machine: on no GPU where torch is built without them."""
+    """The devices that workers may use on this machine: no GPU if torch is built without CUDA."""
     usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
     return (Device(CPU, available_memory()), *(Device(f"cuda:{n}", gpu.free) for n, gpu in enumerate(usable)))
 
 
 def cpus(group: Path) -> float:
-    """Processors this process may use: those it may run on, or fewer by the control group's quota."""
+    """How many processors this process may use, by its affinity and the control group's quota."""
     allowed = float(len(os.sched_getaffinity(0)))
     file = group / "cpu.max"
     quota, period = file.read_text().split() if file.is_file() else ("max", "1")
@@ -73,7 +73,7 @@ def cpus(group: Path) -> float:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """GPUs by their driver's own tool; none where there is no such tool or no device behind it."""
+    """The GPUs that the driver's tool reports; none without that tool."""
     if shutil.which(ASK_GPUS[0]) is None:
         return ()
     answer = subprocess.run(ASK_GPUS, capture_output=True, text=True, timeout=GPU_ANSWER_S, check=False)

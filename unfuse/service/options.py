@@ -1,4 +1,4 @@
-"""What settings make of a service: its options."""
+"""Turns settings into the options of a service."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADMIN = "admin"
 
 
 def options(loaded: Loaded) -> ServeOptions:
-    """What is composed for these settings."""
+    """The options of a service for these settings."""
     settings, serve = loaded.settings, loaded.settings.serve
     listen = listens(settings)
     admins = keys(serve.admin_key, ADMIN)
@@ -81,7 +81,7 @@ def options(loaded: Loaded) -> ServeOptions:
 
 
 def standard(settings: Settings) -> Params:
-    """Parameters that requests have unless they say otherwise. Raises ConfigError for what exact pools cannot do."""
+    """Default parameters of requests. Raises ConfigError for those that exact pools cannot use."""
     threshold = settings.serve.feature_cache
     if settings.compute.batching == "batched":
         return {"feature_cache": threshold}
@@ -132,7 +132,7 @@ def _key_lines(entry: str) -> list[str]:
 
 
 def key_notes(keys: Mapping[str, str], admins: Collection[str]) -> list[str]:
-    """What to say at the start of who may see workers, pools and other tenants' requests."""
+    """Lines to print at the start: who may see workers, pools and other tenants' requests."""
     if keys and not admins:
         nobody = "no key is an admin's: workers, pools and other tenants' requests are closed (--admin-key)"
         return ["the one API key is an admin's" if len(keys) == 1 else nobody]

@@ -1,4 +1,4 @@
-"""What to start: what models need, by their JSON files and the headers of their safetensors. No weight is read."""
+"""Plans what to start, by the models' JSON files and the headers of their safetensors. No weights are read."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.size import Size
 
 SPLIT, NONE = ("split", "true"), ("none", "false")
-"""How `--workers` says that each role has a worker of its own, and that none is started here."""
+"""Values of `--workers`: one worker for each role; no workers."""
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A part of a model: its class, elements of its tensors, bytes of its files, and what it takes in its dtype."""
+    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype."""
 
     name: str
     kind: str
@@ -47,7 +47,7 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A model that was looked into. `dtypes` is `--dtype` with nothing left to "auto"."""
+    """A model and its components. `dtypes` is `--dtype` with "auto" replaced by a type."""
 
     card: ModelCard
     folder: Path
@@ -56,7 +56,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What would be served by which workers; `refusal` says why there are none. The first device is the host."""
+    """Which workers would serve what; `refusal` says why there are none. The first device is the host."""
 
     models: tuple[Model, ...]
     needs: dict[str, tuple[Part, ...]]
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True):
     refusal: str = ""
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every component of every worker, with the bytes it takes."""
+        """Every component of every worker, with its bytes."""
         return [
             {
                 "worker": number, "role": worker.role, "device": worker.device, "component": part.component,
@@ -99,7 +99,7 @@ def wanted(settings: Settings) -> Wanted:
 
 
 def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
-    """Look into models and place the workers that are wanted for them. Brings and loads no weights.
+    """Read the models' metadata and place the wanted workers. No weights are downloaded or loaded.
 
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
@@ -144,7 +144,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
     """The dtype of each component by `--dtype`, where "auto" is bfloat16 for what runs on GPUs, but for a VAE.
 
-    It must not depend on who works it out: gateway and workers have to agree on pools.
+    The result must be the same in the gateway and in workers, because they must agree on pools.
     """
     rest, named = parse_dtypes(spec)
     fast = {
@@ -157,7 +157,7 @@ def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict
 
 
 def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
-    """By role, what a worker of it holds: every pool of its stages once, whichever models share it."""
+    """What a worker of each role holds: every pool of its stages once, even if several models share it."""
     pools: dict[str, dict[str, tuple[StageSpec, Model]]] = {}
     for model in models:
         for stage in model.card.pipeline.stages:

@@ -1,4 +1,4 @@
-"""Numbers by name, as flags give them."""
+"""Parses flags of the form name=number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from unfuse.service.groups import Settings
 
 
 def resources(settings: Settings) -> dict[str, int]:
-    """What each worker has of named resources. Raises ConfigError for what names none."""
+    """The amounts of named resources of each worker. Raises ConfigError for a malformed one."""
     found = counts("--resources", settings.worker.resources, "NAME=N, like kv_blocks=4096")
     if own := sorted(found.keys() & {SLOTS, ARENA}):
         raise ConfigError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
@@ -16,7 +16,7 @@ def resources(settings: Settings) -> dict[str, int]:
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:
-    """Numbers by name, as a flag gives them. Raises ConfigError for what is none."""
+    """The numbers of a flag, by name. Raises ConfigError for a malformed one."""
     found = {}
     for entry in given:
         name, _, count = entry.partition("=")

@@ -46,19 +46,19 @@ from unfuse.worker.registration import pools_of
 DRAIN_CHECK_S = 0.1
 
 FORGET_S = 60.0
-"""At most this long after their time, finished requests and their results are dropped."""
+"""Seconds between two rounds of deleting old requests and results."""
 
 REMAINS_S = 10.0
-"""How often what dead workers left in durable places is looked for."""
+"""Seconds between two searches for what dead workers left in durable stores."""
 
 ARENAS = ("auto", "shared_memory", "spill")
-"""Stores whose objects lie in arenas."""
+"""Stores that keep objects in arenas."""
 
 log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `serve` composes. `keys` maps API keys to tenants, `admins` are those of them that see all.
+    """The options of a service. `keys` maps API keys to tenants; `admins` are the keys that see everything.
 
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
     unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
@@ -102,7 +102,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan(options: ServeOptions) -> Plan:
-    """What these options compose. Raises ConfigError for what cannot be served, and for what does not fit."""
+    """The plan for these options. Raises ConfigError for models that cannot be served, or do not fit."""
     planned = plan_for(options.models, options.revision, options.workers, devices())
     if planned.refusal:
         raise ConfigError(planned.refusal)
@@ -118,18 +118,18 @@ class Service:
     def __init__(self, options: ServeOptions, plan: Plan, logs: Logs) -> None:
         self._options, self._plan, self._logs = options, plan, logs
         self.addresses: list[str] = []
-        """Where workers come in, once that is so; a unix socket is first."""
+        """The control addresses, once they are open; a unix socket is first."""
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
 
     def stop(self) -> None:
-        """Accept nothing more, finish what runs within the drain timeout, end. A second call ends at once."""
+        """Accept no more requests, finish what runs within the drain timeout, and end. A second call ends at once."""
         if self._stop.is_set():
             self._stop_now.set()
         self._stop.set()
 
     async def run(self, started: Callable[[str], None]) -> None:
-        """Serve until stopped; `started` is told the URL once requests are answered. Raises ConfigError."""
+        """Serve until `stop`; `started` is called with the URL once requests are answered. Raises ConfigError."""
         options = self._options
         if not is_loopback(options.host) and not options.keys:
             raise ConfigError(f"--host {options.host} can be reached by others: set --api-key, or use 127.0.0.1")
@@ -193,7 +193,7 @@ class Service:
             await queue.close()
 
     def _arenas(self) -> Arenas:
-        """Those of the workers that are started here."""
+        """The arenas of the workers that are started here."""
         options, cards = self._options, [model.card for model in self._plan.models]
         expected = [
             WorkerInfo(
@@ -206,7 +206,7 @@ class Service:
         return Arenas(expected if store in ARENAS else (), store == "spill")
 
     def _specs(self) -> list[WorkerSpec]:
-        """The workers to start. Which dtypes, each hears from the scheduler: every model has its own."""
+        """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
         wanted, workers = self._options.workers, self._plan.workers
         threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
@@ -224,7 +224,7 @@ class Service:
         return specs
 
     async def _drain(self, scheduler: Scheduler) -> None:
-        """Wait for accepted requests; the gateway refuses new ones meanwhile. A shared queue has others to serve it."""
+        """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""
         scheduler.draining = True
         if scheduler.queue.shared:
             return
@@ -235,7 +235,7 @@ class Service:
 
 
 async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> None:
-    """Drop requests, and results, that have been over for `retention` seconds."""
+    """Delete requests and results that ended more than `retention` seconds ago."""
     await asyncio.sleep(min(FORGET_S, retention))
     before = time.time() - retention
     with contextlib.suppress(TransientError):
@@ -244,7 +244,7 @@ async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> N
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:
-    """Drop what is left of requests that are over, where whoever kept it died, or was too late to drop it."""
+    """Delete the objects of ended requests whose owner died, or could not delete them."""
     await asyncio.sleep(REMAINS_S)
     for place in places:
         with contextlib.suppress(TransientError):
@@ -254,7 +254,7 @@ async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None
 
 
 def public_names(options: ServeOptions) -> dict[str, str]:
-    """The models by the names that clients use. Raises ConfigError when it is not clear which is whose."""
+    """The models by the names that clients use. Raises ConfigError if a name is ambiguous."""
     models, names = options.models, options.names
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
@@ -264,13 +264,13 @@ def public_names(options: ServeOptions) -> dict[str, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for the gateway, where clients may wait from now on. Raises ConfigError when it cannot be had."""
+    """Open the gateway's socket, where clients may connect and wait from now on. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, or asyncio leaves Nagle on
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen()  # from now on the port is nobody else's, and who comes early waits
+        listener.listen()  # from now on the port is taken, and early clients wait
     except OSError as error:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
@@ -286,7 +286,7 @@ async def _raise(failed: asyncio.Future[None]) -> None:
 
 
 async def _first(serving: asyncio.Task[None], *works: Awaitable[object]) -> None:
-    """Wait for the first to end and pass its exception on; `serving` goes on, the others are dropped."""
+    """Wait until one ends, and raise its exception; `serving` goes on, the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)

@@ -27,18 +27,18 @@ GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
     "FaultyTcp, with TRANSFER_FAULTS=drop=0.05,seed=1"
 }
-"""Beginnings of names that settings had, and what is set instead."""
+"""Prefixes of settings' former names, and what replaces them."""
 
 
 class Field(msgspec.Struct, frozen=True):
-    """One setting: its dotted name, its annotated type, its default, what it is for and how it is told and shown."""
+    """One setting: its dotted name, type, default, description, flag, and whether it is secret."""
 
     name: str
     type: Any
     default: Any
     description: str
     flag: str
-    """In the verbs that have one for it."""
+    """Its flag, in the verbs that have one for it."""
     in_bytes: bool
     secret: bool
     """Whether its value must not be shown."""
@@ -49,7 +49,7 @@ class Field(msgspec.Struct, frozen=True):
         return PREFIX + self.name.upper().replace(".", "__")
 
     def written(self, value: Any) -> str:
-        """A value as its environment variable has it."""
+        """A value as text for its environment variable."""
         if isinstance(value, bool):
             return str(value).lower()
         return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -74,7 +74,7 @@ FIELDS: Mapping[str, Field] = {field.name: field for field in _fields(Settings)}
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """Settings, and for each dotted name where its value came from."""
+    """Settings, and the origin of each value by dotted name."""
 
     settings: Settings
     origins: dict[str, str]
@@ -85,9 +85,9 @@ def load(
     config: Path | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Loaded:
-    """Settings from these flags (by dotted name; None is not given), this file and this environment.
+    """Load settings from flags (by dotted name; None: not given), a file and the environment.
 
-    Raises UsageError for a key nobody knows, naming the nearest that is, and for a value that does not fit.
+    Raises UsageError for an unknown key, with the nearest known one, and for a value of the wrong type.
     """
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     sources = (

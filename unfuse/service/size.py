@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Reads and writes numbers of bytes as people do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 class Size(int):
-    """Bytes as people read them: for what is shown to them alone. Settings, and all that is made of them, hold ints."""
+    """A number of bytes that prints with a unit, for output only. Settings, and what is made of them, have ints."""
 
     @staticmethod
     def parse(text: str) -> int:
-        """The bytes that a text says: a number, or like "2GiB", "512MB"; a bare prefix ("2G") is binary.
+        """Parse a number of bytes: a number, or "2GiB", "512MB"; a bare prefix ("2G") is binary.
 
         Raises ValueError when it says none.
         """

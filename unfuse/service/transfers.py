@@ -1,4 +1,4 @@
-"""The ways tensors move between machines, by the settings: which a worker opens, and to whom each is open."""
+"""The transfer engines that the settings ask for: which a worker opens, and who can use each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferEngine]:
-    """The engines that are set; none where nothing would prove who they serve.
+    """Open the engines that are set; none without keys, because peers could not prove who they are.
 
     Raises ConfigError for one that cannot run, or must not.
     """
@@ -30,7 +30,7 @@ def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferE
 
 
 def transfers(wanted: Transfer) -> dict[str, str]:
-    """Each transfer engine: whether it listens in the workers of this machine, and to whom."""
+    """For each transfer engine, whether it listens in the workers of this machine, and for whom."""
     states = {}
     for name in sorted({*BACKENDS, *wanted.engine} - {"fake"}):
         try:

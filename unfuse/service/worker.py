@@ -1,4 +1,4 @@
-"""One worker: what it is by its settings, and the running of it."""
+"""One worker: its options by the settings, and running it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from unfuse.worker.worker import Worker
 
 
 def worker_options(settings: Settings) -> WorkerOptions:
-    """The worker that these settings ask for. Raises ConfigError, InvalidParameter when its server could be any."""
+    """The options of a worker. Raises ConfigError, and InvalidParameter if several servers run and none is named."""
     trusted, run_folder = trust(settings, "worker"), open_run_folder(settings.run_dir)
     wanted, compute = settings.worker, settings.compute
     addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
@@ -52,7 +52,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
 
 
 async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
-    """Run one worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
+    """Run a worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
 
     `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
     which reaches the whole process group, to its starter.
