@@ -1,4 +1,4 @@
-"""How verbs reach a server."""
+"""Connects verbs to a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def client(server: str | None, api_key: str | None, config: Path | None) -> Client:
-    """A client of the server that flags or settings name, to be closed after use."""
+    """A client of the server that the flags or settings name; the caller closes it."""
     from unfuse.client import connect
 
     settings = load({"server": server, "api_key": api_key}, config).settings

@@ -17,7 +17,7 @@ def ls(
     limit: Limit = 100, after: After = None, server: Server = None, api_key: ApiKey = None, config: Config = None,
     json: Json = False,
 ) -> None:  # fmt: skip
-    """List what cannot be read of the queue, and requests that were given up, newest first."""
+    """List unreadable records of the queue, and dead requests, newest first."""
     with connecting.client(server, api_key, config) as client:
         rows = client.dead(limit, after)
     columns = ["id", "completed_at", "stage", "code", "message", "model"]
@@ -26,14 +26,14 @@ def ls(
 
 @app.verb()
 def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Show one request that was given up, with the evidence: how it ended, the last lines of its log."""
+    """Show one dead request with the evidence: how it ended, and the last lines of its log."""
     with connecting.client(server, api_key, config) as client:
         requests.tell(client.get(f"/v1/dead/{id}"), json)
 
 
 @app.verb()
 def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Forget a request that was given up, or what cannot be read."""
+    """Delete a dead request, or an unreadable record."""
     with connecting.client(server, api_key, config) as client:
         client.forget_dead(id)
     shown.as_json({"id": id, "deleted": True}) if json else typer.echo(f"{id} is forgotten")
@@ -41,6 +41,6 @@ def rm(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = N
 
 @app.verb()
 def retry(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Ask for the same again, as a new request; prints that one."""
+    """Ask for the same again, and print the new request."""
     with connecting.client(server, api_key, config) as client:
         requests.tell(client.retry(id).view, json)

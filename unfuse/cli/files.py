@@ -1,4 +1,4 @@
-"""The files that a verb is to write."""
+"""Names of the files that a verb writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp", ".mp
 
 
 def kind_of(output: Path) -> tuple[str, bool]:
-    """The format that a file's name asks for, and whether it is that of a video. Raises InvalidParameter."""
+    """The format by a file's name, and whether it is one of a video. Raises InvalidParameter."""
     from unfuse.client.result import NUMBERED
 
     if output.is_dir():

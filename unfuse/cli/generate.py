@@ -75,7 +75,7 @@ def generate(
 
 
 def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
-    """What came of asking for this, and whether that is all of it: an interrupt leaves what was finished."""
+    """The result, and whether it is complete: after an interrupt it has what was finished."""
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
@@ -93,7 +93,7 @@ def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Re
 
 
 def _client(loaded: Loaded, terminal: Terminal, loading: Loading, server: str) -> AbstractContextManager[Client]:
-    """The server that was named, or workers of our own for as long as they are needed."""
+    """A client of the named server, or of private workers that end with the block."""
     if server:
         from unfuse.client import connect
 
@@ -104,7 +104,7 @@ def _client(loaded: Loaded, terminal: Terminal, loading: Loading, server: str) -
 
 
 def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:
-    """Say which files there are and where the time went."""
+    """Print the files, and how long each stage took."""
     if json:
         names = [str(file) for file in files]
         show.as_json({"id": result.id, "seed": result.seed, "files": names, "timings": result.timings})

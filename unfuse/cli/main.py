@@ -1,4 +1,4 @@
-"""The entry point of the command: how it ends. It imports nothing heavy, so that a signal finds it ready at once."""
+"""The entry point of the command, its signals and exit codes. It imports nothing heavy: signals work at once."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> NoReturn:
 
 
 def _flushed(stream: TextIO, code: int) -> int:
-    """The exit code once a stream took what was written to it: what it cannot take is told of once, and dropped."""
+    """Flush a stream and return the exit code; an error is reported once, and the rest dropped."""
     try:
         stream.flush()
     except OSError as error:
@@ -65,14 +65,14 @@ def _flushed(stream: TextIO, code: int) -> int:
 
 
 def exit_code(error: UnfuseError) -> int:
-    """What an error means to a script: 2 asked wrongly, 3 worth trying again later, 1 anything else."""
+    """The exit code for an error: 2 wrong usage, 3 worth trying again later, 1 anything else."""
     if isinstance(error, InvalidParameter | UsageError):
         return USAGE
     return REFUSED if isinstance(error, Overloaded | TransientError) else FAILED
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal asks for an end that keeps what is finished; the next one ends at once."""
+    """On the first signal, end and keep what is finished; on the next one, end at once."""
     _received.append(number)
     if len(_received) == 1:
         raise KeyboardInterrupt
@@ -97,7 +97,7 @@ def _end() -> NoReturn:
 
 
 def _say(sentence: str, code: int) -> int:
-    """Tell why it ends, on one line, and return the exit code."""
+    """Print in one line why the command ends, and return the exit code."""
     with suppress(OSError):
         sys.stderr.write(f"unfuse: {' '.join(sentence.split())}\n")
         sys.stderr.flush()

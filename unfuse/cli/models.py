@@ -41,7 +41,7 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
 
 
 def here() -> Iterator[dict[str, Any]]:
-    """Models that need no download, or not the whole of one: packaged, and in the hub library's cache."""
+    """Models that are packaged, or at least partly in the hub library's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from unfuse.models import served_classes

@@ -1,4 +1,4 @@
-"""Options that several verbs share. What a setting is for, its flag and its default are said once, in `groups`."""
+"""Options that several verbs share. Each setting's description, flag and default are written once, in `groups`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     LOGGING: ("log.",),
 }  # fmt: skip
-"""Under which heading of `--help` a setting stands, by the beginning of its name; the longest one counts."""
+"""The heading of a setting in `--help`, by the beginning of its name; the longest match counts."""
 
 OFFERED: set[str] = set()
 """Settings that some verb has a flag for."""
@@ -93,7 +93,7 @@ def _panel(name: str) -> str | None:
 
 
 def takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb an option for each of these settings; all of them arrive as its argument `flags`, for `load`."""
+    """Give a verb an option for each of these settings; it gets them as its argument `flags`, for `load`."""
     return gathering("flags", {name: parameter_of(name) for name in names})
 
 

@@ -1,4 +1,4 @@
-"""What may be asked for, as flags: each line of a medium's table that is for what is made."""
+"""Flags for the parameters in the media's tables."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from unfuse.core.media import MEDIA
 from unfuse.core.parameters import Parameter
 
 TYPES = {"integer": int, "number": float, "flag": bool}
-"""What is parsed before the medium reads it; anything else is text."""
+"""Types that the command line parses; all others are text."""
 
 LINES = {one.name: one for medium in MEDIA for one in medium.parameters if one.offered}
 
 
 def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb a flag for each of these parameters, without names for all; they arrive as its argument `asked`."""
+    """Give a verb a flag for each of these parameters (without names: all); it gets them as its argument `asked`."""
     lines = [LINES[name] for name in names] or LINES.values()
     return gathering("asked", {one.name: _argument(one) for one in lines})
 
 
 def check_numbers(asked: Mapping[str, object]) -> None:
-    """Raise InvalidParameter for a number that JSON has none for."""
+    """Raise InvalidParameter for a number that JSON does not have, such as NaN."""
     for name, value in asked.items():
         if isinstance(value, float) and not math.isfinite(value):
             flag = _flag(LINES[name])

@@ -1,4 +1,4 @@
-"""How far something is, on standard error: in one place of a terminal, else a line now and then."""
+"""Shows progress on standard error: in one place of a terminal, else as a line from time to time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SILENCE_S = 1.5
 
 
 def progress_on(terminal: Terminal, status: Status) -> Progress:
-    """Progress as that terminal shows it."""
+    """The kind of progress for this terminal."""
     if terminal.quiet:
         return Hidden(status)
     if not terminal.interactive:

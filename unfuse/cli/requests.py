@@ -43,7 +43,7 @@ def show(id: Id, server: Server = None, api_key: ApiKey = None, config: Config =
 
 @app.verb()
 def cancel(id: Id, server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
-    """Cancel a request; what runs of it stops at the next step."""
+    """Cancel a request; its running stages stop at the next step."""
     with connecting.client(server, api_key, config) as client:
         tell(client.request(id).cancel(), json)
 

@@ -1,4 +1,4 @@
-"""The terminal of a verb, and what progress on it is: what else is written stands above it."""
+"""The terminal of a verb: progress stays in one place, and everything else is written above it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Status = Callable[[], object]
-"""Says what goes on, in a few words; empty when nothing needs to be said."""
+"""Returns what goes on, in a few words; "" if there is nothing to show."""
 
 
 class Terminal(Logs):
@@ -31,7 +31,7 @@ class Terminal(Logs):
         super().__init__(log, usual, quiet=quiet)
         self.flags = flags or {}
         self.wrote_at = time.monotonic()
-        """When something was written last."""
+        """The time at which something was last written."""
         self.draws = False
         """Whether progress is being drawn, above which everything else goes."""
 
@@ -61,7 +61,7 @@ class Progress(AbstractContextManager["Progress"], Protocol):
 
     @abstractmethod
     def show(self, event: Event) -> None:
-        """Take in the next event of a request."""
+        """Handle the next event of a request."""
 
 
 def retried(event: Event) -> str:

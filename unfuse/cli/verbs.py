@@ -1,4 +1,4 @@
-"""Verbs: what all of them take, before or after their name, about standard error."""
+"""The options about standard error that all verbs take, before or after their name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Verbs(typer.Typer):
 
 
 def _keep(context: typer.Context, log_level: str | None, log_format: str | None, quiet: bool, version: bool) -> None:
-    """Keep what was said of standard error, before the name of a verb or behind it, for the verb."""
+    """Keep the options about standard error for the verb, whether they come before or after its name."""
     said = {"log.level": log_level, "log.format": log_format, "quiet": quiet or None}
     context.obj = {**(context.obj or {}), **{name: value for name, value in said.items() if value is not None}}
 

@@ -10,7 +10,7 @@ from unfuse.cli.options import Json
 
 
 def version(json: Json = False) -> None:
-    """Say which version this is."""
+    """Print the version."""
     if json:
         show.as_json({"version": unfuse.__version__})
     else:

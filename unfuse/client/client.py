@@ -20,17 +20,17 @@ from unfuse.core.event import TERMINAL_EVENTS, Event
 from unfuse.core.media import VIDEO, medium_for
 
 TIMEOUT_S = 60.0
-"""Longest silence of a reply; event streams say something every 15 seconds."""
+"""The longest silence of a response, in seconds; event streams send something every 15 seconds."""
 
 USUAL = "http://127.0.0.1:8000"
-"""Where `unfuse serve` listens unless it is told otherwise."""
+"""The default address of `unfuse serve`."""
 
 RECONNECTS = 8
-"""How often in a row an event stream is taken up again without a new event."""
+"""How often in a row an event stream is resumed without a new event."""
 
 
 class Request:
-    """One request of a client. `view` is its request object as it was last read."""
+    """A request of this client. `view` is the request object as it was last read."""
 
     def __init__(self, client: Client, view: dict[str, Any]) -> None:
         if not isinstance(view.get("id"), str):
@@ -43,7 +43,7 @@ class Request:
 
     @property
     def id(self) -> str:
-        """Its name on the server."""
+        """The id of the request."""
         return str(self.view["id"])
 
     def refresh(self) -> dict[str, Any]:
@@ -52,7 +52,7 @@ class Request:
         return self.view
 
     def events(self, after: int = 0) -> Iterator[Event]:
-        """What happens, from behind event `after` to the end; a lost connection is taken up where it broke.
+        """The events after number `after`, until the end; a lost connection is resumed where it broke.
 
         Raises TransientError when the server cannot be reached any more.
         """
@@ -73,12 +73,12 @@ class Request:
             time.sleep(self._client.reconnect_delay * 2 ** min(lost, 5))
 
     def cancel(self) -> dict[str, Any]:
-        """End it; what is over stays as it is."""
+        """Cancel the request; one that is over does not change."""
         self.view = self._client.post(f"/v1/requests/{self.id}/cancel")
         return self.view
 
     def result(self) -> Result:
-        """Wait for what it makes. Raises PermanentError with the reason when there will be none."""
+        """Wait for the result. Raises PermanentError with the reason if there is none."""
         for _ in self.events():
             pass
         view = self.refresh()
@@ -88,7 +88,7 @@ class Request:
         return self._finished()
 
     def stop(self) -> Result:
-        """End it, and return what of it is finished: maybe nothing, maybe all."""
+        """Cancel the request, and return the results that are finished: none, some or all."""
         self.cancel()
         return self._finished()
 
@@ -99,7 +99,7 @@ class Request:
 
 
 class Client:
-    """A gateway at `url`. Whatever the server refuses is raised as the error it was refused with.
+    """A client of the gateway at `url`. A refusal of the server raises the error that it was made from.
 
     `reconnect_delay` is the seconds before a lost event stream is first taken up again. Raises InvalidParameter for
     what is no http:// or https:// address.
@@ -127,7 +127,7 @@ class Client:
         self._http.close()
 
     def generate(self, prompt: str, **asked: Any) -> Result:
-        """Make pictures or a video of a prompt, as `submit` asks for them, and wait. Raises PermanentError too."""
+        """Make pictures or a video from a prompt, as `submit` does, and wait. Also raises PermanentError."""
         return self.submit(prompt, **asked).result()
 
     def submit(
@@ -167,7 +167,7 @@ class Client:
         return self._list("/v1/models")
 
     def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
-        """Requests that were given up, newest first, with the evidence in their errors."""
+        """Dead requests, newest first, with the evidence in their errors."""
         return self._list("/v1/dead", {"limit": limit} | ({} if after is None else {"after": after}))
 
     def retry(self, id: str) -> Request:
@@ -178,7 +178,7 @@ class Client:
         return Request(self, self.post(f"/v1/dead/{id}/retry"))
 
     def forget_dead(self, id: str) -> None:
-        """Forget what was given up, or what cannot be read. Raises NotFound for anything else."""
+        """Delete a dead request, or an unreadable record. Raises NotFound for anything else."""
         self._send("DELETE", f"/v1/dead/{id}")
 
     def workers(self) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ class Client:
         return self._list("/v1/workers")
 
     def pools(self) -> list[dict[str, Any]]:
-        """Pools, with what waits in each."""
+        """Pools, with the number of tasks that wait in each."""
         return self._list("/v1/pools")
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
@@ -196,7 +196,7 @@ class Client:
     def post(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
-        """The JSON object that a POST is answered with."""
+        """The JSON object that a POST returns."""
         return _object(self._send("POST", path, json=body or {}, headers=headers))
 
     def download(self, path: str) -> bytes:
@@ -204,7 +204,7 @@ class Client:
         return self._send("GET", path).content
 
     def stream(self, path: str, after: int) -> Iterator[Event]:
-        """Events of one connection, from behind number `after`. Raises TransientError when it breaks."""
+        """Events of one connection, after number `after`. Raises TransientError if it breaks."""
         try:
             with self._http.sse(path, headers={"last-event-id": str(after)}) as source:
                 if source.response.is_error:
@@ -248,7 +248,7 @@ def _foreign(url: str) -> PermanentError:
 
 
 def _checked(url: str) -> str:
-    """The address of a gateway, if it is one. Raises InvalidParameter, with what was probably meant."""
+    """Check the URL of a gateway. Raises InvalidParameter, with what was probably meant."""
     try:
         parts = urlsplit(url)
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:

@@ -1,4 +1,4 @@
-"""A gateway's error replies, turned back into the errors they were made from."""
+"""Turns a gateway's error responses back into the errors that they were made from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unfuse.core.errors import (
 
 
 def error_of(response: httpx2.Response) -> UnfuseError:
-    """The error that an error reply stands for; a reply in no envelope speaks for itself."""
+    """The error for an error response; one that is not in OpenAI's format becomes the message."""
     try:
         body = json.loads(response.content)["error"]
         message, param, code = str(body["message"]), body.get("param"), body.get("code")

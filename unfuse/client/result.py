@@ -1,4 +1,4 @@
-"""What a completed request gave."""
+"""The result of a completed request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 _VIDEO = "video/mp4"
 NUMBERED = re.compile(r"%0?\d*d")
-"""In a file's name: where the number of each frame goes."""
+"""The part of a file's name that is replaced by the number of each frame."""
 
 
 class Result:
-    """What one request gave: pictures, a video, or its frames.
+    """The result of one request: pictures, a video, or its frames.
 
     `view` is the request object they came with, `data` the files, in order, `indexes` the place of each of them among
     what was asked for: from 0, unless some are missing.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 Hear = Callable[[int, bytes], None]
-"""Is told the number of a worker and a line that it wrote, without its end."""
+"""Called with the number of a worker and a line that it wrote, without the line's end."""
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
 
     @property
     def arguments(self) -> list[str]:
-        """What stands behind `unfuse worker`."""
+        """The arguments of `unfuse worker`."""
         told = {"role": self.role, "device": self.device, **self.flags}
         return [text for name, value in told.items() for text in (f"--{name}", value)]
 
@@ -53,7 +53,7 @@ class Launcher(ABC):
 
     @abstractmethod
     async def stop(self, drain_timeout: float) -> None:
-        """Tell the workers to finish what they run, and end by force those that have not after so many seconds.
+        """Tell the workers to finish what they run; kill those that have not ended after so many seconds.
 
         Returns when none is left and what they wrote has been told. Called once, whether or not they were started.
         """

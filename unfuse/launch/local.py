@@ -1,4 +1,4 @@
-"""Workers as processes of this machine: started side by side, started again when they die, ended with their starter."""
+"""Workers as processes of this machine: they are restarted when they die, and end with their starter."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.supervisor import Supervisor
 
 RESTART_S, RESTART_MOST_S = 1.0, 30.0
-"""Pause before a worker that died is started again; it doubles, up to the most, while it dies at once every time."""
+"""Seconds before a worker that died is restarted; this doubles, up to the maximum, while it dies at once each time."""
 
 ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""GPUs have the numbers by which they were placed."""
+"""Numbers GPUs as the placement did."""
 
 SIGNALLED = 128
-"""Exit codes above it say that a signal ended a worker, as negative ones do."""
+"""Exit codes above this, and negative ones, mean that a signal ended a worker."""
 
 SETTLED_S = 30.0
-"""A worker that lived this long did not die at once."""
+"""A worker that lived for this many seconds did not die at once."""
 
 log = structlog.get_logger(__name__)
 
 
 class LocalLauncher(Launcher):
-    """A set of `unfuse worker` processes, whose environment is beside their own variables ours.
+    """A set of `unfuse worker` processes. Their environment is ours, and the variables of their spec.
 
     They hold the reading end of a pipe whose writing end is ours: when this process ends, however it ends, the pipe
     closes and they end too. They are a session of their own, so Ctrl-C is ours alone.
@@ -73,7 +73,7 @@ class LocalLauncher(Launcher):
             os.close(end)
 
     async def _keep(self, number: int) -> None:
-        """Run a worker over and over; only the first may be unable to start, what it needs was there for it once."""
+        """Run a worker, again and again. Only the first start may fail for good: later ones have what they need."""
         deaths = 0
         while not self._stopping:
             began = self._clock.now()

@@ -1,4 +1,4 @@
-"""What processes write to standard error: read at all times, told line by line."""
+"""Reads the standard error of processes at all times, and passes it on line by line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import BinaryIO
 from unfuse.launch.base import Hear
 
 PART = 1 << 16
-"""A longer line is cut, in bytes."""
+"""The most bytes of a line; a longer one is cut."""
 
 WAITING = 10_000
-"""Lines that may wait to be told; then the oldest give way, and it is told how many."""
+"""The most lines that wait to be passed on; then the oldest are dropped and counted."""
 
 LAST_S = 2.0
 """How long the end waits for a pipe that somebody keeps open, and for what is still to be told: who hears may be stuck,
@@ -30,7 +30,7 @@ def pass_on(number: int, line: bytes) -> None:
 
 
 class Output:
-    """Pipes that are emptied whatever happens: who writes to one never waits for whoever hears of it.
+    """Pipes that are always emptied, so that a process that writes to one never waits for the receiver of its lines.
 
     One thread reads each, another tells: hearing may take long, or stand still.
     """
@@ -46,7 +46,7 @@ class Output:
         self._teller.start()
 
     def pipe(self, number: int) -> int:
-        """The writing end of a new pipe for the process of that number; whoever asked for it closes it."""
+        """The writing end of a new pipe for the process of this number; the caller closes it."""
         reading, writing = os.pipe()
         reader = threading.Thread(target=self._read, args=(number, os.fdopen(reading, "rb")), daemon=True)
         reader.start()
@@ -54,7 +54,7 @@ class Output:
         return writing
 
     def close(self) -> None:
-        """Tell what is still to be told; the processes have ended."""
+        """Pass on the lines that are left, after the processes have ended."""
         for reader in self._readers:
             reader.join(LAST_S)
         with self._changed:

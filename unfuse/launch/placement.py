@@ -1,4 +1,4 @@
-"""Which worker runs on which device: arithmetic over what components weigh and what devices have free."""
+"""Decides which worker runs on which device, by the components' bytes and the devices' free bytes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ CONTEXT = 512 << 20
 """GPU memory that a process takes before its first weight: the context and the kernels of the libraries."""
 
 PROCESS = 288 << 20
-"""Host memory that a worker takes beside its weights and its arena: libraries."""
+"""Host memory that a worker takes beside its weights and its arena, for libraries."""
 
 MOST = 1024
-"""Workers of one kind that may be asked for."""
+"""The most workers of one kind."""
 
 LAYER = 2 << 30
-"""More than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
+"""More bytes than any layer of a served model takes; the largest are embeddings of a large vocabulary."""
 
 Needs = Mapping[str, "tuple[Part, ...]"]
-"""By role, what each of its workers holds."""
+"""What each worker of a role holds, by role."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True):
 
     @property
     def half(self) -> Part:
-        """The same in bfloat16, which a VAE is given only where it is named."""
+        """The same component in bfloat16; for a VAE only if `--dtype` names it."""
         plain = self.dtype == "float32" and not self.component.startswith("vae")
         return replace(self, dtype="bfloat16", bytes=self.bytes // 2) if plain else self
 
@@ -51,13 +51,13 @@ class Part(msgspec.Struct, frozen=True):
         return self if self.dtype == "float32" else replace(self, dtype="float32", bytes=2 * self.bytes)
 
     def resident(self, offload: Offload) -> int:
-        """Bytes of it that are on a GPU at a time. A VAE comes whole, also where others come layer by layer."""
+        """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
         layers = offload == "sequential" and not self.component.startswith("vae")
         return min(self.bytes, LAYER) if layers else self.bytes
 
 
 class Device(msgspec.Struct, frozen=True):
-    """Where workers may run, and the bytes that are free there; "cpu" stands for the host and its memory."""
+    """A device that workers may use, and its free bytes; "cpu" is the host and its memory."""
 
     name: str
     free: int
@@ -77,7 +77,7 @@ class Wanted(msgspec.Struct, frozen=True):
     first: frozenset[str] = frozenset()
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
-        """How many workers there are of what, for models with these roles. Raises ConfigError for an unknown role."""
+        """The number of workers by roles, for models with these roles. Raises ConfigError for an unknown role."""
         known = list(roles)
         for named in (*self.place, *(() if self.split else self.counts)):
             if unknown := sorted((roles_of(named) or set()) - {*known}):
@@ -97,7 +97,7 @@ class Placed(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...]
 
     def takes(self, wanted: Wanted) -> Counter[str]:
-        """Bytes it takes, by device. Activations come on top."""
+        """The bytes that it takes, by device, without activations."""
         host, weights = PROCESS + wanted.arena, sum(part.bytes for part in self.parts)
         if self.device == CPU:
             return Counter({CPU: host + weights})
@@ -163,7 +163,7 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
 
 
 def taken(placed: Sequence[Placed], wanted: Wanted) -> Counter[str]:
-    """Bytes by device that these workers take together."""
+    """The bytes that these workers take together, by device."""
     return sum((worker.takes(wanted) for worker in placed), Counter())
 
 
@@ -187,7 +187,7 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
 
 
 def parts_of(role: str, needs: Needs) -> tuple[Part, ...]:
-    """What a worker holds that is started with these roles."""
+    """What a worker with these roles holds."""
     roles = roles_of(role)
     return tuple(part for name, parts in needs.items() if roles is None or name in roles for part in parts)
 
@@ -230,7 +230,7 @@ def _fits(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> bool:
 
 
 def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, Wanted]]:
-    """What could be done about what does not fit, and what would then be needed and wanted."""
+    """What a person could do if the workers do not fit, and what would then be needed and wanted."""
     numbers = wanted.numbers(needs)
     counts = {role: min(1, count) for role, count in numbers.items()}
     if counts != numbers:

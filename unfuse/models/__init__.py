@@ -1,4 +1,4 @@
-"""Model families. Only here is any family's name known; no torch is imported before a stage is loaded."""
+"""Model families. No other folder knows a family's name; torch is imported only when a stage is loaded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAMILIES = {
 """Families by the pipeline class that model_index.json names."""
 
 OUTSIDE = "unfuse.families"
-"""Entry points under which other packages bring families, likewise by pipeline class; none replaces one of ours."""
+"""The group of entry points for families of other packages, by pipeline class; they cannot replace ours."""
 
 
 def served_classes() -> tuple[str, ...]:

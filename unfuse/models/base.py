@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from unfuse.stages.vae_decode import VaeDecoder
 
 Report = Callable[[str, float, int], None]
-"""Hears of each component that is loaded: its name, the seconds it took, the bytes it takes in memory."""
+"""Called for each loaded component: its name, the seconds that took, its bytes of memory."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,7 +65,7 @@ class Family(ABC):
 
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        """What gateway and scheduler know of the model in a folder, served as `name`.
+        """The card of the model in a folder, served as `name`.
 
         Must not import torch, nor what imports it: gateway, scheduler and a worker's parent call it. Equal folders and
         dtypes give equal cards, wherever the card is made. Raises ConfigError for what cannot be served.
@@ -80,7 +80,7 @@ class Family(ABC):
 
 
 class DiffusersFamily(Family):
-    """Models that are diffusers pipelines; left to say is what bounds them, their stages, and how these load."""
+    """A family that is a diffusers pipeline. Subclasses add its limits, its stages, and how these load."""
 
     name: str
     """Also its recipe: models of one name do the same with equal text encoders and VAEs, and share their pools."""
@@ -137,11 +137,11 @@ class DiffusersFamily(Family):
         return {component: tuple(index[component]) for component in served}
 
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:
-        """Those of `classes` that a model_index.json asks for."""
+        """The classes of `classes` that model_index.json has."""
         return self.classes
 
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
-        """What a model_index.json says that makes equal components do otherwise, by component."""
+        """Settings in model_index.json that make equal components behave differently, by component."""
         return {}
 
     @abstractmethod

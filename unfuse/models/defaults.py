@@ -1,4 +1,4 @@
-"""What a request gets where its client says nothing, and what bounds it: serving.json, else diffusers' own defaults."""
+"""Defaults and limits of requests: from serving.json, else those of diffusers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, folder: Path) -> Serving:
-        """What the folder's serving.json says; nothing when there is none. Raises ConfigError when it is not valid."""
+        """Read the folder's serving.json; empty if there is none. Raises ConfigError if it is not valid."""
         file = folder / SERVING
         try:
             return msgspec.json.decode(file.read_bytes(), type=Serving)
@@ -58,7 +58,7 @@ class Serving(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError(f"{file} is not valid: {error}") from error
 
     def over(self, standard: Params) -> Params:
-        """These defaults, and the standard ones where there is none."""
+        """These defaults, completed by the standard ones."""
         return {**standard, **msgspec.to_builtins(self.defaults)}
 
     def within(self, limits: Limits, standard: Params) -> Params:

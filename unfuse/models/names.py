@@ -1,4 +1,4 @@
-"""Models that are known by name, before anything of them is downloaded."""
+"""Knows some models by name, before anything is downloaded."""
 
 from __future__ import annotations
 

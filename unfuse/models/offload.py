@@ -1,4 +1,4 @@
-"""Weights that rest in host memory while they do not run, so that a device need not hold a whole model."""
+"""Keeps weights in host memory while they do not run, so that a device need not hold a whole model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unfuse.core.compute import Offload
 
 
 def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn.Module:
-    """Have a loaded model rest as `--offload` says, and run on the device.
+    """Make a loaded model rest in host memory, as `--offload` says, and run on the device.
 
     With `model` it comes to the device when it runs and stays until another one runs there. With `sequential` its
     layers come one by one, the next while one runs; a VAE still comes whole: it is small, and is run by its `decode`,
@@ -27,7 +27,7 @@ def rest(model: torch.nn.Module, device: torch.device, how: Offload) -> torch.nn
 
 
 class _Device:
-    """The one place on a device that the models of this process take in turn."""
+    """The room on a device that the models of this process use in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -29,7 +29,7 @@ class Undivided(msgspec.Struct, frozen=True):
 
 
 def main() -> None:
-    """Load, then make what is asked for until the input ends."""
+    """Load the model, then answer requests until the input ends."""
     asked = msgspec.json.decode(sys.stdin.readline(), type=Undivided)
     pipeline = _load(asked)
     _say(())

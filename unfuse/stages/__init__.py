@@ -1,1 +1,1 @@
-"""What each stage kind does, whatever the model family. torch is imported by whoever runs a stage, not here."""
+"""What each stage kind does, for all model families. torch is imported when a stage runs, not here."""

@@ -25,12 +25,12 @@ MAX_BYTES = 4 << 30
 """Of an adapter's file: they are far smaller than what they adapt."""
 
 SHOWN = 20
-"""Names that a refusal lists."""
+"""The most names that an error lists."""
 
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
-"""What diffusers raises of a file that is no adapter."""
+"""The errors of diffusers for a file that is not an adapter."""
 
 
 class Loras:
@@ -41,7 +41,7 @@ class Loras:
         self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     def files(self) -> dict[str, Path]:
-        """Those that can be asked for, by name, in order: files that lie in the folder itself."""
+        """The files of all adapters, by name, in order: those directly in the folder."""
         inside = self._folder.resolve()
         found = {file.stem: file.resolve() for file in sorted(inside.glob("*.safetensors"))}
         return {
@@ -51,7 +51,7 @@ class Loras:
         }
 
     def id_of(self, name: str) -> str:
-        """The id of an adapter. A file that changed is read again, which may take a while. Raises NotFound."""
+        """The id of an adapter. A file that has changed is read again, which may take long. Raises NotFound."""
         known = self.files()
         if name not in known:
             shown = ", ".join([*known][:SHOWN]) or "none"
@@ -92,7 +92,7 @@ class Adapters:
         self._active: tuple[str, float] | None = None
 
     def use(self, params: Params) -> None:
-        """Have the next forward run with the adapter of a request, or with none: then its bits are the model's own.
+        """Make the next forward run with the adapter of a request, or with none, which gives the model's exact bits.
 
         Raises PermanentError and NotFound when it cannot be had.
         """
@@ -138,7 +138,7 @@ class Adapters:
 
 
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
-    """Why these tensors are no adapter of that transformer; nothing if they are."""
+    """Why these tensors are not an adapter of this transformer, in words; "" if they are."""
     layers = dict(transformer.named_modules())
     for key in tensors:
         path, _, part = key.partition(".lora_")

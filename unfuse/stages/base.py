@@ -48,7 +48,7 @@ class StageOutput(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """What a stepped stage knows between two steps, as far as the task does not say it: tensors, and plain values."""
+    """The state of a stepped stage between two steps, without what the task has: tensors, and plain values."""
 
     tensors: Tensors
     values: dict[str, Any] = {}
@@ -68,7 +68,7 @@ class Stage(ABC):
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
-        """Check names, shapes and dtypes of a task's inputs."""
+        """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
     def batch_key(self, params: Params) -> Hashable:
         """Tasks of equal key may run in one batch."""
@@ -83,21 +83,21 @@ State = TypeVar("State")
 
 
 class SteppedStage(Stage, Generic[State]):
-    """A stage that advances in steps. All it knows between steps is one value, so that it can pause, stop and move."""
+    """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
     @abstractmethod
     def start(self, task: StageInput) -> State:
         """The state before the first step."""
 
     def save(self, state: State) -> Checkpoint | None:
-        """What `resume` needs to go on as if nothing had been, in memory that steps leave alone.
+        """What `resume` needs to continue exactly, in memory that steps do not change.
 
         None from a stage that starts from the beginning. Raises PermanentError for a state that cannot be saved.
         """
         return None
 
     def resume(self, task: StageInput, checkpoint: Checkpoint) -> State:
-        """The state that was saved, also in another process. Raises PermanentError for what is no state of this task.
+        """The saved state, also in another process. Raises PermanentError for a checkpoint of another task.
 
         Whoever goes on from it gets the bytes that go on from the original.
         """
@@ -105,7 +105,7 @@ class SteppedStage(Stage, Generic[State]):
 
     @abstractmethod
     def step(self, batch: Sequence[State]) -> list[State | Exception]:
-        """Every state advanced by one step, or why that one cannot be. The given states are used up.
+        """Advance every state by one step; an error in its place if it cannot. The given states must not be used again.
 
         When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
@@ -119,11 +119,11 @@ class SteppedStage(Stage, Generic[State]):
         """The output of a state whose steps are all done."""
 
     def preview(self, state: State) -> Media | None:
-        """A small picture of what a state is becoming; None from a stage that has none to show."""
+        """A small picture of what the state is becoming; None from a stage without previews."""
         return None
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Every task from start to finish, one after the other."""
+        """Run each task from start to finish, one after the other."""
         outputs = []
         for task in batch:
             state = self.start(task)
@@ -154,11 +154,11 @@ class OneStep(SteppedStage[Once]):
         self.kind, self.uploads = stage.kind, stage.uploads
 
     def verify(self, task: StageInput) -> None:
-        """As the plain stage does."""
+        """Check the inputs as the plain stage does."""
         self._stage.verify(task)
 
     def batch_key(self, params: Params) -> Hashable:
-        """As the plain stage has it."""
+        """The batch key of the plain stage."""
         return self._stage.batch_key(params)
 
     def start(self, task: StageInput) -> Once:
@@ -175,7 +175,7 @@ class OneStep(SteppedStage[Once]):
         return int(state.done), 1
 
     def finish(self, state: Once) -> StageOutput:
-        """What the plain stage made."""
+        """The output of the plain stage."""
         return state.output
 
 
@@ -183,7 +183,7 @@ T = TypeVar("T", str, int, float)
 
 
 def need(params: Params, name: str, kind: type[T]) -> T:
-    """The parameter of that name; a whole number may stand for a float. Raises PermanentError when it is not there."""
+    """The parameter of this name and type; an int is accepted for a float. Raises PermanentError if it is missing."""
     value = params.get(name)
     if kind is float and type(value) is int:
         return kind(value)

@@ -27,7 +27,7 @@ SIMILAR = "feature_cache"
 
 
 class NoiseScheduler(Protocol):
-    """A diffusers scheduler, as far as it is used: it keeps state, so each request has its own."""
+    """What is used of a diffusers scheduler. It has state, so each request has its own."""
 
     timesteps: Tensor
     sigmas: Tensor
@@ -38,21 +38,21 @@ class NoiseScheduler(Protocol):
 
 
 class Denoiser(Protocol):
-    """What a family says about denoising: transformer and noise scheduler configuration in memory."""
+    """What a family provides for denoising: its transformer, and the noise scheduler's configuration."""
 
     @property
     def device(self) -> torch.device:
-        """Where the transformer computes."""
+        """The device of the transformer."""
         ...
 
     @property
     def transformers(self) -> Sequence[torch.nn.Module]:
-        """What predicts: most have one."""
+        """The modules that predict; most families have one."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the transformer computes in; floating-point inputs are given in it."""
+        """The dtype of the transformer; floating-point inputs are converted to it."""
         ...
 
     @property
@@ -87,7 +87,7 @@ class Denoiser(Protocol):
         ...
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """A new one for one request, at its first step."""
+        """A new noise scheduler for one request, at its first step."""
         ...
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
@@ -99,7 +99,7 @@ class Denoiser(Protocol):
         ...
 
     def settle(self, latents: Tensor, inputs: Inputs) -> Tensor:
-        """What one request's latents are to be after its last step."""
+        """One request's latents after its last step, in the form that is handed on."""
         ...
 
 
@@ -115,13 +115,13 @@ class DenoiseState:
     negative: Inputs | None
     step: int = 0
     estimate: Tensor | None = None
-    """Where the latents were heading at the last step, for previews."""
+    """The predicted final latents at the last step, for previews."""
     memory: Memory = field(default_factory=dict)
-    """What of the last forwards may be used again, where a request allows it."""
+    """Results of the last forwards that may be used again, if the request allows that."""
 
     @property
     def threshold(self) -> float:
-        """How much may have changed for that; 0 if nothing is to be used again."""
+        """The largest change for which they are used again; 0: never."""
         return float(self.params.get(SIMILAR) or 0.0)
 
 
@@ -185,14 +185,14 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def save(self, state: DenoiseState) -> Checkpoint:
-        """Latents, how many steps were made, and what the noise scheduler remembers of them."""
+        """Latents, the number of steps, and the state of the noise scheduler."""
         fresh = self._denoiser.noise_scheduler(state.params, state.latents)
         tensors, remembered = noise_state.save(state.scheduler, fresh)
         return Checkpoint({"latents": state.latents.cpu(), **tensors}, {"step": state.step, "scheduler": remembered})
 
     @torch.no_grad()
     def resume(self, task: StageInput, checkpoint: Checkpoint) -> DenoiseState:
-        """Made as at the start, but for what was saved."""
+        """A state as at the start, with what was saved."""
         begun, saved, step = self.start(task), checkpoint.tensors.get("latents"), checkpoint.values.get("step")
         steps = range(len(begun.scheduler.timesteps))
         if saved is None or saved.shape != begun.latents.shape or not isinstance(step, int) or step not in steps:
@@ -218,7 +218,7 @@ class Denoise(SteppedStage[DenoiseState]):
 
     @torch.no_grad()
     def preview(self, state: DenoiseState) -> Media | None:
-        """What the latents were heading for at the last step, small."""
+        """A small picture of the predicted final latents."""
         if self._preview is None or state.estimate is None:
             return None
         return self._preview.picture(self._denoiser.settle(state.estimate, state.inputs), state.params)
@@ -239,7 +239,7 @@ class Denoise(SteppedStage[DenoiseState]):
         return {**given, **self._denoiser.constants(task.params)}
 
     def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:
-        """The operations of an undivided pipeline in its order: another order rounds differently."""
+        """The operations of an undivided pipeline, in its order, since another order rounds differently."""
         skipping = any(state.threshold for state in batch)
         if skipping and len(batch) > 1:
             return _join([self._predict([state]) for state in batch])

@@ -16,13 +16,13 @@ from torch.nn import Module
 from unfuse.core.errors import PermanentError
 
 LEADER = "fbc_leader_block_hook"
-"""What diffusers calls the hook on the first block."""
+"""The name of diffusers' hook on the first block."""
 
 NEVER = -1.0
-"""A threshold that no difference is below: every block runs, and the result is exact."""
+"""A threshold below every difference: every block runs, and the result is exact."""
 
 Memory = dict[int, dict[str, Any]]
-"""Of each transformer, what was remembered under the names of its forwards."""
+"""What each transformer remembered, by the names of its forwards."""
 
 
 class FeatureCache:
