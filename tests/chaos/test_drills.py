@@ -1,7 +1,7 @@
 """Drills: real processes are killed, stopped and started again under load, and nothing that was accepted is lost.
 
-CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed. CHAOS_SCALE is the share of the faults and
-requests of the longest one: all of them by night.
+CHAOS_SEED repeats a drill's choices (not its timing); each prints its seed. CHAOS_SCALE is the share of faults and
+requests: all of them by night.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def test_ten_times_too_much_is_refused_before_it_is_accepted(
     """Given ten times as many clients as requests may be active, then some are told when to come back and nothing is
     kept of them, and what was accepted is completed."""
     active = 4
-    patient = healthy(100, "o", seed, ["wait", "poll", "events"])
-    impatient = healthy(500, "i", seed, ["once"])
+    patient = healthy(int(SCALE * 200), "o", seed, ["wait", "poll", "events"])
+    impatient = healthy(int(SCALE * 1000), "i", seed, ["once"])
     work = [one for six in zip(patient, *[impatient] * 5, strict=True) for one in six]
     with running_cluster(tmp_path, workers=1, serve=["--max-active", str(active)]) as cluster:
         with Load([gateway.port for gateway in cluster.gateways], work, 10 * active, seed, History()) as load:
