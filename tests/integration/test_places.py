@@ -28,7 +28,9 @@ def test_outputs_in_redis_copies_and_results_in_s3(
     copies, results = f"{bucket}/copies?{query}", f"{bucket}/results?{query}"
     places = ["--store", redis_server.url, "--durable", copies, "--results", results]
     stages = ["--durable-stages", "denoise", "--durable-stages", "text_encode"]
-    with serving(tmp_path, "--arena", "64MiB", "--workers", "encoder+decoder=1", *places, *stages) as server:
+    with serving(
+        tmp_path, "--arena", "64MiB", "--workers", "encoder+decoder=1", "--threads", "1", *places, *stages
+    ) as server:
         server.worker("denoiser", "--node", "other")
         assert made_pair(server.ready()) == expected_pair
         until(lambda: not kept(redis_server.url) and not kept(copies), "outputs and copies to be dropped")

@@ -53,7 +53,7 @@ def test_garbage_is_listed_and_dropped_and_everything_else_is_served(
         assert [worker["id"] for worker in http.get("/v1/workers").json()["data"]] == ["worker-1"]
         answer = http.get(f"/v1/requests/{bad}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "damaged")
-        assert "`unfuse dead ls` lists it" in answer.json()["error"]["message"]
+        assert "see `unfuse dead ls`" in answer.json()["error"]["message"]
 
         def listed() -> dict[str, str]:
             return {one["id"]: one["kind"] for one in http.get("/v1/dead").json()["data"]}

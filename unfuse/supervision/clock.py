@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 
@@ -24,4 +23,6 @@ class SystemClock(Clock):
 
     @override
     def call_at(self, when: float, callback: Callable[[], object]) -> Callable[[], None]:
+        import asyncio  # who only reads the time, such as a process that serves objects, has no event loop
+
         return asyncio.get_running_loop().call_later(max(0.0, when - self.now()), callback).cancel
