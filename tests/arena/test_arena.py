@@ -6,6 +6,7 @@ import resource
 
 import pytest
 
+from tests.descriptors import descriptors, settled
 from unfuse.arena import arena as module
 from unfuse.arena.arena import MEMFD_NAME, Arena
 from unfuse.core.errors import ConfigError
@@ -41,17 +42,19 @@ def test_readers_see_what_is_written_and_cannot_write() -> None:
 
 def test_an_arena_larger_than_the_free_memory_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda: 1229 * MIB)
-    before = os.listdir("/proc/self/fd")
+    settled()
+    before = descriptors()
     with pytest.raises(ConfigError) as refused:
         Arena(2048 * MIB)
     assert str(refused.value) == (
         "the arena needs 2.0 GiB but only 1.2 GiB of memory is free: stop something, or start with a smaller --arena"
     )
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
-    before = os.listdir("/proc/self/fd")
+    settled()
+    before = descriptors()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, hard))
     try:
@@ -59,7 +62,7 @@ def test_memory_that_the_kernel_refuses_is_the_same_sentence() -> None:
             Arena(2 * MIB)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.listdir("/proc/self/fd") == before
+    assert descriptors() == before
 
 
 def test_an_arena_of_nothing_is_refused() -> None:

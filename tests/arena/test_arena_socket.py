@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.descriptors import descriptors, settled
 from tests.examples import examples
 from unfuse.arena.arena import Arena
 from unfuse.arena.client import ArenaClient
@@ -372,12 +373,13 @@ def test_an_owner_that_answers_half_is_gone_and_leaves_no_descriptor(said: bytes
                 socket.send_fds(peer, [said], [memory.fileno()])
 
         client, owner = ArenaClient(f"unix:{path}"), Thread(target=die)
-        before = len(os.listdir("/proc/self/fd"))
+        settled()
+        before = len(descriptors())
         owner.start()
         with pytest.raises((TransientError, ProtocolError), match="closed the connection|at most"):
             client.usage()
         owner.join()
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(descriptors()) == before
         client.close()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.descriptors import descriptors, settled
 from tests.stores.processes import Process, Refused, Start
 from unfuse.arena.client import ArenaClient
 from unfuse.core.errors import ObjectLost
@@ -225,10 +226,8 @@ def test_no_process_that_serves_objects_imports_torch(start: Start) -> None:
 
 
 def test_closing_a_store_leaves_no_descriptor_and_no_thread() -> None:
-    def descriptors() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    threads, before = threading.active_count(), descriptors()
+    settled()
+    threads, before = threading.active_count(), len(descriptors())
     with TensorStore.create("shared_memory", owner="a", capacity=1 << 20) as owner:
         ref = owner.put({"x": np.ones(3)}, request="r", stage="s", attempt=1)
         with TensorStore.create("shared_memory", owner="b", capacity=1 << 20) as reader:
@@ -237,4 +236,4 @@ def test_closing_a_store_leaves_no_descriptor_and_no_thread() -> None:
     assert array.tolist() == [1, 1, 1], "what was got outlives the store"
     del array
     owner.__dict__.clear(), reader.__dict__.clear()
-    assert (threading.active_count(), descriptors()) == (threads, before)
+    assert (threading.active_count(), len(descriptors())) == (threads, before)
