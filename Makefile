@@ -20,11 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
 
-# what starts no process and needs no diffusers: under three minutes on two cores, to be run after every change
+# what starts no process and needs no diffusers: under two minutes on two cores, to be run after every change
 quick: $(VENV)/installed-test
 	$(PYTEST) -m "$(DAY) and not slow"
 
-# and every behaviour once as `serve` has it: under half an hour on two cores, before a change is handed in
+# and every behaviour once as `serve` has it: about a quarter of an hour on two cores, before a change is handed in
 test: system lint
 	$(PYTEST) -m "$(DAY)"
 
