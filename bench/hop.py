@@ -78,7 +78,7 @@ async def worker(address: str, name: str, card: ModelCard, *stages: str, slots: 
 
 
 async def take(dealer: Dealer) -> tuple[Lease, float]:
-    granted = await dealer.call(Ask(1, None, 20), 30)
+    granted = await dealer.call(Ask(1, 1 << 30, 20), 30)
     assert isinstance(granted, Granted), granted
     return granted.leases[0], time.perf_counter()
 

@@ -108,7 +108,7 @@ async def work(address: str, stages: int) -> None:
     beats = asyncio.create_task(beat(dealer))
     reports: set[asyncio.Task[None]] = set()
     while not beats.done():
-        granted = await dealer.call(Ask(LEASES, None, 20), 30)
+        granted = await dealer.call(Ask(LEASES, 1 << 30, 20), 30)
         assert isinstance(granted, Granted), granted
         await asyncio.gather(*reports)
         reports = {asyncio.create_task(finish(dealer, lease)) for lease in granted.leases}

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ from tests.examples import examples
 from tests.queues.conftest import Address, Server
 from tests.queues.test_stateful import Histories
 from unfuse import queues
-from unfuse.core.errors import ConfigError, LeaseLost, NotFound, TransientError
+from unfuse.core.errors import ConfigError, Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event
+from unfuse.core.request import Record
 from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
-from unfuse.queues.script import task_fields
+from unfuse.queues.script import RUN_BYTES, RUN_CALLS, task_fields
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -311,6 +313,33 @@ async def test_long_lists_are_read_in_pieces(queue: TaskQueue) -> None:
         await queue.commit(change(record, status="completed", completed_at=1.0))
     assert len(await queue.list(Filter(over=False), limit=5000)) == len(names) - len(found)
     assert sorted(await queue.forget(2.0)) == [name for name in names if name[-1] == "7"]
+
+
+async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: TaskQueue, server: Server) -> None:
+    """Given outcomes that come together, then they share a run, and each is applied or refused by itself."""
+    names = ("a", "b", "c", "d")
+    records = {name: await submitted(queue, name) for name in names}
+    leases = {lease.task.request: lease for lease in await queue.lease("w", wanted("p", slots=4), TTL)}
+    await queue.hand_back(leases["b"].claim)
+    server.client.set("{unfuse}:stages:c", "no sorted set")
+    runs = int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"])
+    outcomes = await asyncio.gather(
+        *(queue.commit(done(records[name], leases[name])) for name in names), queue.load("x"), return_exceptions=True
+    )
+    assert int(server.client.info("commandstats")["cmdstat_evalsha"]["calls"]) == runs + 1
+    assert [type(one) for one in outcomes] == [Record, LeaseLost, Damaged, Record, NotFound]
+    again = await asyncio.gather(*(queue.load(name) for name in ("a", "b", "d")))
+    assert [one.context.version for one in again] == [1, 0, 1]
+
+
+@given(st.lists(st.integers(0, 2**21), max_size=100))
+def test_long_calls_share_no_run(sizes: list[int]) -> None:
+    calls = [("load", bytes(size)) for size in sizes]
+    runs = script.runs(calls)
+    assert [call for run in runs for call in run] == calls
+    lengths = [[len(arguments) for _, arguments in run] for run in runs]
+    assert all(len(run) == 1 or (len(run) <= RUN_CALLS and sum(run) <= RUN_BYTES) for run in lengths)
+    assert all(len(one) == RUN_CALLS or sum(one) + other[0] > RUN_BYTES for one, other in pairwise(lengths))
 
 
 async def test_names_may_hold_anything(queue: TaskQueue) -> None:

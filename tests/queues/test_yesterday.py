@@ -22,7 +22,7 @@ from unfuse import queues
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Record, StageState
 from unfuse.core.task import ARENA, SLOTS, Task
-from unfuse.queues import redis, returned, script
+from unfuse.queues import redis, returned
 from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.wanted import Wanted
@@ -219,9 +219,11 @@ class Yesterdays(Reviewed):
         told = [(verb, as_it_asked(arguments) if verb == "lease" else arguments) for verb, arguments in calls]
         if any(verb in OURS or arguments is None for verb, arguments in told):
             return await super()._execute(calls)
-        calls = told
-        with patch.object(script, "SCRIPT", SCRIPT), patch.object(script, "SCRIPT_ID", SCRIPT_ID):
-            return await super()._execute(calls)
+        await self._redis.script_load(SCRIPT)
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            for verb, arguments in told:
+                pipeline.evalsha(SCRIPT_ID, 1, self._tag, verb, arguments)
+            return await pipeline.execute(raise_on_error=False)
 
 
 def test_the_earlier_version_beside_this_one(server: Server) -> None:

@@ -388,13 +388,19 @@ class RedisQueue(TaskQueue):
                 else:
                     answer.set_result(reply)
 
-    async def _execute(self, calls: builtins.list[tuple[str, bytes]]) -> builtins.list[Any]:
+    async def _execute(self, calls: Sequence[script.Call]) -> builtins.list[Any]:
+        """The answers to these calls, or errors, from as few runs of the script as their sizes allow."""
+        runs = script.runs(calls)
         async with self._redis.pipeline(transaction=False) as pipeline:
-            for verb, args in calls:
-                pipeline.evalsha(script.SCRIPT_ID, 1, self._tag, verb, args)
+            for run in runs:
+                words: builtins.list[str | bytes] = [word for call in run for word in call]
+                pipeline.evalsha(script.SCRIPT_ID, 1, self._tag, *words)
             replies = await pipeline.execute(raise_on_error=False)
-        if unknown := [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]:
-            await self._redis.script_load(script.SCRIPT)
-            for n, reply in zip(unknown, await self._execute([calls[n] for n in unknown]), strict=True):
-                replies[n] = reply
-        return replies
+        answers: builtins.list[Any] = []
+        for run, reply in zip(runs, replies, strict=True):
+            if isinstance(reply, NoScriptError):
+                await self._redis.script_load(script.SCRIPT)
+                answers += await self._execute(run)
+            else:
+                answers += [reply] * len(run) if isinstance(reply, Exception) else reply
+        return answers

@@ -1,15 +1,10 @@
--- What every verb uses. The files are one script: ARGV[1] is the verb, ARGV[2] its arguments as a codec message.
--- Keys share the hash tag KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal,
+-- What every verb uses. The files are one script: it runs the verbs ARGV[1], ARGV[3], … one after the other, each a
+-- transaction of its own, with the arguments ARGV[2], ARGV[4], …, which are codec messages. Keys share the hash tag KEYS[1]. A task that waits is a member of its pool's sorted set, where all scores are equal,
 -- so that bytes decide: its rank (8 bytes of priority, 8 of order, 16 of arrival), then its name.
-local P, VERSION, A = KEYS[1], string.sub(ARGV[2], 1, 1), cmsgpack.unpack(string.sub(ARGV[2], 2))
+local P, VERSION = KEYS[1], string.sub(ARGV[2], 1, 1)
 local call, verbs, RANK = redis.call, {}, 32
-local now, wall = A.now, A.wall
-if not now then
-  local time = call('TIME')
-  now = time[1] + time[2] / 1000000
-  wall = now
-end
-local pools, news = {}, {} -- what this call has changed, told by `tell` at its end
+local A, now, wall -- the arguments of the verb that runs, and its time
+local pools, news = {}, {} -- what has changed, told by `tell` at the end
 
 -- What a function answers, or nothing where what is stored is not what it should be: that costs one record, not all.
 local function sound(f, ...)

@@ -62,6 +62,15 @@ end
 
 function verbs.now() return exact(now) end
 
-local answer = verbs[ARGV[1]]()
+local time = call('TIME')
+local answers = {}
+for i = 1, #ARGV, 2 do
+  A = cmsgpack.unpack(string.sub(ARGV[i + 1], 2))
+  wall = A.wall or time[1] + time[2] / 1000000
+  now = A.now or wall
+  local is_done, answer = pcall(verbs[ARGV[i]])
+  if not is_done then answer = {err = type(answer) == 'table' and answer.err or tostring(answer)} end
+  answers[#answers + 1] = answer or false
+end
 tell()
-return answer
+return answers
