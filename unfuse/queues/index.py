@@ -54,12 +54,15 @@ class SortedEntries:
 
     def add(self, entry: Entry) -> None:
         """Insert an entry."""
-        at = min(self._block_of(self._key(entry)), len(self._blocks) - 1)
-        if at < 0:
-            self._blocks.append([entry])
-            return
+        if not self._blocks:
+            self._blocks.append([])
+        at = len(self._blocks) - 1
+        if not self._blocks[at] or self._key(self._blocks[at][-1]) < self._key(entry):  # so for most: the newest
+            self._blocks[at].append(entry)
+        else:
+            at = self._block_of(self._key(entry))
+            insort(self._blocks[at], entry, key=self._key)
         block = self._blocks[at]
-        insort(block, entry, key=self._key)
         if len(block) > 2 * BLOCK:
             self._blocks[at : at + 1] = [block[:BLOCK], block[BLOCK:]]
 

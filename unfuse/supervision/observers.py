@@ -25,5 +25,7 @@ class Observers(Generic[Observer]):
     def tell(self, of: Callable[Concatenate[Observer, Said], None], *said: Said.args, **more: Said.kwargs) -> None:
         """Call the method of that name in each: `observers.tell(Observer.ended, context)`."""
         for observer in self._all:
-            with self._background.besides(f"telling {type(observer).__name__} of {of.__name__}"):
+            try:
                 getattr(observer, of.__name__)(*said, **more)
+            except Exception as error:  # the others must hear it
+                self._background.log(f"telling {type(observer).__name__} of {of.__name__}", error)

@@ -44,7 +44,11 @@ class Supervisor:
         try:
             yield
         except Exception as error:  # also an error that nobody has foreseen
-            self._errors.log(what, error, **about)
+            self.log(what, error, **about)
+
+    def log(self, what: str, error: Exception, **about: object) -> None:
+        """Log an error of this work, once while it repeats."""
+        self._errors.log(what, error, **about)
 
     async def close(self) -> None:
         """Cancel all work, and wait until it has ended."""
