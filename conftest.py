@@ -95,7 +95,8 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     fixtures = set(getattr(item, "fixturenames", ()))
-    if in_slow_folder(item.path, item.config.rootpath) or fixtures & STARTING:
+    is_by_night = item.get_closest_marker("nightly") is not None
+    if is_by_night or in_slow_folder(item.path, item.config.rootpath) or fixtures & STARTING:
         item.add_marker(pytest.mark.slow)
 
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from tests.core.graphs import pipelines
 from unfuse.core.errors import ConfigError, ProtocolError
 from unfuse.core.media import Room, Work, Workload
-from unfuse.core.plan import Params, Pipeline, StageSpec, compile_plan, pool_name, roles_of, slots_of
+from unfuse.core.plan import Choice, Params, Pipeline, StageSpec, compile_plan, pool_name, roles_of, slots_of
 
 
 def stage(name: str, inputs: str = "", outputs: str = "", per_sample: bool = False, kind: str = "denoise") -> StageSpec:
@@ -217,7 +217,8 @@ def test_a_worker_has_one_role_or_several_or_all() -> None:
 def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
     stages = [stage(name) for name in ("a", "b", "c")]
     stages = [structs.replace(one, role=one.name, slots=slots) for one, slots in zip(stages, (4, 2, 7), strict=True)]
-    assert [slots_of(roles_of(text), stages) for text in ("a", "a+c", "all", "nobody")] == [4, 4, 2, 1]
+    chosen = [[one for one in stages if Choice(roles_of(text)).takes(one)] for text in ("a", "a+c", "all", "nobody")]
+    assert [slots_of(taken) for taken in chosen] == [4, 4, 2, 1]
 
 
 @pytest.mark.parametrize(

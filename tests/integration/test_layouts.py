@@ -93,4 +93,4 @@ def test_an_undivided_worker_makes_the_undivided_pipeline_s_pixels(tmp_path: Pat
     with serving(tmp_path, "--workers", "all=1", "--threads", "1", "--arena", "64MiB") as server:
         assert made_pair(server.ready()) == expected_pair
         (worker,) = server.get("/v1/workers")["data"]
-        assert (worker["role"], worker["slots"], len(worker["pools"])) == ("all", 2, 3)
+        assert (worker["role"], worker["slots"], len(worker["pools"])) == ("all", 9, 3)

@@ -85,7 +85,7 @@ def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: P
     with serving(tmp_path, model, "--no-workers", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         for role in ("encoder", "denoiser", "decoder"):
-            server.worker(role, **variables, UNFUSE_STORE__ORPHAN_S="2")
+            server.worker(role, **variables, UNFUSE_STORE__ORPHAN_S="2", UNFUSE_COMPUTE__MAX_BATCH="1")
         server.ready()
         requests = [server.submit(SLOW, seed=seed, num_inference_steps=100) for seed in range(3)]
 

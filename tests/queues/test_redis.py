@@ -26,7 +26,8 @@ from unfuse.queues import script
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.remote_waiters import MAX_BATCH
-from unfuse.queues.script import RUN_BYTES, RUN_CALLS, task_fields
+from unfuse.queues.runs import RUN_BYTES, RUN_CALLS, runs
+from unfuse.queues.script import task_fields
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import (
@@ -335,9 +336,9 @@ async def test_calls_at_the_same_moment_are_one_run_of_the_script(queue: TaskQue
 @given(st.lists(st.integers(0, 2**21), max_size=100))
 def test_long_calls_share_no_run(sizes: list[int]) -> None:
     calls = [("load", bytes(size)) for size in sizes]
-    runs = script.runs(calls)
-    assert [call for run in runs for call in run] == calls
-    lengths = [[len(arguments) for _, arguments in run] for run in runs]
+    found = runs(calls)
+    assert [call for run in found for call in run] == calls
+    lengths = [[len(arguments) for _, arguments in run] for run in found]
     assert all(len(run) == 1 or (len(run) <= RUN_CALLS and sum(run) <= RUN_BYTES) for run in lengths)
     assert all(len(one) == RUN_CALLS or sum(one) + other[0] > RUN_BYTES for one, other in pairwise(lengths))
 

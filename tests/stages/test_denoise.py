@@ -77,6 +77,12 @@ class Constant:
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         return away + scale * (towards - away)
 
+    def phase(self, timestep: Tensor) -> bool:
+        return bool(timestep > 1)
+
+    def parts(self, latents: Tensor) -> int:
+        return 1
+
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         return latents
 
@@ -174,7 +180,10 @@ def test_progress_counts_steps() -> None:
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
 
 
-@pytest.mark.parametrize(("options", "forwards"), [(EXACT, [2, 2]), (FUSED, [4])])
+APART = ComputeOptions(guidance_halves="apart")
+
+
+@pytest.mark.parametrize(("options", "forwards"), [(APART, [2, 2]), (EXACT, [4]), (FUSED, [4])])
 def test_states_step_together_from_different_places(options: ComputeOptions, forwards: list[int]) -> None:
     """Each with its own seed, scale, number of steps and offset; the halves of guidance apart or fused."""
     denoiser = Constant()

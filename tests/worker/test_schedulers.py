@@ -14,6 +14,7 @@ import pytest
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
+from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
@@ -49,6 +50,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         outside.install(patch)
         yield outside.model(tmp_path_factory.mktemp("model"))
+
+
+BATCH = ComputeOptions().max_batch
 
 
 class Town:
@@ -129,7 +133,7 @@ class Town:
 
     async def asked_for(self) -> str:
         """What a worker that has nothing to do would rather have."""
-        while (ask := [message for _, message in self.heard if isinstance(message, Ask)][-1]).slots < 2:
+        while (ask := [message for _, message in self.heard if isinstance(message, Ask)][-1]).slots <= BATCH:
             await asyncio.sleep(0.01)
         return ask.affinity
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace as changed
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
-from unfuse.stages.base import Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
+from unfuse.worker.batcher import BatchSizes
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stepped, Stopped, Waits
+from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop, Turn
 
 
@@ -152,12 +156,135 @@ def bench(folder: Path, batch: int = 1, **options: Any) -> tuple[Bench, Count]:
     return Bench(folder, {"count": count, "print": OneStep(Print())}, batch), count
 
 
+class Large(BatchSizes):
+    """For whom a larger batch always pays off, whatever was measured."""
+
+    def measured(self, key: Hashable, size: int, seconds: float) -> None:
+        for known in range(1, size + 1):
+            super().measured(key, known, 1.0)
+
+
 def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     """A loop that has found out that four at a time pay off."""
     loop, count = bench(folder, batch=4, **options)
-    for size in (1, 2, 4):
-        loop.loop._sizes.measured(("count", "None"), size, 1.0)
+    loop.loop._sizes = Large(4)
+    loop.loop._sizes.measured(("count", "None", None), 4, 1.0)
     return loop, count
+
+
+@dataclass(frozen=True)
+class Tagged:
+    """A request between two steps: all that it computed so far."""
+
+    tag: int
+    steps: int
+    found: tuple[float, ...] = ()
+
+
+class Shared(JointStage[Tagged, float]):
+    """A stage of which a request's numbers depend on how many share the forward, from `sloppy` on."""
+
+    kind = "denoise"
+
+    def __init__(self, sloppy: int = 99, raises: Callable[[int], Exception | None] = lambda size: None) -> None:
+        self.sloppy, self.raises = sloppy, raises
+        self.batches: list[list[int]] = []
+
+    def verify(self, task: StageInput) -> None:
+        """Takes anything."""
+
+    def state_likeness(self, state: Tagged) -> Hashable | None:
+        return state.tag // 10 if state.tag >= 0 else None
+
+    def start(self, task: StageInput) -> Tagged:
+        return Tagged(int(task.params["tag"] or 0), int(task.params["steps"] or 0))
+
+    def compute(self, batch: Sequence[Tagged]) -> list[float | Exception]:
+        if error := self.raises(len(batch)):
+            raise error
+        self.batches.append([state.tag for state in batch])
+        return [state.tag + len(state.found) + 0.5 * (len(batch) >= self.sloppy) for state in batch]
+
+    def advance(self, state: Tagged, computed: float) -> Tagged:
+        return changed(state, found=(*state.found, computed))
+
+    def progress(self, state: Tagged) -> tuple[int, int]:
+        return len(state.found), state.steps
+
+    def finish(self, state: Tagged) -> StageOutput:
+        return StageOutput({"found": torch.tensor(state.found)})
+
+
+def exact(folder: Path, stage: Shared, batch: int = 4) -> Bench:
+    """A loop of an exact pool, for which a larger batch always pays off."""
+    loop = Bench(folder, {"count": stage}, batch)
+    sure = Exactness(folder / "exactness.json", chance=lambda: 1.0)
+    own = loop.store, loop.results, loop.inbox, loop.sent.append
+    loop.loop = StepLoop({"count": stage}, *own, batch, exactness=sure)
+    loop.loop._sizes = Large(batch)
+    for likeness in range(3):
+        loop.loop._sizes.measured(("count", stage.batch_key({}), likeness), batch, 1.0)
+    return loop
+
+
+def found(loop: Bench, lease: Lease) -> list[float]:
+    done = loop.outcome(lease)
+    assert isinstance(done, Done)
+    assert done.output is not None
+    with loop.store.get(done.output, as_torch=True) as held:
+        return [float(one) for one in held["found"]]  # type: ignore[union-attr]
+
+
+def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp_path: Path) -> None:
+    stage = Shared()
+    loop = exact(tmp_path, stage)
+    leases = [loop.run(tag=tag, steps=TRUSTED + 2) for tag in (1, 2, 3)]
+    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(TRUSTED + 2)] for t in (1, 2, 3)]
+    assert stage.batches == [*TRUSTED * [[1], [2], [3], [1, 2, 3]], [1, 2, 3], [1, 2, 3]]
+
+    again = Shared()
+    loop = exact(tmp_path, again)
+    for lease in [loop.run(tag=tag, steps=1) for tag in (4, 5, 6)]:
+        found(loop, lease)
+    assert again.batches == [[4, 5, 6]], "another process, later"
+
+
+def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None:
+    stage = Shared(sloppy=3)
+    loop = exact(tmp_path, stage)
+    leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3)]
+    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3)]
+    assert sum(len(batch) == 3 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
+    assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
+
+
+def test_only_what_is_alike_shares_a_forward_and_nothing_where_a_stage_cannot_tell(tmp_path: Path) -> None:
+    stage = Shared()
+    loop = exact(tmp_path, stage)
+    for lease in [loop.run(tag=tag, steps=5) for tag in (1, 11, 2, 12, -1, -2)]:
+        loop.outcome(lease)
+    assert {tuple(sorted(batch)) for batch in stage.batches if len(batch) > 1} == {(1, 2), (11, 12)}
+
+
+def test_a_comparison_that_runs_out_of_memory_costs_nobody_anything(tmp_path: Path) -> None:
+    stage = Shared(raises=lambda size: torch.OutOfMemoryError() if size > 2 else None)
+    loop = exact(tmp_path, stage)
+    leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3, 4)]
+    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
+    assert max(map(len, stage.batches)) == 2
+
+
+def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
+    asked = Counter[int]()
+
+    def fails(size: int) -> Exception | None:
+        asked[size] += 1
+        return RuntimeError("no kernel for that") if size == 2 else None
+
+    loop = exact(tmp_path, Shared(raises=fails), batch=2)
+    leases = [loop.run(tag=tag, steps=5) for tag in (1, 2)]
+    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(5)] for t in (1, 2)]
+    assert asked[2] == 1
 
 
 def test_a_stepped_task_runs_step_by_step_and_its_output_can_be_read(tmp_path: Path) -> None:

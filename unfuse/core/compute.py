@@ -33,14 +33,17 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batching: Annotated[
         Batching,
         Meta(
-            description="exact gives each request forwards of its own, equal to the undivided pipeline bit for bit; "
-            "batched lets requests share them, equal within a small tolerance."
+            description="exact gives each request the bytes of the undivided pipeline: it shares a forward where "
+            "comparing showed that this changes none; in batched pools it always may, equal within a small tolerance."
         ),
     ] = "exact"
-    max_batch: Annotated[int, Meta(description="Most requests in one forward of a batched pool.", ge=1, le=256)] = 8
+    max_batch: Annotated[int, Meta(description="Most requests in one forward.", ge=1, le=256)] = 8
     guidance_halves: Annotated[
         Literal["auto", "apart", "fused"],
-        Meta(description="Whether both halves of guidance share a forward; auto fuses them in batched pools."),
+        Meta(
+            description="Whether both halves of guidance share a forward; auto lets them in batched pools, and in "
+            "exact ones where that changes no byte."
+        ),
     ] = "auto"
     max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
@@ -56,11 +59,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def outcome(self) -> dict[str, str]:
         """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
         return {"batching": self.batching, "noise-device": self.noise_device, "vae": self.vae}
-
-    @property
-    def batch(self) -> int:
-        """Most requests that may share a forward."""
-        return self.max_batch if self.batching == "batched" else 1
 
     @property
     def fused(self) -> bool:

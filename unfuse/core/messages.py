@@ -46,6 +46,20 @@ class Places(msgspec.Struct, frozen=True):
     loras: str = ""
 
 
+class Sharing(msgspec.Struct, frozen=True):
+    """How requests of an exact pool share forwards.
+
+    `largest` is the size of the largest batch that gave each the bytes it has alone; `blame` has the function because
+    of which a size did not.
+    """
+
+    largest: Count = 1
+    blame: Annotated[dict[int, str], Meta(max_length=256)] = {}
+
+    def __or__(self, other: Sharing) -> Sharing:
+        return Sharing(max(self.largest, other.largest), self.blame | other.blame)
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker, as it describes itself.
 
@@ -55,7 +69,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     or the name of the GPU. `unwritten` tasks wait because the result store is full or cannot be reached. `proof` is the
     BLAKE2 hash of the worker's secret: another connection with this id must know the secret. `resources` are the
     amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
-    weights, dtypes and parameters.
+    weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
     """
 
     id: str
@@ -75,6 +89,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     unwritten: int = 0
     resources: Amounts = {}
     outcome: Outcome = {}
+    shares: dict[str, Sharing] = {}
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -127,6 +142,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     fragmentation: Share = 0.0
     moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
     unwritten: Annotated[int, Meta(ge=0)] = 0
+    shares: dict[str, Sharing] = {}
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

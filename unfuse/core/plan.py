@@ -25,7 +25,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
-    the others wait for their inputs. `needs` says how much of further named resources a task takes.
+    the others wait for their inputs. `needs` says how much of further named resources a task takes. Requests may share
+    forwards of a stage that `shares` also where each has to get the bytes that it has alone.
     """
 
     name: str
@@ -40,6 +41,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     slots: int = 2
     work: Workload = Workload()
     needs: dict[str, Room] = {}
+    shares: bool = False
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -147,9 +149,9 @@ def roles_of(text: str) -> frozenset[str] | None:
     return None if ALL in roles else frozenset(roles)
 
 
-def slots_of(roles: frozenset[str] | None, stages: Iterable[StageSpec]) -> int:
-    """How many tasks a worker of these roles holds at a time by default: the least of its stages' `slots`."""
-    return min((stage.slots for stage in stages if roles is None or stage.role in roles), default=1)
+def slots_of(stages: Iterable[StageSpec]) -> int:
+    """How many tasks a worker of these stages holds at a time by default: the least of their `slots`."""
+    return min((stage.slots for stage in stages), default=1)
 
 
 def cache_key(*parts: object) -> str:

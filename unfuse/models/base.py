@@ -121,7 +121,9 @@ class DiffusersFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         model = ModelFolder(folder)
-        return self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
+        stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
+        stage.exact = runtime.options.batching == "exact"
+        return stage
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """Library and class of each component, by model_index.json. Raises ConfigError for what is not served."""
@@ -192,7 +194,7 @@ def with_encoders(
     """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
     encoders = tuple(encoders)
     inputs = tuple(name for encoder in encoders for name in encoder.outputs)
-    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents)
+    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents, shares=True)
     return Pipeline((*encoders, denoise, VAE_DECODE))
 
 

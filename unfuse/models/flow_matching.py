@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from unfuse.core.errors import ConfigError
@@ -82,6 +82,14 @@ class FlowDenoiser:
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         """So many times the way from the one to the other."""
         return away + scale * (towards - away)
+
+    def phase(self, timestep: Tensor) -> Hashable:
+        """All timesteps alike."""
+        return ()
+
+    def parts(self, latents: Tensor) -> int:
+        """None."""
+        return 1
 
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """As they are."""

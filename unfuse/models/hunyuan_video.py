@@ -79,14 +79,24 @@ class LlamaText(TruthfulText):
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); `prompt_attention_mask` (texts, length) is 1 at a text's tokens"""
-        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE as TEMPLATE
-
-        template, start = str(TEMPLATE["template"]), int(TEMPLATE["crop_start"])
+        template, start = self._template()
         tokens = self._tokens([template.format(text) for text in texts], length + start)
         mask = tokens.attention_mask
         states = self._encoder(input_ids=tokens.input_ids, attention_mask=mask, output_hidden_states=True).hidden_states
         embeds = states[HIDDEN].to(self._encoder.dtype)
         return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
+
+    @override
+    def likeness(self, text: str, length: int) -> bool:
+        """Whether there is padding: without, no mask is computed with."""
+        template, start = self._template()
+        return bool(self._tokens([template.format(text)], length + start).attention_mask.all())
+
+    def _template(self) -> tuple[str, int]:
+        """What a text is put into, and how many tokens that puts before it."""
+        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE as TEMPLATE
+
+        return str(TEMPLATE["template"]), int(TEMPLATE["crop_start"])
 
 
 class HunyuanVideoDenoiser(FlowDenoiser):

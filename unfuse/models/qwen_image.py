@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -58,20 +58,30 @@ class QwenText(TruthfulText):
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
-        from diffusers.modular_pipelines.qwenimage.prompt_templates import (
-            QWENIMAGE_PROMPT_TEMPLATE as TEMPLATE,
-            QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
-        )
-
-        tokens = self._tokens([TEMPLATE.format(text) for text in texts], MOST_TOKENS + START, "longest")
+        tokens, start = self._templated(texts)
         given = {"input_ids": tokens.input_ids, "attention_mask": tokens.attention_mask}
         hidden = self._encoder(**given, output_hidden_states=True).hidden_states[-1]
         embeds = hidden.new_zeros(len(texts), length, hidden.shape[-1], dtype=self._encoder.dtype)
         mask = tokens.attention_mask.new_zeros(len(texts), length)
         for row, (states, used) in enumerate(zip(hidden, tokens.attention_mask.bool(), strict=True)):
-            own = states[used][START : START + length]
+            own = states[used][start : start + length]
             embeds[row, : len(own)], mask[row, : len(own)] = own, 1
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
+
+    @override
+    def likeness(self, text: str, length: int) -> int:
+        """How many tokens there are: all of a batch are padded to the longest."""
+        tokens, _ = self._templated([text])
+        return int(tokens.input_ids.shape[1])
+
+    def _templated(self, texts: Sequence[str]) -> tuple[Any, int]:
+        """The tokens of the texts in their template, and how many come before a text."""
+        from diffusers.modular_pipelines.qwenimage.prompt_templates import (
+            QWENIMAGE_PROMPT_TEMPLATE as TEMPLATE,
+            QWENIMAGE_PROMPT_TEMPLATE_START_IDX as START,
+        )
+
+        return self._tokens([TEMPLATE.format(text) for text in texts], MOST_TOKENS + START, "longest"), START
 
 
 class QwenImageDenoiser(PackedDenoiser):

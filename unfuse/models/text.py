@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
         outputs=(*sizes, *(NEGATIVE + name for name in sizes)),
         room=Room(2 * sum(size + ALIGNMENT for size in sizes.values())),
         reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
+        shares=True,
     )
 
 
@@ -55,6 +56,10 @@ class TruthfulText:
     def guidance(self, params: Params) -> float:
         """By the true guidance scale: these models were not distilled with one."""
         return true_cfg_scale(params)
+
+    def likeness(self, text: str, length: int) -> Hashable:
+        """Nothing, as long as the encoder sees padding as it sees other tokens."""
+        return ()
 
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         """Ids and attention mask of the texts, cut or padded to so many tokens."""

@@ -149,11 +149,14 @@ class WanText:
         """By the guidance scale."""
         return guidance_scale(params)
 
-    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); behind a text's own tokens they are zero."""
+    def likeness(self, text: str, length: int) -> bool:
+        """Whether there is padding: without, no mask is computed with."""
+        return bool(self._tokens([text], length).attention_mask.all())
+
+    def _tokens(self, texts: Sequence[str], length: int) -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        tokens = self._tokenizer(
+        return self._tokenizer(
             [prompt_clean(text) for text in texts],
             padding="max_length",
             max_length=length,
@@ -161,6 +164,10 @@ class WanText:
             return_attention_mask=True,
             return_tensors="pt",
         )
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """`prompt_embeds` (texts, length, text dim); behind a text's own tokens they are zero."""
+        tokens = self._tokens(texts, length)
         mask = tokens.attention_mask.to(self._device)
         hidden = self._encoder(tokens.input_ids.to(self._device), mask).last_hidden_state
         embeds = hidden.new_zeros(hidden.shape, dtype=self._encoder.dtype)
@@ -221,6 +228,16 @@ class WanDenoiser(FlowDenoiser):
         return super().combine(towards, away, scale, timestep, params)
 
     @override
+    def phase(self, timestep: Tensor) -> bool:
+        """Which of two transformers takes it."""
+        return self._low is not None and bool(timestep < self._boundary)
+
+    @override
+    def parts(self, latents: Tensor) -> int:
+        """Tokens, where each has a timestep."""
+        return self._tokens(latents).numel() if self._shape.expand else 1
+
+    @override
     def settle(self, latents: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         """A first frame that is given was never noise."""
         return self._with_first(latents, inputs) if self._shape.expand else latents
@@ -250,11 +267,15 @@ class WanDenoiser(FlowDenoiser):
 
     def _expanded(self, latents: Tensor, timestep: Tensor, first: Tensor | None) -> Tensor:
         """A timestep for each token (rows, tokens): zero where a first frame is given."""
-        _, rows, columns = self._shape.patch
-        noisy = latents.new_ones(latents[0, 0, :, ::rows, ::columns].shape).float()
+        noisy = latents.new_ones(self._tokens(latents).shape).float()
         if first is not None:
             noisy[0] = 0
         return noisy.flatten() * timestep[:, None]
+
+    def _tokens(self, latents: Tensor) -> Tensor:
+        """A number for each token of a row (frames, rows, columns)."""
+        _, rows, columns = self._shape.patch
+        return latents[0, 0, :, ::rows, ::columns]
 
 
 class WanVae(GridVae):

@@ -51,9 +51,10 @@ try:
     from redis.asyncio import Redis
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
-    from redis.exceptions import NoScriptError, RedisError
+    from redis.exceptions import RedisError
 
     from unfuse.queues.obstacles import obstacle, parse_address
+    from unfuse.queues.runs import Call, answers
     from unfuse.queues.subscription import Subscription
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
@@ -388,19 +389,5 @@ class RedisQueue(TaskQueue):
                 else:
                     answer.set_result(reply)
 
-    async def _execute(self, calls: Sequence[script.Call]) -> builtins.list[Any]:
-        """The answers to these calls, or errors, from as few runs of the script as their sizes allow."""
-        runs = script.runs(calls)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for run in runs:
-                words: builtins.list[str | bytes] = [word for call in run for word in call]
-                pipeline.evalsha(script.SCRIPT_ID, 1, self._tag, *words)
-            replies = await pipeline.execute(raise_on_error=False)
-        answers: builtins.list[Any] = []
-        for run, reply in zip(runs, replies, strict=True):
-            if isinstance(reply, NoScriptError):
-                await self._redis.script_load(script.SCRIPT)
-                answers += await self._execute(run)
-            else:
-                answers += [reply] * len(run) if isinstance(reply, Exception) else reply
-        return answers
+    async def _execute(self, calls: Sequence[Call]) -> builtins.list[Any]:
+        return await answers(self._redis, self._tag, calls)

@@ -34,12 +34,6 @@ REFUSALS: dict[str, type[UnfuseError]] = {
     "OVERLOADED": Overloaded,
     "DAMAGED": Damaged,
 }
-Call = tuple[str, bytes]
-"""A verb of the script, and its arguments."""
-
-RUN_CALLS, RUN_BYTES = 32, 2**20
-"""The most calls in one run of the script, and the most bytes of their arguments: other clients wait for its end."""
-
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 """Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
 
@@ -50,19 +44,6 @@ BROKEN = re.compile(r"WRONGTYPE|attempt to |bad argument|not an integer|not a va
 def raw(data: bytes) -> msgspec.Raw:
     """Bytes as a msgpack string, since the script's decoder has no binary type."""
     return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)
-
-
-def runs(calls: Sequence[Call]) -> list[list[Call]]:
-    """These calls in their order, as many in a run as RUN_CALLS and RUN_BYTES allow; a longer one runs alone."""
-    runs: list[list[Call]] = []
-    nbytes = 0
-    for call in calls:
-        nbytes += len(call[1])
-        if not runs or len(runs[-1]) == RUN_CALLS or nbytes > RUN_BYTES:
-            runs.append([])
-            nbytes = len(call[1])
-        runs[-1].append(call)
-    return runs
 
 
 def text(value: object) -> str:

@@ -94,6 +94,7 @@ POOL = thing(
     {
         "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
         "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT,
+        "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
     }
 )  # fmt: skip
 PICTURES = thing(

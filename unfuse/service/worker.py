@@ -48,6 +48,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
             **{name: value for name, value in asdict(settings.transfer).items() if name != "engine"},
         ),
         run_dir=str(run_folder),
+        data_dir=settings.data_dir,
     )
 
 

@@ -65,10 +65,20 @@ class Stage(ABC):
 
     kind: str
     uploads: tuple[str, ...] = ()
+    exact = False
+    """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
+
+    def likeness(self, task: StageInput) -> Hashable | None:
+        """What tasks must have in common, beside the batch key, to get the same bytes together as alone.
+
+        It covers whatever in their inputs decides how a batch is computed, such as the length of a text behind which
+        all is padding. None: that cannot be said, and in an exact pool each task is run by itself.
+        """
+        return None
 
     def batch_key(self, params: Params) -> Hashable:
         """Tasks of equal key may run in one batch."""
@@ -80,6 +90,7 @@ class Stage(ABC):
 
 
 State = TypeVar("State")
+Computed = TypeVar("Computed")
 
 
 class SteppedStage(Stage, Generic[State]):
@@ -110,6 +121,26 @@ class SteppedStage(Stage, Generic[State]):
         When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
 
+    differs_alone = False
+    """Whether `compute` of a single state does otherwise than `alone`, so that these have to be compared, too."""
+
+    def state_likeness(self, state: State) -> Hashable | None:
+        """As `likeness`, of a state."""
+        return None
+
+    def compute(self, batch: Sequence[State]) -> list[Any]:
+        """What a step makes of these states, for `advance`; an error in the place of one that cannot."""
+        return self.step(batch)
+
+    def alone(self, state: State) -> Any:
+        """What `compute` should make of this state, bit for bit, whatever its mates."""
+        return self.compute([state])[0]
+
+    def advance(self, state: State, computed: Any) -> State:
+        """The state after a step that computed this."""
+        stepped: State = computed
+        return stepped
+
     @abstractmethod
     def progress(self, state: State) -> tuple[int, int]:
         """(steps done, steps in all)."""
@@ -137,6 +168,27 @@ class SteppedStage(Stage, Generic[State]):
         return outputs
 
 
+class JointStage(SteppedStage[State], Generic[State, Computed]):
+    """A stepped stage whose steps have two halves: what a batch computes together, and how each state goes on with it.
+
+    `compute` changes no state, so that it can be done again with other mates, to compare what they get.
+    """
+
+    @abstractmethod
+    def compute(self, batch: Sequence[State]) -> list[Computed | Exception]:
+        """What one step computes of these states; an error in the place of one that has none. May raise, too."""
+
+    @abstractmethod
+    def advance(self, state: State, computed: Computed) -> State:
+        """The state after a step that computed this; the given state must not be used again."""
+
+    def step(self, batch: Sequence[State]) -> list[State | Exception]:
+        """Both halves of a step; of one state, what it makes alone."""
+        computed = self.compute(batch) if len(batch) > 1 else [self.alone(state) for state in batch]
+        together = zip(batch, computed, strict=True)
+        return [made if isinstance(made, Exception) else self.advance(state, made) for state, made in together]
+
+
 @dataclass(frozen=True)
 class Once:
     """A task of a plain stage in the step loop: `output` counts when it is `done`."""
@@ -146,7 +198,7 @@ class Once:
     done: bool = False
 
 
-class OneStep(SteppedStage[Once]):
+class OneStep(JointStage[Once, StageOutput]):
     """A plain stage seen as a stepped one: everything happens in its only step."""
 
     def __init__(self, stage: Stage) -> None:
@@ -165,10 +217,17 @@ class OneStep(SteppedStage[Once]):
         """The task, not yet run."""
         return Once(task)
 
-    def step(self, batch: Sequence[Once]) -> list[Once | Exception]:
+    def state_likeness(self, state: Once) -> Hashable | None:
+        """That of the task."""
+        return self._stage.likeness(state.task)
+
+    def compute(self, batch: Sequence[Once]) -> list[StageOutput | Exception]:
         """Run the plain stage on these tasks."""
-        outputs = self._stage.run([state.task for state in batch])
-        return [Once(state.task, output, True) for state, output in zip(batch, outputs, strict=True)]
+        return [*self._stage.run([state.task for state in batch])]
+
+    def advance(self, state: Once, computed: StageOutput) -> Once:
+        """The task with its output."""
+        return Once(state.task, computed, True)
 
     def progress(self, state: Once) -> tuple[int, int]:
         """(0, 1), then (1, 1)."""

@@ -15,9 +15,10 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
-from unfuse.stages.base import Checkpoint, Media, StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
 
 Inputs = Mapping[str, Tensor]
@@ -98,6 +99,14 @@ class Denoiser(Protocol):
         """One request's prediction, of those for its prompt and its negative, at a guidance scale above 1."""
         ...
 
+    def phase(self, timestep: Tensor) -> Hashable:
+        """What timesteps must have in common, so that rows are computed in one forward."""
+        ...
+
+    def parts(self, latents: Tensor) -> int:
+        """How many rows the transformer makes of one, somewhere inside."""
+        ...
+
     def settle(self, latents: Tensor, inputs: Inputs) -> Tensor:
         """One request's latents after its last step, in the form that is handed on."""
         ...
@@ -113,6 +122,8 @@ class DenoiseState:
     guidance: float
     inputs: Inputs
     negative: Inputs | None
+    tokens: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
+    """How many tokens of the prompt, and of its negative, each mask leaves; in exact pools."""
     step: int = 0
     estimate: Tensor | None = None
     """The predicted final latents at the last step, for previews."""
@@ -125,10 +136,10 @@ class DenoiseState:
         return float(self.params.get(SIMILAR) or 0.0)
 
 
-class Denoise(SteppedStage[DenoiseState]):
-    """Embeddings in, `latents` out. A request that is stepped alone has forwards of its own: exact.
+class Denoise(JointStage[DenoiseState, Tensor]):
+    """Embeddings in, `latents` out. In an exact pool, what counts is what each half of guidance gives by itself.
 
-    So has one that allows blocks to be skipped, in a batched pool: what it skips is then its own affair.
+    A request that allows blocks to be skipped, in a batched pool, has forwards of its own: what it skips is its affair.
     """
 
     kind = "denoise"
@@ -137,7 +148,9 @@ class Denoise(SteppedStage[DenoiseState]):
         self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None, loras: Adapters | None = None
     ) -> None:
         self._denoiser, self._preview, self._adapters, self._fused = denoiser, preview, loras, options.fused
-        self._exact, self._features = options.batching == "exact", FeatureCache(denoiser.transformers)
+        self._features = FeatureCache(denoiser.transformers)
+        self.exact = options.batching == "exact"
+        self.differs_alone = self.exact and options.guidance_halves == "auto"
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
@@ -149,7 +162,7 @@ class Denoise(SteppedStage[DenoiseState]):
             raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         self._denoiser.verify(task.params)
         if task.params.get(SIMILAR):
-            if self._exact:
+            if self.exact:
                 raise PermanentError(f"{SIMILAR} is not exact: it needs a pool with --batching batched")
             self._features.install()
         prefixes = ("", NEGATIVE) if applies(self._denoiser.guidance(task.params)) else ("",)
@@ -174,14 +187,10 @@ class Denoise(SteppedStage[DenoiseState]):
         generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
         latents = denoiser.draw(params, generator).to(denoiser.device)
         scale = denoiser.guidance(params)
-        return DenoiseState(
-            params,
-            latents,
-            denoiser.noise_scheduler(params, latents),
-            scale,
-            self._inputs(task, ""),
-            self._inputs(task, NEGATIVE) if applies(scale) else None,
-        )
+        inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(scale) else None
+        tokens = self._tokens(inputs), self._tokens(negative)
+        scheduler = denoiser.noise_scheduler(params, latents)
+        return DenoiseState(params, latents, scheduler, scale, inputs, negative, tokens)
 
     @torch.no_grad()
     def save(self, state: DenoiseState) -> Checkpoint:
@@ -200,17 +209,30 @@ class Denoise(SteppedStage[DenoiseState]):
         noise_state.resume(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
         return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=step)
 
+    def state_likeness(self, state: DenoiseState) -> Hashable:
+        """How many tokens the masks leave of each text, and what takes the next step."""
+        timesteps = state.scheduler.timesteps
+        return state.tokens, self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
+
+    def compute(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
+        """Predictions; a request whose own is not finite gets a PermanentError, and its mates go on."""
+        positive, negative = batch[0].tokens
+        return self._predictions(batch, self._fused or (self.differs_alone and positive == negative))
+
+    def alone(self, state: DenoiseState) -> Tensor | Exception:
+        """The prediction, of both halves of guidance as an undivided pipeline computes them."""
+        return self._predictions([state], self._fused)[0]
+
     @torch.no_grad()
-    def step(self, batch: Sequence[DenoiseState]) -> list[DenoiseState | Exception]:
-        """One step each; a request whose prediction is not finite gets a PermanentError, and its mates go on."""
-        if self._adapters is not None:
-            self._adapters.use(batch[0].params)
-        predictions = self._predict(batch)
-        finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
-        return [
-            self._advance(state, predictions[row : row + 1]) if finite[row] else _not_finite(state)
-            for row, state in enumerate(batch)
-        ]
+    def advance(self, state: DenoiseState, computed: Tensor) -> DenoiseState:
+        """What the noise scheduler makes of a prediction."""
+        step, before = state.step, state.latents
+        latents = state.scheduler.step(computed, state.scheduler.timesteps[step], before, return_dict=False)[0]
+        estimate = None
+        if state.params.get("preview_every"):
+            sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
+            estimate = latents - next_sigma * (latents - before) / (next_sigma - sigma)
+        return replace(state, latents=latents, step=step + 1, estimate=estimate)
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
         """(steps done, steps in all); some noise schedulers take more than they were asked for."""
@@ -238,42 +260,50 @@ class Denoise(SteppedStage[DenoiseState]):
         given = {n: t.to(device, dtype if n in embeds else t.dtype) for n, t in found.items() if t is not None}
         return {**given, **self._denoiser.constants(task.params)}
 
-    def _predict(self, batch: Sequence[DenoiseState]) -> Tensor:
+    def _tokens(self, inputs: Inputs | None) -> tuple[int, ...]:
+        """How many tokens each mask leaves; in an exact pool that may decide how a batch is computed."""
+        masks = [inputs[name] for name in self._denoiser.masks] if self.exact and inputs else []
+        return tuple(int(mask.sum()) for mask in masks)
+
+    @torch.no_grad()
+    def _predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
+        if self._adapters is not None:
+            self._adapters.use(batch[0].params)
+        predictions = self._predict(batch, fused)
+        finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
+        return [predictions[row : row + 1] if finite[row] else _not_finite(state) for row, state in enumerate(batch)]
+
+    def _forward(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
+        with one_by_one(len(latents) if self.exact else 1, self._denoiser.parts(latents)):
+            return self._denoiser.predict(latents, timestep, inputs, params)
+
+    def _predict(self, batch: Sequence[DenoiseState], fused: bool) -> Tensor:
         """The operations of an undivided pipeline, in its order, since another order rounds differently."""
         skipping = any(state.threshold for state in batch)
         if skipping and len(batch) > 1:
-            return _join([self._predict([state]) for state in batch])
+            return _join([self._predict([state], fused) for state in batch])
         remembering = partial(self._features.remembering, batch[0].memory if skipping else None, batch[0].threshold)
         latents = _join([state.latents for state in batch]).to(self._denoiser.dtype)
         timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
         params, inputs = batch[0].params, _joined([state.inputs for state in batch])
         negatives = [state.negative for state in batch if state.negative is not None]
-        if negatives and self._fused:
+        if negatives and fused:
             both = _joined([inputs, _joined(negatives)])
             with remembering("both"):
-                halves = self._denoiser.predict(_join([latents] * 2), _join([timestep] * 2), both, params)
+                halves = self._forward(_join([latents] * 2), _join([timestep] * 2), both, params)
             towards, away = halves.chunk(2)
         else:
             with remembering("towards"):
-                towards = self._denoiser.predict(latents, timestep, inputs, params)
+                towards = self._forward(latents, timestep, inputs, params)
             if not negatives:
                 return towards
             with remembering("away"):
-                away = self._denoiser.predict(latents, timestep, _joined(negatives), params)
+                away = self._forward(latents, timestep, _joined(negatives), params)
         rows = [slice(row, row + 1) for row in range(len(batch))]
         combine = self._denoiser.combine
         return _join(
             [combine(towards[r], away[r], s.guidance, timestep[r], s.params) for r, s in zip(rows, batch, strict=True)]
         )
-
-    def _advance(self, state: DenoiseState, prediction: Tensor) -> DenoiseState:
-        step, before = state.step, state.latents
-        latents = state.scheduler.step(prediction, state.scheduler.timesteps[step], before, return_dict=False)[0]
-        estimate = None
-        if state.params.get("preview_every"):
-            sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
-            estimate = latents - next_sigma * (latents - before) / (next_sigma - sigma)
-        return replace(state, latents=latents, step=step + 1, estimate=estimate)
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

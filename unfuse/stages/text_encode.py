@@ -11,6 +11,7 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors, need
 from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.one_by_one import one_by_one
 
 
 class TextEncoder(Protocol):
@@ -22,6 +23,10 @@ class TextEncoder(Protocol):
 
     def encode(self, texts: Sequence[str], length: int) -> Tensors:
         """Embeddings by name, with a batch axis of one row a text, each text cut or padded to `length` tokens."""
+        ...
+
+    def likeness(self, text: str, length: int) -> Hashable:
+        """What texts of one such length must have in common to be encoded together as they are alone."""
         ...
 
 
@@ -47,6 +52,12 @@ class TextEncode(Stage):
         """Texts of one length may be encoded together."""
         return params.get("max_sequence_length")
 
+    def likeness(self, task: StageInput) -> Hashable:
+        """How the encoder's work depends on the lengths of the texts."""
+        length = need(task.params, "max_sequence_length", int)
+        texts = [need(task.params, "prompt", str), *self._negatives([task.params])]
+        return tuple(self._encoder.likeness(text, length) for text in texts)
+
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """One forward for the prompts, another for the negative prompts: an undivided pipeline's two, for one task."""
@@ -54,17 +65,23 @@ class TextEncode(Stage):
         length = need(tasks[0], "max_sequence_length", int)
         guided = [params for params in tasks if applies(self._encoder.guidance(params))]
         prompts = self._encode([need(params, "prompt", str) for params in tasks], length)
-        negatives = self._encode([str(params.get("negative_prompt") or "") for params in guided], length)
+        negatives = self._encode(self._negatives(guided), length)
         outputs = []
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
         return outputs
 
+    def _negatives(self, tasks: Sequence[Params]) -> list[str]:
+        """The negative prompts of those that are guided."""
+        guided = (params for params in tasks if applies(self._encoder.guidance(params)))
+        return [str(params.get("negative_prompt") or "") for params in guided]
+
     def _encode(self, texts: Sequence[str], length: int) -> Iterator[Tensors]:
         """The embeddings of each text."""
         if not texts:
             return
-        together = self._encoder.encode(texts, length)
+        with one_by_one(len(texts) if self.exact else 1):
+            together = self._encoder.encode(texts, length)
         for row in range(len(texts)):
             yield {name: None if value is None else value[row : row + 1] for name, value in together.items()}

@@ -3,64 +3,77 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from statistics import median
 
 GAIN = 0.95
-"""A batch of twice the size pays off if a task takes at most this share of its time in the smaller one."""
+"""A larger batch pays off if a task takes at most this share of its time in the smaller one."""
 
-SMOOTHING = 0.5
-RETRY = 256
-"""The number of batches after which a size that did not pay off is tried again, since the device's load changes."""
+SAMPLES, FRESH_S = 5, 10.0
+"""How many forwards of a size are remembered, the latest, and for how many seconds beside a later one."""
+
+RETRY_S, RETRY_FORWARDS = 1.0, 20
+"""When a size that is not used is tried again: after so many seconds, and as many times as long as it takes."""
 
 MAX_KEYS = 256
 
 
 @dataclass
 class _Key:
-    sizes: list[int]
-    place: int = 0
-    seconds: dict[int, float] = field(default_factory=dict)
-    """Smoothed seconds per task, by batch size."""
-    batches: int = 0
+    most: int
+    taken: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
+    """By batch size: when a forward ended, and the seconds that it took for each task."""
+
+    def seconds(self, size: int) -> float:
+        """What a task takes in a forward of this size: the median."""
+        return median(seconds for _, seconds in self.taken[size])
+
+    def is_stale(self, size: int, now: float) -> bool:
+        """Whether this size should be tried again, since the device's load changes."""
+        at, seconds = self.taken[size][-1]
+        return now - at > max(RETRY_S, RETRY_FORWARDS * size * seconds)
 
 
 class BatchSizes:
-    """The batch size of each key, at most `most`. It starts at 1 and doubles as long as that pays off."""
+    """The best batch size of each key, at most `most`: of single, double, fourfold size and so on, by medians."""
 
-    def __init__(self, most: int) -> None:
-        self._sizes = [*(2**power for power in range(most.bit_length()) if 2**power < most), most]
+    def __init__(self, most: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._most, self._now = most, now
         self._keys: dict[Hashable, _Key] = {}
 
-    def size(self, key: Hashable) -> int:
-        """The most tasks of this key that should share the next forward."""
-        found = self._of(key)
-        return found.sizes[found.place]
+    def size(self, key: Hashable, waiting: int) -> int:
+        """How many of the tasks of this key that wait should share the next forward."""
+        found, now = self._of(key), self._now()
+        most = min(waiting, found.most)
+        best, below = 1, 1
+        for size in (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most):
+            if size not in found.taken:
+                return size if below == best else best
+            if size == 1 or found.seconds(size) <= GAIN * found.seconds(best):
+                best = size
+            elif below == best and found.is_stale(size, now):
+                return size
+            below = size
+        smaller = max((size for size in found.taken if size < best), default=best)
+        return smaller if found.is_stale(smaller, now) else best
 
     def measured(self, key: Hashable, size: int, seconds: float) -> None:
         """Learn that a batch of this size took so many seconds."""
-        found = self._of(key)
-        found.batches += 1
-        per_task, known = seconds / size, found.seconds.get(size)
-        found.seconds[size] = per_task if known is None else known + SMOOTHING * (per_task - known)
-        if size != found.sizes[found.place]:
-            return
-        smaller = found.seconds.get(found.sizes[found.place - 1]) if found.place else None
-        if smaller is not None and found.seconds[size] > GAIN * smaller:
-            found.place -= 1
-        elif found.place + 1 < len(found.sizes):
-            above = found.seconds.get(found.sizes[found.place + 1])
-            if above is None or above <= GAIN * found.seconds[size] or found.batches % RETRY == 0:
-                found.place += 1
+        now, taken = self._now(), self._of(key).taken.setdefault(size, deque(maxlen=SAMPLES))
+        while taken and now - taken[0][0] > FRESH_S:
+            taken.popleft()
+        taken.append((now, seconds / size))
 
     def too_large(self, key: Hashable, size: int) -> None:
         """Learn that a batch of this size did not fit in memory: from now on use at most half of it."""
         found = self._of(key)
-        found.sizes = [smaller for smaller in found.sizes if smaller <= size // 2] or [1]
-        found.place = min(found.place, len(found.sizes) - 1)
+        found.most = max(1, min(found.most, size // 2))
 
     def _of(self, key: Hashable) -> _Key:
-        found = self._keys.pop(key, None) or _Key(self._sizes)
+        found = self._keys.pop(key, None) or _Key(self._most)
         self._keys[key] = found
         if len(self._keys) > MAX_KEYS:
             del self._keys[next(iter(self._keys))]

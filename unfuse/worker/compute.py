@@ -10,12 +10,15 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from unfuse.core.card import ModelCard
+from unfuse.core.codec import encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import StageSpec, pool_name
@@ -26,6 +29,7 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run
+from unfuse.worker.exactness import Exactness
 from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
 
@@ -49,11 +53,26 @@ def main() -> None:
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
-    channel.send(Ready(_name(device), outcome_of(load, device, libraries)))
+    outcome = outcome_of(load, device, libraries)
+    channel.send(Ready(_name(device), outcome))
     StepLoop(
-        stages, store, open_results(places.results), inbox, channel.send, load.compute.batch, plain, places.encodings,
-        Policy.parse(places.checkpoint),
+        stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
+        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome),
     ).run()  # fmt: skip
+
+
+def _exactness(load: Load, outcome: Mapping[str, str]) -> Exactness | None:
+    """What is known of batches here, where every request has to get the bytes that it has alone."""
+    if load.compute.batching != "exact":
+        return None
+    scope = encode((sorted(outcome.items()), _processor()))
+    return Exactness(Path(load.verdicts) if load.verdicts else None, xxhash.xxh3_64_hexdigest(scope))
+
+
+def _processor() -> str:
+    """The model of the CPU, by which libraries choose their kernels."""
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    return next((line for line in lines if line.startswith("model name")), "")
 
 
 def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
-from unfuse.core.messages import Done, Failed, Places
+from unfuse.core.messages import Done, Failed, Places, Sharing
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -21,7 +21,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
 
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
-    the sockets of other arenas of this machine are in `run_dir`.
+    the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
+    what batches they found exact ("": none).
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -33,6 +34,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     write_token: bytes
     places: Places
     run_dir: str = ""
+    verdicts: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -105,6 +107,13 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Shares(msgspec.Struct, frozen=True, tag=True):
+    """Requests of a pool share forwards like this, as comparing showed."""
+
+    pool: str
+    sharing: Sharing
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
@@ -118,7 +127,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCompute = Load | Run | Cancel
-FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | StateSaved | Waits | Stopped | Done | Failed
+FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
 
 
 class ComputeChannel:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.messages import Done, Failed, FailureKind
+from unfuse.core.messages import Done, Failed, FailureKind, Sharing
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
@@ -18,6 +18,7 @@ from unfuse.worker.compute_messages import (
     Load,
     Ready,
     Run,
+    Shares,
     StateSaved,
     Stepped,
     Stopped,
@@ -57,6 +58,8 @@ class Executor:
         self._unwritten: set[Claim] = set()
         self._heard_at = 0.0
         self.ready = False
+        self.shares: dict[str, Sharing] = {}
+        """How requests share forwards, by pool, as far as that is known."""
 
     @property
     def pids(self) -> list[int]:
@@ -175,6 +178,8 @@ class Executor:
                     await self._report(message)
             case StateSaved():
                 await self._report(message)
+            case Shares():
+                self.shares[message.pool] = message.sharing
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)

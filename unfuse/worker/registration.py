@@ -40,8 +40,9 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     cards, models = fetch_models(chosen or welcome.models, choice)
-    stages = (stage for card in cards for stage in card.pipeline.stages)
-    slots = max(options.slots or slots_of(choice.roles, stages), compute.batch + 1)
+    stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
+    batch = compute.max_batch if compute.batching == "batched" or any(stage.shares for stage in stages) else 1
+    slots = max(options.slots or slots_of(stages), batch + 1)
     return Served(models, cards, pools_of(cards, choice, options.resources), slots)
 
 

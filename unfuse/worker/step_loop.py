@@ -6,15 +6,14 @@ import queue
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
 import structlog
 
 from unfuse.core.errors import PermanentError, ResultsUnavailable
-from unfuse.core.messages import Done
+from unfuse.core.messages import Done, Sharing
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.pool import declared
 from unfuse.core.request import ResultFile, Timings
@@ -24,9 +23,11 @@ from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
 from unfuse.worker.checkpoints import Policy, pack, unpack
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, StateSaved, Stepped, Stopped, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Shares, StateSaved, Stepped, Stopped, Waits
+from unfuse.worker.exactness import Exactness, difference
 from unfuse.worker.failure import failure
 from unfuse.worker.task_log import about
+from unfuse.worker.turn import How, Job, Turn
 
 REPORT_S = 0.05
 """The least seconds between two progress messages of a task; each has all steps since the last."""
@@ -38,58 +39,6 @@ PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 """Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
 
 log = structlog.get_logger(__name__)
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
-
-    It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
-    makes a step together.
-    """
-
-    drop: tuple[Cancel, ...] = ()
-    admit: tuple[Claim, ...] = ()
-    again: tuple[Claim, ...] = ()
-    save: tuple[Claim, ...] = ()
-    step: tuple[Claim, ...] = ()
-
-
-@dataclass(eq=False)
-class Job:
-    """A task that runs. Tasks of equal `key` may share a forward. Times are monotonic seconds.
-
-    `resumed` is the step that it started from, `steps` how many it made since. `saved` and `reported` are the last
-    steps that were saved and reported, at `saved_at` and `reported_at`.
-    """
-
-    lease: Lease
-    stage: SteppedStage[Any]
-    key: Hashable
-    inputs: list[Held]
-    state: Any
-    get_s: float
-    run_s: float
-    alone: bool = False
-    resumed: int = 0
-    steps: int = 0
-    mates: int = 0
-    """The number of tasks in its forwards, itself included, summed over its steps."""
-    saved: int = 0
-    saved_at: float = field(default_factory=time.monotonic)
-    save_s: float = 0.0
-    reported: int = 0
-    reported_at: float = field(default_factory=time.monotonic)
-    previews: list[int] = field(default_factory=list)
-
-    @property
-    def claim(self) -> Claim:
-        """The claim of its lease."""
-        return self.lease.claim
-
-    @property
-    def priority(self) -> int:
-        """The priority of its task."""
-        return self.lease.task.priority
 
 
 @dataclass(eq=False)
@@ -109,6 +58,8 @@ class StepLoop:
     highest priority go first, in order of arrival; the others pause and keep their state. A cancelled task is dropped
     between two steps. `policy` says when states are saved, so that another worker can resume them; a task that pauses
     is saved too. A task whose result cannot be stored, because the result store is full, waits while others go on.
+
+    With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
     """
 
     def __init__(
@@ -122,7 +73,10 @@ class StepLoop:
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
         policy: Policy | None = None,
+        exactness: Exactness | None = None,
     ) -> None:
+        self._exactness = exactness
+        self._shares: dict[str, Sharing] = {}
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
@@ -147,9 +101,9 @@ class StepLoop:
             return Turn(dropped, tuple(self._arrived), again)
         if not self._jobs:
             return Turn()
-        batch = self._pick()
+        batch, how = self._pick()
         saved = [job for job in self._jobs.values() if job.priority < batch[0].priority or self._is_due(job)]
-        return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch))
+        return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
 
     def carry_out(self, turn: Turn) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped."""
@@ -162,7 +116,7 @@ class StepLoop:
         for claim in turn.save:
             self._keep(self._jobs[claim])
         if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
-            self._advance(batch)
+            self._advance(batch, turn.how)
 
     def _hear(self) -> tuple[Cancel, ...]:
         """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
@@ -200,7 +154,7 @@ class StepLoop:
             resumed = self._resumed(stage, given, run.lease)
             state = stage.start(given) if resumed is None else resumed
             step, _ = stage.progress(state)
-            key = task.pool, stage.batch_key(task.params)
+            key = task.pool, stage.batch_key(task.params), self._likeness(stage, state)
             self._jobs[claim] = Job(
                 run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
                 resumed=step, saved=step, reported=step,
@@ -245,14 +199,38 @@ class StepLoop:
             log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
             return None
 
-    def _pick(self) -> list[Job]:
+    def _likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
+        """What else tasks must have in common to share a forward, where bytes count; None: they never may."""
+        return stage.state_likeness(state) if self._exactness else None
+
+    def _pick(self) -> tuple[list[Job], How]:
         """The next batch: the first task of the highest priority, and those that may share its forward."""
         first = max(self._jobs.values(), key=lambda job: job.priority)
         if first.alone:
-            return [first]
+            return [first], "alone"
         same = first.key, first.priority, False
-        batch = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
-        return batch[: self._sizes.size(first.key)]
+        mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
+        size = self._sizes.size(first.key, len(mates))
+        if self._exactness is None:
+            return mates[:size], "together"
+        *_, likeness = first.key
+        best = 0 if likeness is None else self._exactness.largest(first.key, size)
+        if best < size and likeness is not None:
+            self._tell(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
+        if best == 0 or (best == 1 and not first.stage.differs_alone):
+            return [first], "alone"
+        if self._exactness.must_compare(first.key, best):
+            return mates[:best], "compared"
+        self._tell(first, Sharing(best))
+        return mates[:best], "together"
+
+    def _tell(self, job: Job, found: Sharing) -> None:
+        """Let the parent know how requests of this job's pool share forwards, when that is news."""
+        pool = job.lease.task.pool
+        known = self._shares.get(pool, Sharing())
+        if known | found != known:
+            self._shares[pool] = known | found
+            self._send(Shares(pool, self._shares[pool]))
 
     def _is_due(self, job: Job) -> bool:
         """Whether the policy says to save a job's state now."""
@@ -260,19 +238,38 @@ class StepLoop:
         left_s = (steps - step) * job.run_s / max(1, job.steps)
         return step > job.saved and self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
 
-    def _advance(self, batch: list[Job]) -> None:
-        """Make one step of these tasks together. If that fails, they are tried alone, or in a smaller batch."""
+    def _advance(self, batch: list[Job], how: How) -> None:
+        """Make one step of these tasks. If that fails together, they are tried alone, or in a smaller batch."""
+        stage, key, states = batch[0].stage, batch[0].key, [job.state for job in batch]
+        size = len(batch) if how == "together" else 1
         began = time.monotonic()
         try:
-            stepped = batch[0].stage.step([job.state for job in batch])
+            made = stage.compute(states) if how == "together" else [stage.alone(state) for state in states]
         except Exception as error:  # an error of one task must not end the process
             self._fall_apart(batch, error)
             return
         seconds = time.monotonic() - began
-        self._sizes.measured(batch[0].key, len(batch), seconds)
-        for job, state in zip(batch, stepped, strict=True):
-            job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + len(batch)
-            self._settle(job, state)
+        self._sizes.measured(key, size, seconds * size / len(batch))
+        if how == "compared":
+            self._compare(batch, made)
+        for job, computed in zip(batch, made, strict=True):
+            job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
+            self._settle(job, computed)
+
+    def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
+        """Compute a step that each task has made alone once more, together, and remember whether that differs."""
+        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
+        try:
+            together = stage.compute(states)
+            self._sizes.measured(key, len(batch), time.monotonic() - began)
+            blame = difference(stage, states, alone, together)
+        except Exception as error:  # what they have alone counts
+            if out_of_memory(error):
+                self._sizes.too_large(key, len(batch))
+                return
+            blame = f"{type(error).__name__}: {error}"
+        if self._exactness:
+            self._exactness.learn(key, len(batch), blame)
 
     def _fall_apart(self, batch: list[Job], error: Exception) -> None:
         if len(batch) == 1:
@@ -283,13 +280,14 @@ class StepLoop:
             for job in batch:
                 job.alone = True
 
-    def _settle(self, job: Job, state: Any) -> None:
-        """Report a step that was made, and finish a task that is done."""
+    def _settle(self, job: Job, computed: Any) -> None:
+        """Go on from what a step computed, report it, and finish a task that is done."""
         try:
-            if isinstance(state, Exception):
-                raise state
-            job.state = state
-            step, steps = job.stage.progress(state)
+            if isinstance(computed, Exception):
+                raise computed
+            job.state = job.stage.advance(job.state, computed)
+            job.key = *job.key[:-1], self._likeness(job.stage, job.state)
+            step, steps = job.stage.progress(job.state)
             if step < steps:
                 self._preview(job, step)
             self._report(job, step, steps)

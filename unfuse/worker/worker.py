@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -64,6 +65,9 @@ LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
 """Seconds to wait after a message was refused."""
+
+EXACTNESS = "exactness.json"
+"""The file, in the data folder, with what batches were found exact."""
 
 WITHDRAW = Ask(0, 0, 0.0)
 """An Ask for nothing: it replaces an Ask that waits at the scheduler."""
@@ -166,7 +170,8 @@ class Worker:
     def _load(self, served: Served, objects: Objects, places: Places) -> Load:
         options, store = self._options, objects.store
         own = store.owner, store.node, store.address, store.write_token
-        return Load(served.models, self._choice, options.compute, *own, places, options.run_dir)
+        verdicts = str(Path(options.data_dir, EXACTNESS))
+        return Load(served.models, self._choice, options.compute, *own, places, options.run_dir, verdicts)
 
     async def _pull(self) -> None:
         """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
@@ -324,7 +329,17 @@ class Worker:
         moved = objects.copies.counters.take()
         usage, holding = objects.usage(), tuple(objects.holding())
         waits = self._executor.unwritten if self._executor else 0
-        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits)
+        beat = Beat(
+            held,
+            holding,
+            usage.used,
+            self._beat_s,
+            usage.high_water,
+            usage.fragmentation,
+            moved,
+            waits,
+            self._executor.shares if self._executor else {},
+        )
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:

@@ -1,0 +1,113 @@
+"""In exact pools requests share forwards, and each gets the bytes that it has alone: every family, stage by stage."""
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import conftest as c
+from unfuse.stages.base import OneStep, Stage, StageInput, SteppedStage
+from unfuse.worker.exactness import difference
+
+KINDS = {job.model: job for job in reversed(c.JOBS)}
+"""Of each tiny model one call that it can take."""
+BY_DAY = {"float32": (c.SHAPES, "wan-2.2-5b-image", "flux", "qwen-image"), "bfloat16": ("wan-2.2", "hunyuan-video")}
+"""Each trait once: a mask, a second transformer, a timestep a token, two text encoders, guidance by a number."""
+PROMPTS = ("a red circle", "b", c.ODD, c.LONG, "a blue star on black")
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def mixed(kind: str, count: int) -> list[dict[str, Any]]:
+    """Requests of one size, with seeds, prompts, scales, step counts and, where a model takes them, pictures mixed."""
+    usual = KINDS[kind].params
+    found = []
+    for n in range(count):
+        own = {**usual, "seed": n, "prompt": PROMPTS[n % len(PROMPTS)], "num_inference_steps": 2 + n % 3}
+        own["guidance_scale"] = usual["guidance_scale"] and usual["guidance_scale"] + n % 2
+        if n % 4 == 1:
+            own |= {"negative_prompt": PROMPTS[(n + 1) % 3], "true_cfg_scale": 2.0 + n % 2}
+        if "image" in own:
+            own["image"] = ("sky.png", "wall.jpg", "glass.webp")[n % 3]
+        found.append({**own, "output_format": "png"})
+    return found
+
+
+def compared(stage: Stage, tasks: list[StageInput]) -> tuple[list[Any], dict[tuple[Hashable, int], str]]:
+    """What each task comes to alone, and of every size of batch that came about what is to blame for a difference.
+
+    Tasks start three at a time, so that those of a batch are at different steps.
+    """
+    stepped: SteppedStage[Any] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
+    waiting, running, done = dict(enumerate(tasks)), dict[int, Any](), dict[int, Any]()
+    blame: dict[tuple[Hashable, int], str] = {}
+    while len(done) < len(tasks):
+        for place in list(waiting)[:3]:
+            running[place] = stepped.start(waiting.pop(place))
+        groups: dict[Hashable, list[int]] = defaultdict(list)
+        for place, state in running.items():
+            groups[stage.batch_key(tasks[place].params), stepped.state_likeness(state)].append(place)
+        for key, places in groups.items():
+            alone = [stepped.alone(running[place]) for place in places]
+            for size in range(1 if stepped.differs_alone else 2, len(places) + 1):
+                states = [running[place] for place in places[-size:]]
+                found = difference(stepped, states, alone[-size:], stepped.compute(states))
+                blame[key, size] = blame.get((key, size), "") or found
+            for place, made in zip(places, alone, strict=True):
+                running[place] = stepped.advance(running[place], made)
+                if len(set(stepped.progress(running[place]))) == 1:
+                    done[place] = stepped.finish(running.pop(place))
+    return [done[place] for place in range(len(tasks))], blame
+
+
+def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.Load) -> None:
+    """Hold every stage that shares forwards to what it makes of each request alone."""
+    params = mixed(kind, count)
+    tensors: list[dict[str, Any]] = [{} for _ in params]
+    sizes: dict[str, set[int]] = {}
+    for name, stage in stages(undivided.folder(kind), dtype).items():
+        tasks = [StageInput(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
+        if isinstance(stage, SteppedStage) or stage.likeness(tasks[0]) is not None:
+            outputs, blame = compared(stage, tasks)
+            assert not any(blame.values()), (name, blame)
+            sizes[name] = {size for _, size in blame}
+        else:
+            outputs = [stage.run([task])[0] for task in tasks]
+        for found, output in zip(tensors, outputs, strict=True):
+            found.update(output.tensors)
+    assert {"text_encode", "denoise"} <= sizes.keys() and max(sizes["denoise"]) > 1
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(kind, dtype) for dtype, kinds in BY_DAY.items() for kind in kinds])
+def test_mates_change_no_byte(kind: str, dtype: str, undivided: c.Undivided, stages: c.Load) -> None:
+    check(kind, dtype, 6, undivided, stages)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", sorted(kind for kind in KINDS if not kind.startswith(("klein", "krea"))))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mates_change_no_byte_of_any_family(
+    kind: str, dtype: str, threads: int, undivided: c.Undivided, stages: c.Load
+) -> None:
+    """Those of the general family share nothing: their blocks take requests one by one."""
+    check(kind, dtype, 16, undivided, stages)
+
+
+def test_without_the_rule_the_comparison_sees_a_difference_and_says_which_function_makes_it(
+    undivided: c.Undivided, stages: c.Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = stages(undivided.folder("flux"))
+    params = mixed("flux", 3)
+    tasks = [StageInput(given, c.encode(loaded, given, {})) for given in params]
+    denoise = loaded["denoise"]
+    monkeypatch.setattr(denoise, "exact", False)
+    _, blame = compared(denoise, tasks)
+    assert {found.rpartition(".")[2] for found in blame.values()} & {"silu", "gelu", "linear", "sin", "cos"}, blame

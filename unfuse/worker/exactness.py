@@ -1,0 +1,147 @@
+"""Which batches give each request the bytes that it has alone: compared on the device that runs, and remembered."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+
+from unfuse.stages.base import Media, SteppedStage
+
+TRUSTED = 3
+"""How many comparisons have to find no difference before batches of a size are no longer compared each time."""
+
+CHECKED_AGAIN = 512
+"""Of so many batches of a trusted size, one is compared again on average: rounding may hide a difference for long."""
+
+MOST = 4096
+"""The most verdicts that a file keeps, the latest."""
+
+log = structlog.get_logger(__name__)
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What comparisons of a size found: so many times no difference, or a function that is to `blame` for one."""
+
+    equal: int = 0
+    blame: str = ""
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether requests may share a forward of this size."""
+        return self.equal >= TRUSTED and not self.blame
+
+
+UNSEEN = Verdict()
+
+
+class Exactness:
+    """The verdicts of one process, kept in a file that those of other processes and of earlier ones are in too.
+
+    A key is a pool and whatever else tasks must have in common. Verdicts are of one `scope`: the device, the versions
+    and the settings under which they were found. Without a file, they end with the process; one that cannot be read or
+    written costs comparisons, no more.
+    """
+
+    def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
+        self._file, self._scope, self._chance = file, scope, chance
+        self._verdicts = self._read()
+
+    def of(self, key: Hashable, size: int) -> Verdict:
+        """What is known of batches of this size."""
+        return self._verdicts.get(self._name(key, size), UNSEEN)
+
+    def must_compare(self, key: Hashable, size: int) -> bool:
+        """Whether the next batch of this size should be compared, unless it is known to make a difference."""
+        verdict = self.of(key, size)
+        return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
+
+    def largest(self, key: Hashable, size: int) -> int:
+        """The largest size up to this one that is trusted, or may still turn out to be; 0: none."""
+        return next((size for size in range(size, 0, -1) if not self.of(key, size).blame), 0)
+
+    def learn(self, key: Hashable, size: int, blame: str) -> None:
+        """Remember a comparison: what is to blame for a difference, "" if there was none."""
+        before = self.of(key, size)
+        after = Verdict(before.equal, blame) if blame else Verdict(before.equal + 1)
+        self._verdicts[self._name(key, size)] = after
+        if blame:
+            log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
+        if after.is_trusted != before.is_trusted or blame:
+            self._write(self._name(key, size), after)
+
+    def _name(self, key: Hashable, size: int) -> str:
+        return f"{self._scope} {key!r} {size}".strip()
+
+    def _read(self) -> dict[str, Verdict]:
+        try:
+            return msgspec.json.decode(self._file.read_bytes(), type=dict[str, Verdict]) if self._file else {}
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning("what was compared before cannot be read", file=str(self._file), reason=str(error))
+            return {}
+
+    def _write(self, name: str, verdict: Verdict) -> None:
+        """Add a verdict to the file, beside those that other processes have added meanwhile."""
+        if self._file is None:
+            return
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                kept = self._read()
+                kept.pop(name, None)
+                kept[name] = verdict
+                fresh = self._file.with_suffix(".new")
+                fresh.write_bytes(msgspec.json.encode(dict([*kept.items()][-MOST:])))
+                os.replace(fresh, self._file)
+        except OSError as error:
+            log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
+
+
+def difference(stage: SteppedStage[Any], states: Sequence[Any], alone: Sequence[Any], together: Sequence[Any]) -> str:
+    """What is to blame if these states have something else of a forward together than alone; "" if they do not."""
+    for row, (own, shared) in enumerate(zip(alone, together, strict=True)):
+        if not _equal(own, shared):
+            return _culprit(stage, states, row) or "a function that cannot be seen"
+    return ""
+
+
+def _culprit(stage: SteppedStage[Any], states: Sequence[Any], row: int) -> str:
+    from unfuse.stages.one_by_one import first_difference
+
+    return first_difference(lambda: stage.alone(states[row]), lambda: stage.compute(states))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results, errors among them, are the same bit for bit."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Exception):
+        return str(one) == str(other)
+    if isinstance(one, np.ndarray):
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, msgspec.Struct) and not isinstance(one, Media):
+        return _equal(msgspec.structs.asdict(one), msgspec.structs.asdict(other))
+    if hasattr(one, "untyped_storage"):
+        return bool(one.shape == other.shape and one.dtype == other.dtype and _bytes(one) == _bytes(other))
+    return bool(one == other)
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
