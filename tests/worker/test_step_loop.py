@@ -274,6 +274,18 @@ def test_a_comparison_that_runs_out_of_memory_costs_nobody_anything(tmp_path: Pa
     assert max(map(len, stage.batches)) == 2
 
 
+def test_halves_that_do_not_fit_together_are_tried_apart(tmp_path: Path) -> None:
+    stage = Shared()
+    loop = exact(tmp_path, stage)
+    stage.differs_alone = True
+    lease = loop.run(tag=1, steps=TRUSTED + 3)
+    for _ in range(TRUSTED + 1):
+        loop.turn()
+    stage.raises = lambda size: torch.OutOfMemoryError()
+    stage.alone = lambda state: state.tag + len(state.found)  # type: ignore[method-assign]
+    assert found(loop, lease) == [float(1 + step) for step in range(TRUSTED + 3)]
+
+
 def test_a_comparison_that_fails_is_not_tried_again(tmp_path: Path) -> None:
     asked = Counter[int]()
 

@@ -246,7 +246,7 @@ class StepLoop:
         try:
             made = stage.compute(states) if how == "together" else [stage.alone(state) for state in states]
         except Exception as error:  # an error of one task must not end the process
-            self._fall_apart(batch, error)
+            self._fall_apart(batch, error, how)
             return
         seconds = time.monotonic() - began
         self._sizes.measured(key, size, seconds * size / len(batch))
@@ -271,10 +271,10 @@ class StepLoop:
         if self._exactness:
             self._exactness.learn(key, len(batch), blame)
 
-    def _fall_apart(self, batch: list[Job], error: Exception) -> None:
-        if len(batch) == 1:
+    def _fall_apart(self, batch: list[Job], error: Exception, how: How) -> None:
+        if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
             self._fail(batch[0], error)
-        elif out_of_memory(error):
+        elif len(batch) > 1 and out_of_memory(error):
             self._sizes.too_large(batch[0].key, len(batch))
         else:
             for job in batch:
