@@ -22,7 +22,7 @@ CHECKED_AGAIN = 512
 """Of so many batches of a trusted size, one is compared again on average: rounding may hide a difference for long."""
 
 MOST = 4096
-"""The most verdicts that a file keeps, the latest."""
+"""The most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys."""
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,10 @@ class Exactness:
         """Remember a comparison: what is to blame for a difference, "" if there was none."""
         before = self.of(key, size)
         after = Verdict(before.equal, blame) if blame else Verdict(before.equal + 1)
+        self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
+        if len(self._verdicts) > MOST:
+            del self._verdicts[next(iter(self._verdicts))]
         if blame:
             log.warning("requests cannot share forwards exactly", key=str(key), size=size, because_of=blame)
         if after.is_trusted != before.is_trusted or blame:
