@@ -25,7 +25,7 @@ import psutil
 from bench.report import NO_CACHE, quantile, ratio, show, spread
 from bench.split import Undivided, case, ours
 from bench.start import memory
-from tools.server import Server, family_of, serving
+from tools.server import Server, computes_of, family_of, serving
 
 STEPS = 20
 REQUESTS = {1: 4, 4: 8, 16: 24, 64: 64}
@@ -59,7 +59,7 @@ def closed_loop(work: Callable[[int], object], clients: int, requests: int) -> t
 def computes(server: Server, role: str) -> list[psutil.Process]:
     """The processes that compute for that role."""
     pids = [worker["pid"] for worker in server.get("/v1/workers")["data"] if worker["role"] == role]
-    return [child for pid in pids for child in psutil.Process(pid).children()]
+    return computes_of(*pids)
 
 
 def cpu_seconds(processes: list[psutil.Process]) -> float:

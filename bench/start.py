@@ -35,10 +35,11 @@ def memory(process: psutil.Process) -> dict[str, object]:
     }
     words = process.cmdline()
     name = "serve" if "serve" in words else words[words.index("--role") + 1] if "--role" in words else "compute"
-    if name == "compute" and "unfuse.worker.compute" in words:
-        parent = process.parent()
-        assert parent
-        name = f"compute of {parent.cmdline()[parent.cmdline().index('--role') + 1]}"
+    if "unfuse.worker.fork_server" in words:
+        name = "fork server"
+    if process.name().startswith("compute "):
+        worker = psutil.Process(int(process.name().removeprefix("compute "))).cmdline()
+        name = f"compute of {worker[worker.index('--role') + 1]}"
     return {"process": name, "anonymous_mib": round(fields["RssAnon"], 1), "resident_mib": round(fields["VmRSS"], 1)}
 
 

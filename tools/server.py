@@ -60,6 +60,12 @@ def family_of(pid: int) -> list[psutil.Process]:
         return []
 
 
+def computes_of(*workers: int) -> list[psutil.Process]:
+    """The compute processes of the workers with these process ids, whoever started them."""
+    names = {f"compute {pid}" for pid in workers}
+    return [process for process in psutil.process_iter(["name"]) if process.info["name"] in names]
+
+
 def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes)
 
@@ -162,8 +168,8 @@ class Server:
 
     def compute_of(self, role: str) -> psutil.Process:
         """The compute process of the worker of that role."""
-        pids = [worker["pid"] for worker in self.get("/v1/workers")["data"] if worker["role"] == role]
-        (compute,) = psutil.Process(pids[0]).children()
+        first, *_ = (worker["pid"] for worker in self.get("/v1/workers")["data"] if worker["role"] == role)
+        (compute,) = computes_of(first)
         return compute
 
     def log(self) -> str:

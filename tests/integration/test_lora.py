@@ -13,11 +13,10 @@ from subprocess import Popen
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
 from tests.integration.pictures import SHAPES, defaults, digest, undivided
-from tools.server import START_S, Server, environment, serving, unfuse, until
+from tools.server import START_S, Server, computes_of, environment, serving, unfuse, until
 from tools.tiny import adapter
 
 STEPS, MORE = 4, 100
@@ -116,7 +115,7 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
     one is in use, then all requests are completed by the next one with the pictures they should have."""
     id = server.submit(**CASES[3], size="auto", num_inference_steps=MORE)
     assert any(event["type"] == "progress" for event in server.events(id))
-    (compute,) = psutil.Process(denoiser.pid).children()
+    (compute,) = computes_of(denoiser.pid)
     with ThreadPoolExecutor(1) as other:
         loading = other.submit(load, server)
         compute.send_signal(signal.SIGKILL)

@@ -87,7 +87,7 @@ def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Si
     model, variables = installed(tmp_path)
     with serving(tmp_path, model, "--arena", "16MiB", **variables) as server:
         everyone = family_of(server.ready().process.pid)
-        assert len(everyone) == 7
+        assert len(everyone) == 8  # serve, two of each worker, and the fork server
         server.process.send_signal(ending)
         assert server.process.wait(600) == code
         until(lambda: all_gone(everyone), "every process to end")

@@ -9,11 +9,10 @@ from pathlib import Path
 from subprocess import Popen
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.integration.pictures import SHAPES, defaults, digest, undivided
-from tools.server import Server, all_gone, family_of, serving, until
+from tools.server import Server, all_gone, computes_of, family_of, serving, until
 
 STEPS, MORE, EVERY = 50, 100, 10
 VIDEO = {
@@ -110,7 +109,7 @@ def test_a_crashed_compute_process_s_video_goes_on_where_it_was(
 ) -> None:
     """Given a compute process that is killed, when its worker has another one, then that goes on from the arena."""
     id = begun(server)
-    (compute,) = psutil.Process(denoiser.pid).children()
+    (compute,) = computes_of(denoiser.pid)
     compute.send_signal(signal.SIGKILL)
 
     stage = denoised(server, id)

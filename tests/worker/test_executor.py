@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.worker.forking import forking
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Done, Failed, Places
@@ -26,8 +28,8 @@ from unfuse.worker.executor import Executor
 SHAPES = "unfuse/shapes"
 
 
-def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder") -> Load:
-    models, choice, compute = ((model, model, "auto"),), Choice(roles_of(role)), ComputeOptions("cpu", threads=1)
+def load(store: TensorStore, folder: Path, model: str = SHAPES, role: str = "encoder", threads: int = 1) -> Load:
+    models, choice, compute = ((model, model, "auto"),), Choice(roles_of(role)), ComputeOptions("cpu", threads=threads)
     return Load(
         models, choice, compute, store.owner, store.node, store.address, store.write_token, Places(f"disk:{folder}")
     )
@@ -41,13 +43,25 @@ def lease(stage: str = "text_encode", *inputs: ObjectRef, **changes: Value) -> L
     return Lease(task, "w", secrets.token_bytes(16), 0.0)
 
 
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[socket.socket]:
+    with forking([SHAPES]) as (asked, _):
+        yield asked
+
+
+@pytest.fixture(params=["spawned", "forked"])
+def forks(request: pytest.FixtureRequest) -> socket.socket | None:
+    """The fork server where compute processes are forked."""
+    return request.getfixturevalue("fork_server") if request.param == "forked" else None
+
+
 @asynccontextmanager
 async def executing(
-    folder: Path, role: str = "encoder"
+    folder: Path, forks: socket.socket | None, role: str = "encoder", threads: int = 1
 ) -> AsyncIterator[tuple[Executor, TensorStore, asyncio.Queue[object]]]:
     heard: asyncio.Queue[object] = asyncio.Queue()
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
-        executor = Executor([load(store, folder, role=role)], heard.put)
+        executor = Executor([load(store, folder, role=role, threads=threads)], heard.put, fork_server=forks)
         assert (await executor.start()).device == "cpu"
         serving = asyncio.create_task(executor.serve())
         try:
@@ -63,8 +77,10 @@ async def outcome(heard: asyncio.Queue[object]) -> object:
     return message
 
 
-async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_path: Path) -> None:
-    async with executing(tmp_path) as (executor, store, heard):
+async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
+    tmp_path: Path, forks: socket.socket | None
+) -> None:
+    async with executing(tmp_path, forks) as (executor, store, heard):
         await executor.run(first := lease(), {})
         done = await outcome(heard)
         assert isinstance(done, Done)
@@ -94,8 +110,8 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(tmp_p
         assert again.output.checksums == done.output.checksums
 
 
-async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path) -> None:
-    async with executing(tmp_path, "all") as (executor, store, heard):
+async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_server: socket.socket) -> None:
+    async with executing(tmp_path, fork_server, "all") as (executor, store, heard):
         await executor.run(text := lease(), {})
         encoded = await outcome(heard)
         assert isinstance(encoded, Done)
@@ -117,12 +133,30 @@ async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path) -> None:
         assert step < stepped.steps
 
 
-async def test_what_cannot_load_is_one_sentence(tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_what_is_forked_makes_the_bytes_of_what_is_not(
+    tmp_path: Path, fork_server: socket.socket, threads: int
+) -> None:
+    """The forking process has libraries with one thread."""
+    made = []
+    for forks in (None, fork_server):
+        async with executing(tmp_path, forks, "all", threads) as (executor, _, heard):
+            await executor.run(lease(), {})
+            assert isinstance(encoded := await outcome(heard), Done)
+            assert encoded.output is not None
+            await executor.run(lease("denoise", encoded.output, num_inference_steps=2), {})
+            assert isinstance(denoised := await outcome(heard), Done)
+            assert denoised.output is not None
+            made.append((encoded.output.checksums, denoised.output.checksums))
+    assert made[0] == made[1]
+
+
+async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.socket | None) -> None:
     async def ignore(_: Ready | Stepped | Stopped | Done | Failed) -> None:
         """Nothing is expected."""
 
     with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
-        executor = Executor([load(store, tmp_path, str(tmp_path))], ignore)
+        executor = Executor([load(store, tmp_path, str(tmp_path))], ignore, fork_server=forks)
         with pytest.raises(ConfigError, match=r"model_index\.json"):
             await executor.start()
         await executor.close()

@@ -21,6 +21,7 @@ def worker(
     flags: dict[str, Any],
     terminal: Terminal,
     lifeline: Annotated[int | None, typer.Option(hidden=True)] = None,
+    fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
     """Run stages for a scheduler.
@@ -36,4 +37,4 @@ def worker(
     terminal.open_log()
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
     options = worker_options(settings)
-    uvloop.run(work(options, engines(settings, options.transfer), lifeline))
+    uvloop.run(work(options, engines(settings, options.transfer), lifeline, fork_server))

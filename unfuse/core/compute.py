@@ -11,6 +11,12 @@ Batching = Literal["exact", "batched"]
 Offload = Literal["none", "model", "sequential"]
 
 
+def compute_environment(threads: int) -> dict[str, str]:
+    """The variables by which libraries use so many threads, and draw no progress bars."""
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return counts | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How compute processes run their stages."""
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
+from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.launch.output import Output, pass_on
+from unfuse.launch.placement import CPU
 from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.supervisor import Supervisor
 
@@ -38,13 +41,21 @@ class LocalLauncher(Launcher):
     """A set of `unfuse worker` processes. Their environment is ours, and the variables of their spec.
 
     They hold the reading end of a pipe whose writing end is ours: when this process ends, however it ends, the pipe
-    closes and they end too. They are a session of their own, so Ctrl-C is ours alone.
+    closes and they end too. They are a session of their own, so Ctrl-C is ours alone. For workers on CPUs there is one
+    more process, if there are `models`: it imports what these need, and compute processes are forked from it.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], hear: Hear = pass_on, clock: Clock | None = None) -> None:
-        self._specs, self._clock = specs, clock or SystemClock()
+    def __init__(
+        self,
+        specs: Sequence[WorkerSpec],
+        hear: Hear = pass_on,
+        clock: Clock | None = None,
+        models: Sequence[str] = (),
+    ) -> None:
+        self._specs, self._clock, self._models = specs, clock or SystemClock(), models
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
+        self._forks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._processes: dict[int, asyncio.subprocess.Process] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._stopping = False
@@ -53,12 +64,15 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
-        self._watching = [asyncio.create_task(self._keep(number)) for number in range(len(self._specs))]
+        numbers = range(len(self._specs) + any(map(self._forked, self._specs)))
+        self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
     async def stop(self, drain_timeout: float) -> None:
         self._stopping = True
         self._signal(signal.SIGTERM)
+        self._forks.close()  # the fork server ends when workers have closed it too
+        self._asked.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout):
                 await asyncio.gather(*(asyncio.shield(watching) for watching in self._watching), return_exceptions=True)
@@ -87,32 +101,49 @@ class LocalLauncher(Launcher):
             if self._stopping:
                 return
             lived = self._clock.now() - began
-            if 0 < code < SIGNALLED and not deaths:
+            if 0 < code < SIGNALLED and not deaths and number < len(self._specs):
                 self._fail(code)
                 return
             deaths = 1 if lived >= SETTLED_S else deaths + 1
             pause = min(RESTART_S * 2 ** (deaths - 1), RESTART_MOST_S)
-            log.warning("a worker ended, starting it again", pid=process.pid, code=code, lived_s=lived, pause_s=pause)
+            event = f"{'a worker' if number < len(self._specs) else 'the fork server'} ended, starting it again"
+            log.warning(event, pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
 
     async def _spawn(self, number: int) -> asyncio.subprocess.Process:
-        spec, writing = self._specs[number], self._output.pipe(number)
+        writing = self._output.pipe(number)
+        arguments, handed, environment = self._command(number)
         try:
             process = self._processes[number] = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "unfuse", "worker", *spec.arguments, "--lifeline", str(self._lifeline),
-                pass_fds=[self._lifeline], stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
-                env={**ORDER, **os.environ, **spec.environment}, start_new_session=True,
+                sys.executable, *arguments, pass_fds=handed, stdin=asyncio.subprocess.DEVNULL, stdout=writing,
+                stderr=writing, env={**ORDER, **os.environ, **environment}, start_new_session=True,
             )  # fmt: skip
             return process
         finally:
             os.close(writing)
 
+    def _command(self, number: int) -> tuple[list[str], list[int], Mapping[str, str]]:
+        """The arguments of Python, the descriptors that are handed on, and the variables of a process."""
+        if number == len(self._specs):
+            asked = self._asked.fileno()
+            command = ["-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(asked), *self._models]
+            return command, [asked], {**self._specs[0].environment, **compute_environment(1)}
+        spec, handed = self._specs[number], {"--lifeline": self._lifeline}
+        if self._forked(spec):
+            handed["--fork-server"] = self._forks.fileno()
+        told = [text for flag, descriptor in handed.items() for text in (flag, str(descriptor))]
+        return ["-m", "unfuse", "worker", *spec.arguments, *told], [*handed.values()], spec.environment
+
+    def _forked(self, spec: WorkerSpec) -> bool:
+        return bool(self._models) and spec.device == CPU
+
     def _fail(self, code: int) -> None:
         if not self.failed.done():
             self.failed.set_exception(ConfigError(f"a worker could not start (exit code {code}); its message is above"))
 
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes.values():
-            if process.returncode is None:
+    def _signal(self, sent: signal.Signals) -> None:
+        """Send a signal to the workers; the fork server is only killed."""
+        for number, process in self._processes.items():
+            if process.returncode is None and (number < len(self._specs) or sent == signal.SIGKILL):
                 with suppress(ProcessLookupError):
-                    process.send_signal(number)
+                    process.send_signal(sent)

@@ -78,6 +78,12 @@ class Family(ABC):
         The runtime's dtypes are the card's. Raises ConfigError, naming the component, when one cannot be loaded.
         """
 
+    def prepare(self, folder: Path) -> None:  # noqa: B027 - there may be nothing to do
+        """Import what loading the stages of that model would, once for all processes that are forked from this one.
+
+        It starts no thread and touches no GPU. What is not imported here is imported when it is needed.
+        """
+
 
 class DiffusersFamily(Family):
     """A family that is a diffusers pipeline. Subclasses add its limits, its stages, and how these load."""
@@ -124,6 +130,13 @@ class DiffusersFamily(Family):
         stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
         stage.exact = runtime.options.batching == "exact"
         return stage
+
+    @override
+    def prepare(self, folder: Path) -> None:
+        for module in ("denoise", "image_encode", "preview", "text_encode", "vae_decode"):
+            import_module(f"unfuse.stages.{module}")
+        for library, name in self.components(ModelFolder(folder)).values():
+            getattr(import_module(library), name)
 
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         """Library and class of each component, by model_index.json. Raises ConfigError for what is not served."""

@@ -153,7 +153,8 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
-            launcher = LocalLauncher(self._specs(), self._logs.relay)
+            folders = [str(model.folder) for model in self._plan.models]
+            launcher = LocalLauncher(self._specs(), self._logs.relay, models=folders)
             launcher.start()
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 from collections.abc import Mapping
 
 import msgspec
@@ -52,14 +53,16 @@ def worker_options(settings: Settings) -> WorkerOptions:
     )
 
 
-async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
+async def work(
+    options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None, fork_server: int | None
+) -> None:
     """Run a worker until SIGTERM or SIGINT drains it, a second one ends it, or `lifeline` closes. Raises ConfigError.
 
     `lifeline` is the reading end of a pipe held by whoever started the worker; a worker that has one leaves Ctrl-C,
-    which reaches the whole process group, to its starter.
+    which reaches the whole process group, to its starter. `fork_server` is the descriptor of a socket to one.
     """
     loop = asyncio.get_running_loop()
-    worker = Worker(options, engines)
+    worker = Worker(options, engines, None if fork_server is None else socket.socket(fileno=fork_server))
     running = asyncio.create_task(worker.run())
 
     def stop() -> None:

@@ -1,6 +1,7 @@
 """The compute process: loads the stages of its role and runs the step loop. Of a worker, only this process uses torch.
 
-The executor starts it with one end of a socket pair. It ends when the other end closes, whatever it is doing.
+`python -m unfuse.worker.compute FD`, or a fork of a process that has imported this, is started with one end of a
+socket pair. It ends when the other end closes, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import xxhash
 
+from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
 from unfuse.core.compute import ComputeOptions
@@ -34,11 +36,16 @@ from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
 
 
-def main() -> None:
-    """Entry point: `python -m unfuse.worker.compute FD`."""
+def compute(descriptor: int) -> None:
+    """Be a compute process, with that descriptor of a socket to the executor."""
     write_records(sys.stderr)
-    channel = ComputeChannel(socket.socket(fileno=int(sys.argv[1])))
-    load = channel.receive()
+    connection = socket.socket(fileno=descriptor)
+    Path("/proc/self/comm").write_text(f"compute {peer_of(connection)[0]}")  # lists of processes show of which worker
+    channel = ComputeChannel(connection)
+    try:
+        load = channel.receive()
+    except EOFError:
+        return
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
     inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
@@ -168,4 +175,4 @@ def _name(device: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    compute(int(sys.argv[1]))

@@ -8,13 +8,14 @@ import re
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import structlog
 from msgspec.structs import asdict
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
@@ -27,6 +28,7 @@ from unfuse.worker.compute_messages import (
     Ready,
     ToCompute,
 )
+from unfuse.worker.processes import Child, begin
 from unfuse.worker.records import read_record, relog
 
 LOG_CHARS = 4000
@@ -44,9 +46,9 @@ log = structlog.get_logger(__name__)
 class ComputeProcess:
     """A compute process; `start` may be called again when it has died."""
 
-    def __init__(self, load: Load, background: Supervisor) -> None:
-        self._load, self._background = load, background
-        self._process: asyncio.subprocess.Process | None = None
+    def __init__(self, load: Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
+        self._load, self._background, self._fork_server = load, background, fork_server
+        self._child: Child | None = None
         self._channel: ParentChannel | None = None
         self._logging: asyncio.Task[None] | None = None
         self.killed_for = ""
@@ -57,23 +59,18 @@ class ComputeProcess:
     @property
     def pid(self) -> int | None:
         """Its process id; None before the first start."""
-        return self._process.pid if self._process else None
+        return self._child.pid if self._child else None
 
     async def start(self) -> Ready:
         """Start the process and have it load. Raises ConfigError if it cannot."""
         if self._channel:
             self._channel.close()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._channel = await ParentChannel.open(ours)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-X", "faulthandler", "-m", "unfuse.worker.compute", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], env=self._environment(), stdin=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE, start_new_session=True,
-            )  # fmt: skip
         log.info("importing")
+        environment = os.environ | compute_environment(self._load.compute.threads)
+        begun = await begin(environment, self._fork_server)
+        self._child, self._channel = begun.child, await ParentChannel.open(begun.channel)
         self.killed_for = self.log = ""
-        self._logging = asyncio.create_task(self._keep_log(self._process))
+        self._logging = asyncio.create_task(self._keep_log(begun.log))
         await self._channel.send(self._load)
         while True:
             try:
@@ -86,7 +83,7 @@ class ComputeProcess:
                 case Loaded():
                     log.info("loaded", **asdict(message))
                 case LoadFailed():
-                    await self._process.wait()
+                    await self._child.wait()
                     raise ConfigError(message.message)
                 case Ready():
                     return message
@@ -104,17 +101,16 @@ class ComputeProcess:
 
     def kill(self, reason: str) -> None:
         """Kill the process; `last_words` gives the first reason."""
-        if self._process and self._process.returncode is None and not self.killed_for:
+        if self._child and self._child.runs and not self.killed_for:
             self.killed_for = reason
-            with suppress(ProcessLookupError):
-                self._process.kill()
+            self._child.kill()
 
     async def close(self) -> None:
         """Close the channel and kill the process."""
         if self._channel:
             self._channel.close()
-        if self._process and self._process.returncode is None:
-            self._process.kill()
+        if self._child and self._child.runs:
+            self._child.kill()
             await self.last_words()
         if self._logging:
             self._logging.cancel()
@@ -129,24 +125,31 @@ class ComputeProcess:
 
     async def last_words(self) -> str:
         """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
-        if not self._process:
+        if not self._child:
             return "never started"
-        code = await self._process.wait()
+        code = await self._child.wait()
         if self._logging:
             await asyncio.wait({self._logging}, timeout=LOG_END_S)
-        return self.killed_for or (f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
+        if self.killed_for or code is None:
+            return self.killed_for or "it ended, and how is not known"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
-    async def _keep_log(self, process: asyncio.subprocess.Process) -> None:
-        """Read standard error: log the records, write the rest to our own, and keep the end in `log`."""
-        rest = b""
-        while process.stderr and (data := await process.stderr.read(1 << 16)):
-            *lines, rest = (rest + data).split(b"\n")
-            if len(rest) > MAX_LINE:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                self._pass_on(line + b"\n")
-        if rest:
-            self._pass_on(rest)
+    async def _keep_log(self, descriptor: int) -> None:
+        """Read what it writes: log the records, write the rest to our standard error, and keep the end in `log`."""
+        reader, rest = asyncio.StreamReader(), b""
+        pipe = os.fdopen(descriptor, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        with closing(transport):
+            while data := await reader.read(1 << 16):
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > MAX_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._pass_on(line + b"\n")
+            if rest:
+                self._pass_on(rest)
 
     def _pass_on(self, line: bytes) -> None:
         text = line.decode(errors="replace")
@@ -157,12 +160,6 @@ class ComputeProcess:
             else:
                 sys.stderr.write(text)
                 sys.stderr.flush()
-
-    def _environment(self) -> dict[str, str]:
-        """The parent's environment, with the number of threads for libraries, and without their progress bars."""
-        threads = str(self._load.compute.threads)
-        quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        return os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads} | quiet
 
 
 def _own_memory(pid: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
@@ -45,13 +46,21 @@ class Executor:
     again. `report` is called with everything that happens to a task, and with Ready after a restart. Tasks that a dead
     process had begun are reported as crashed, others as handed back. A process is killed if the first one has tasks and
     sends nothing for `stall_s` seconds, or if its own memory exceeds `memory_limit` bytes (0: any). A task that must
-    run alone waits here until nothing else runs, and later tasks wait for its end.
+    run alone waits here until nothing else runs, and later tasks wait for its end. Processes are forked where there is
+    a `fork_server`.
     """
 
-    def __init__(self, loads: Sequence[Load], report: Report, stall_s: float = 600.0, memory_limit: int = 0) -> None:
+    def __init__(
+        self,
+        loads: Sequence[Load],
+        report: Report,
+        stall_s: float = 600.0,
+        memory_limit: int = 0,
+        fork_server: socket.socket | None = None,
+    ) -> None:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
         self._background = Supervisor()
-        self._processes = [ComputeProcess(load, self._background) for load in loads]
+        self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
         self._waiting: dict[Claim, Run] = {}
         self._given: dict[Claim, Run] = {}
         self._begun: set[Claim] = set()

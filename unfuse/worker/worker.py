@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -76,10 +77,18 @@ log = structlog.get_logger(__name__)
 
 
 class Worker:
-    """One worker, from its registration to its end. It closes the transfer `engines` that it is given."""
+    """One worker, from its registration to its end. It closes the transfer `engines` that it is given.
 
-    def __init__(self, options: WorkerOptions, engines: Mapping[str, TransferEngine] | None = None) -> None:
-        self._options, self._engines = options, engines or {}
+    Its compute is forked by the `fork_server`, if there is one.
+    """
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        engines: Mapping[str, TransferEngine] | None = None,
+        fork_server: socket.socket | None = None,
+    ) -> None:
+        self._options, self._engines, self._fork_server = options, engines or {}, fork_server
         self._id = f"{options.role}-{secrets.token_hex(6)}"
         self._choice = Choice(roles_of(options.role), options.components)
         self._slots = options.slots
@@ -156,7 +165,8 @@ class Worker:
         )
         self._saved_states = SavedStates(objects, self._link)
         load = self._load(served, objects, places)
-        executor = self._executor = Executor([load], self._hear, options.stall_s, options.memory_limit)
+        watch = options.stall_s, options.memory_limit
+        executor = self._executor = Executor([load], self._hear, *watch, self._fork_server)
         started = await executor.start()
         self._device = started.device
         if welcome.by_outcome:

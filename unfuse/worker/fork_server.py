@@ -1,0 +1,169 @@
+"""A process that has imported what compute needs, and forks compute processes: each begins at once, and shares memory.
+
+A launcher starts it with one end of a SOCK_SEQPACKET pair, whose other end its workers hold, all the same: so no
+stranger has a way in. It ends when nobody holds that any more. It has one thread, touches no GPU, and opens nothing
+that it does not need; its children close whatever they inherit from it, so that none keeps another's lifeline open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import NoReturn
+
+import msgspec
+
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ProtocolError
+from unfuse.models import find, resolve_source
+
+MAX_REQUEST = 256 * 1024
+"""The most bytes of a Fork: an environment."""
+
+COMPUTE = "unfuse.worker.compute"
+
+THREADS = "/proc/self/task"
+"""Has an entry for each thread of this process."""
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Fork a compute process with this environment. With it come descriptors: its channel, what it writes to, and where
+    Forked is sent, with a pidfd, and Ended when it has ended. NotForked is sent instead if that cannot be.
+    """
+
+    environment: dict[str, str]
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """It runs, and has this process id."""
+
+    pid: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """It ended with this code: below 0 the signal that ended it."""
+
+    code: int
+
+
+class NotForked(msgspec.Struct, frozen=True, tag=True):
+    """It was not started, for this reason."""
+
+    reason: str
+
+
+def main() -> None:
+    """Entry point: `python -m unfuse.worker.fork_server FD FOLDER...`, the folders of the models."""
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    ForkServer(requests, import_for(sys.argv[2:])).run()
+
+
+def import_for(models: Sequence[str]) -> str:
+    """Import what computing with these models needs. Returns why no process can be forked here, or ""."""
+    try:
+        import_module(COMPUTE)
+        for model in models:
+            folder = resolve_source(model, components=())
+            find(folder).prepare(folder)
+    except Exception as error:  # whatever is broken, a process that imports by itself says it where it is read
+        return f"imports failed: {error!r}"
+    if (threads := len(os.listdir(THREADS))) > 1:
+        return f"imports left {threads} threads running"
+    gc.collect()
+    gc.freeze()  # or a collection writes to all pages that children share
+    return ""
+
+
+class ForkServer:
+    """Forks compute processes for whoever asks at this socket, and tells how they end; or, if `refusal`, refuses to."""
+
+    def __init__(self, requests: socket.socket, refusal: str = "") -> None:
+        self._requests, self._refusal = requests, refusal
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(requests, selectors.EVENT_READ)
+
+    def run(self) -> None:
+        """Serve until nobody holds the other end of the socket."""
+        while True:
+            for key, _ in self._selector.select():
+                if key.data is not None:
+                    self._tell_end(key.fd, *key.data)
+                elif not self._take():
+                    return
+
+    def _take(self) -> bool:
+        data, descriptors, flags, _ = socket.recv_fds(self._requests, MAX_REQUEST, 3)
+        if not data:
+            return False
+        try:
+            if len(descriptors) < 3 or flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+                raise ProtocolError("it has other descriptors, or more bytes, than a Fork")
+            fork: Fork = decode(data, Fork)
+            with socket.socket(fileno=descriptors[2]) as reply:
+                descriptors.remove(reply.fileno())  # which closes it
+                self._fork(fork, descriptors[0], descriptors[1], reply)
+        except (ProtocolError, OSError) as error:
+            sys.stderr.write(f"the fork server got no request: {error}\n")
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return True
+
+    def _fork(self, fork: Fork, channel: int, log: int, reply: socket.socket) -> None:
+        try:
+            pid = -1 if self._refusal else os.fork()
+        except OSError as error:
+            return _tell(reply, NotForked(str(error)))
+        if pid < 0:
+            return _tell(reply, NotForked(self._refusal))
+        if not pid:
+            _become_compute(channel, log, fork.environment)
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, (pid, reply.dup()))
+        return _tell(reply, Forked(pid), pidfd)
+
+    def _tell_end(self, pidfd: int, pid: int, reply: socket.socket) -> None:
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        with reply:
+            _tell(reply, Ended(os.waitstatus_to_exitcode(status)))
+
+
+def _tell(reply: socket.socket, message: Forked | Ended | NotForked, *descriptors: int) -> None:
+    """Send this to who asked, unless that is gone; then the child's channel is closed too."""
+    with contextlib.suppress(OSError):
+        socket.send_fds(reply, [encode(message)], descriptors, socket.MSG_DONTWAIT)
+
+
+def _become_compute(channel: int, log: int, environment: Mapping[str, str]) -> NoReturn:
+    """Be a compute process from here on. Nothing of the forking process is finished in this one."""
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(log, sys.stdout.fileno())
+        os.dup2(log, sys.stderr.fileno())
+        os.closerange(sys.stderr.fileno() + 1, channel)
+        os.closerange(channel + 1, os.sysconf("SC_OPEN_MAX"))
+        os.environ.clear()
+        os.environ.update(environment)
+        import_module(COMPUTE).compute(channel)
+        code = 0
+    except SystemExit as end:
+        sys.stderr.write(f"{end}\n")
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()
