@@ -14,7 +14,6 @@ import pytest
 from tests.worker import outside
 from tools.addresses import a_worker, unix_address
 from tools.asking import asking
-from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import (
     Accepted,
@@ -50,9 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         outside.install(patch)
         yield outside.model(tmp_path_factory.mktemp("model"))
-
-
-BATCH = ComputeOptions().max_batch
 
 
 class Town:
@@ -133,9 +129,11 @@ class Town:
 
     async def asked_for(self) -> str:
         """What a worker that has nothing to do would rather have."""
-        while (ask := [message for _, message in self.heard if isinstance(message, Ask)][-1]).slots <= BATCH:
+        while True:
+            asks = [message for _, message in self.heard if isinstance(message, Ask)]
+            if asks[-1].slots == max(ask.slots for ask in asks):
+                return asks[-1].affinity
             await asyncio.sleep(0.01)
-        return ask.affinity
 
     def said(self, number: int, kind: type) -> bool:
         return any(place == number and isinstance(message, kind) for place, message in self.heard)
