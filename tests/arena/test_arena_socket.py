@@ -167,7 +167,7 @@ def test_a_forged_ref_holds_nothing(owner: Owner, change: dict[str, object]) -> 
 def test_a_writer_writes_what_readers_read(owner: Owner) -> None:
     writer, reader = ArenaClient(owner.address, TOKEN), ArenaClient(owner.address)
     extent = writer.create(5, REQUEST)
-    writer.memory[extent.offset : extent.offset + 5] = list(b"hello")
+    writer.writable(extent)[:] = list(b"hello")
     with pytest.raises(ObjectLost):
         hold(reader, extent)
     writer.seal(extent.id)

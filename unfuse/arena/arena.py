@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from unfuse.arena.buddy import BLOCK, Buddy
+from unfuse.arena.buddy import BLOCK
+from unfuse.arena.extents import Extents, Pages
 from unfuse.arena.limits import available_memory, readable_bytes
-from unfuse.arena.objects import ObjectTable
-from unfuse.core.errors import ConfigError
+from unfuse.arena.objects import Extent, ObjectTable
+from unfuse.core.errors import ArenaFull, ConfigError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,11 +24,11 @@ MEMFD_NAME = "unfuse-arena"
 
 
 class Arena(ObjectTable):
-    """`capacity` bytes (rounded down to whole pages) that exist from the start, in a file without a name.
+    """Room for `capacity` bytes (rounded down to whole pages) in a file without a name; objects take memory, room none.
 
-    The kernel takes them back when the last process that maps them is gone, however it went. `fd` is for writers and
+    The kernel takes it back when the last process that maps it is gone, however it went. `fd` is for writers and
     `read_fd` for readers: no writable map can be made of it.
-    Raises ConfigError when there is not that much memory.
+    Raises ConfigError when there is not that much memory now.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,25 +37,60 @@ class Arena(ObjectTable):
         capacity -= capacity % BLOCK
         if capacity > (free := available_memory()):
             raise _too_large(capacity, free)
-        super().__init__(Buddy(capacity))
-        self.capacity = capacity
-        self.fd = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self.fd, 0, capacity)
+            self._extents = Extents(capacity, MEMFD_NAME)
         except OSError as error:
-            os.close(self.fd)
             raise _too_large(capacity, free) from error
+        super().__init__(self._extents)
+        self.capacity, self.fd = capacity, self._extents.fd
         self.read_fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     @cached_property
+    def _map(self) -> WritableMap:
+        """Made at first use: a parent whose child writes needs no map."""
+        return WritableMap(self.fd)
+
+    @property
     def memory(self) -> NDArray[np.uint8]:
-        """The arena's bytes, for writing objects. Mapped at first use: a parent whose child writes needs no map."""
-        return map_bytes(self.fd, writable=True)
+        """The arena's bytes, for writing objects."""
+        return self._map.bytes
+
+    def writable(self, extent: Extent) -> NDArray[np.uint8]:
+        """The bytes of an object that is being written here."""
+        return self._map.of(extent, self.given_back)
 
     @cached_property
     def view(self) -> NDArray[np.uint8]:
         """The arena's bytes, for reading objects."""
-        return map_bytes(self.read_fd, writable=False)
+        return map_bytes(self.read_fd)
+
+    @property
+    def held(self) -> int:
+        """Bytes that it takes from the machine."""
+        with self._lock:
+            return self._extents.held
+
+    @property
+    def given_back(self) -> int:
+        """How often memory was given back."""
+        return self._extents.given_back
+
+    def on_spared(self, call: Callable[[], object]) -> None:
+        """Have `call` called, from whatever thread, when there is something for `trim`. It must not wait."""
+        self._extents.spared = call
+
+    def trim(self) -> float | None:
+        """Give memory back that held no object for a while. Returns seconds until more is due, None if nothing is."""
+        with self._lock:
+            return self._extents.trim()
+
+    def fill(self) -> None:
+        """Take all of the memory for good, as hardware needs it that is told of it once. Raises ConfigError."""
+        with self._lock:
+            try:
+                self._extents.fill()
+            except ArenaFull as full:
+                raise _too_large(self.capacity, full.free) from full
 
     def close(self) -> None:
         """Close the file. The kernel frees the memory when this arena, its readers and all arrays over it are gone."""
@@ -61,14 +98,22 @@ class Arena(ObjectTable):
         os.close(self.read_fd)
 
 
-def map_bytes(fd: int, *, writable: bool, populate: bool = True) -> NDArray[np.uint8]:
-    """Map a whole file; the map lasts as long as the array or any view of it.
+class WritableMap:
+    """The whole of an arena's file in one process, for writing objects."""
 
-    With `populate` pages are entered at once (40 ms a GiB): faults would make their first use several times slower.
-    """
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
-    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-    return np.frombuffer(mmap.mmap(fd, 0, flags, prot), np.uint8)
+    def __init__(self, fd: int) -> None:
+        memory = mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._pages, self.bytes = Pages(memory), np.frombuffer(memory, np.uint8)
+
+    def of(self, extent: Extent, given_back: int) -> NDArray[np.uint8]:
+        """The bytes of an object; `given_back` is how often the arena had given memory back once it was placed."""
+        self._pages.enter(extent.offset, extent.nbytes, given_back)
+        return self.bytes[extent.offset : extent.offset + extent.nbytes]
+
+
+def map_bytes(fd: int) -> NDArray[np.uint8]:
+    """Map a whole file for reading; the map lasts as long as the array or any view of it."""
+    return np.frombuffer(mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ), np.uint8)
 
 
 def _too_large(needed: int, free: int) -> ConfigError:

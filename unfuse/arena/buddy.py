@@ -61,7 +61,8 @@ class Buddy:
         blocks = max(1, -(-nbytes // self._block))
         orders = range((blocks - 1).bit_length(), len(self._free)) if blocks.bit_count() == 1 else ()
         if (order := next((order for order in orders if self._free[order]), None)) is not None:
-            start = self._free[order].pop()
+            start = min(self._free[order])  # low ones, so that memory behind the others may be given back
+            self._free[order].remove(start)
             end = start + (1 << order)
         elif row := next((row for row in self._rows() if row[1] - row[0] >= blocks), None):
             start, end = row

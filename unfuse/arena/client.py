@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from unfuse.arena.arena import map_bytes
+import msgspec
+
+from unfuse.arena.arena import WritableMap, map_bytes
 from unfuse.arena.buddy import Usage
 from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
@@ -53,12 +55,13 @@ class ArenaClient:
     """A connection to the arena at `address`; with `token`, a writer's. Thread-safe.
 
     With `folder`, the socket must be in it; with `owner`, the arena must be that owner's. `view` is the map for
-    reading objects (there is one from the first hold on), `memory` the map for writing them (only a writer's). Every
-    method that asks the owner raises TransientError when the owner is gone; then only `close` may be called.
+    reading objects (there is one from the first hold on). Every method that asks the owner raises TransientError when
+    the owner is gone; then only `close` may be called.
     """
 
     view: NDArray[np.uint8]
-    memory: NDArray[np.uint8]
+    _writes: WritableMap
+    _given_back = 0
 
     def __init__(self, address: str, token: bytes = b"", folder: Path | None = None, owner: str = "") -> None:
         name = socket_name(address, folder)
@@ -92,6 +95,10 @@ class ArenaClient:
     def create(self, nbytes: int, request: str) -> Extent:
         """Allocate an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
         return self._placed(Create(nbytes, request))
+
+    def writable(self, extent: Extent) -> NDArray[np.uint8]:
+        """The bytes of an object that was created here."""
+        return self._writes.of(extent, self._given_back)
 
     def seal(self, id: str) -> None:
         """Make an object readable. Raises ObjectLost if it was released meanwhile."""
@@ -153,6 +160,7 @@ class ArenaClient:
         reply = self._ask(message, message.id if isinstance(message, Hold) else "")
         if not isinstance(reply, Placed):
             raise ProtocolError(f"the arena answered {type(reply).__name__} to {type(message).__name__}")
+        self._given_back = max(self._given_back, reply.given_back)
         return reply.extent
 
     def _ask(self, message: ToOwner, id: str = "") -> FromOwner:
@@ -171,8 +179,8 @@ class ArenaClient:
         match reply:
             case Lost(text):
                 raise ObjectLost(text, id)
-            case Full(needed, free, capacity):
-                raise ArenaFull(needed, free, capacity)
+            case Full():
+                raise ArenaFull(*msgspec.structs.astuple(reply))
         return reply
 
     def _send(self, message: ToOwner) -> None:
@@ -197,9 +205,9 @@ class ArenaClient:
     def _map(self, fd: int, writable: bool) -> None:
         try:
             if writable:
-                self.memory = map_bytes(fd, writable=True)
+                self._writes = WritableMap(fd)
             else:
-                self.view = map_bytes(fd, writable=False, populate=False)  # this process reads little of it
+                self.view = map_bytes(fd)
         finally:
             os.close(fd)
 

@@ -82,9 +82,13 @@ class Look(msgspec.Struct, frozen=True, tag=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The place of the object. The answer to a connection's first Hold carries the read-only descriptor."""
+    """The place of the object. The answer to a connection's first Hold carries the read-only descriptor.
+
+    `given_back` is how often the arena has given memory back: a map of that is empty again.
+    """
 
     extent: Extent
+    given_back: int = 0
 
 
 class Owner(msgspec.Struct, frozen=True, tag=True):
@@ -104,11 +108,13 @@ class Lost(msgspec.Struct, frozen=True, tag=True):
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):
-    """There is no room. All fields are bytes."""
+    """There is no room: `needed`, `free` and `capacity` are bytes; the rest says of what, and what helps."""
 
     needed: int
     free: int
     capacity: int
+    full: str
+    remedy: str
 
 
 class Seen(msgspec.Struct, frozen=True, tag=True):

@@ -6,8 +6,10 @@ import hmac
 import os
 import selectors
 import socket
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -80,6 +82,9 @@ class ArenaServer:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._stop, selectors.EVENT_READ)
+        self._spared = os.eventfd(0, os.EFD_CLOEXEC)
+        self._selector.register(self._spared, selectors.EVENT_READ)
+        arena.on_spared(partial(os.eventfd_write, self._spared, 1))
         self._thread = Thread(target=self._serve, name="arena", daemon=True)
         self._thread.start()
 
@@ -92,21 +97,35 @@ class ArenaServer:
         self._selector.close()
         self._path.unlink(missing_ok=True)
         self._listener.close()
+        self._arena.on_spared(bool)
         os.close(self._stop)
+        os.close(self._spared)
 
     def _serve(self) -> None:
+        due: float | None = None
         while True:
-            ready = [key for key, _ in self._selector.select(0 if self._behind else None)]
+            rest = None if due is None else max(0.0, due - time.monotonic())
+            ready = [key for key, _ in self._selector.select(0 if self._behind else rest)]
+            if rest == 0:
+                due = self._trim()
             behind, self._behind = self._behind, {}
             for connection in behind:
                 self._hear(connection, receive=False)
             for key in ready:
                 if key.fileobj == self._stop:
                     return
-                if key.data is None:
+                if key.fileobj == self._spared:
+                    os.eventfd_read(self._spared)
+                    due = self._trim()
+                elif key.data is None:
                     self._accept()
                 elif key.data not in behind and key.data.socket.fileno() >= 0:
                     self._hear(key.data)
+
+    def _trim(self) -> float | None:
+        """When it is due again."""
+        rest = self._arena.trim()
+        return None if rest is None else time.monotonic() + rest
 
     def _accept(self) -> None:
         try:
@@ -186,7 +205,7 @@ class ArenaServer:
         except ObjectLost as error:
             reply = Lost(str(error))
         except ArenaFull as error:
-            reply = Full(error.needed, error.free, error.capacity)
+            reply = Full(error.needed, error.free, error.capacity, error.full, error.remedy)
         _send(connection.socket, frame(reply), fd)
 
     def _change(self, connection: _Connection, message: ToOwner) -> FromOwner:
@@ -196,7 +215,7 @@ class ArenaServer:
             case Create(nbytes, request):
                 extent = self._arena.create(nbytes, request)
                 connection.writing.add(extent.id)
-                return Placed(extent)
+                return Placed(extent, self._arena.given_back)
             case Seal(id) | Abort(id):
                 if id not in connection.writing:
                     raise ProtocolError(f"object {id} is not being written by this connection")

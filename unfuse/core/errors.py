@@ -89,7 +89,7 @@ class ArenaFull(TransientError):
         super().__init__(
             f"{full} for {needed} bytes ({free} of {capacity} free): wait for requests to finish, or {remedy}"
         )
-        self.needed, self.free, self.capacity = needed, free, capacity
+        self.needed, self.free, self.capacity, self.full, self.remedy = needed, free, capacity, full, remedy
 
 
 class PermanentError(UnfuseError):

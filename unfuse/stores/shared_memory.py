@@ -57,8 +57,7 @@ class SharedMemoryBackend(StorageBackend):
     @override
     def create(self, nbytes: int, request: str) -> Draft:
         extent = self._home.create(nbytes, request)
-        memory = self._home.memory[extent.offset : extent.offset + nbytes]
-        return Draft(extent.id, extent.key, extent.generation, memory)
+        return Draft(extent.id, extent.key, extent.generation, self._home.writable(extent))
 
     @override
     def seal(self, id: str) -> None:

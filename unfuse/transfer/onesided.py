@@ -45,6 +45,7 @@ class OneSidedEngine(TransferEngine):
 
     @override
     def serve(self, arena: Arena) -> str:
+        arena.fill()
         self.register(arena.view)
         about = msgspec.msgpack.encode(About(self.publish(), arena.view.ctypes.data))
         self._owner = Owner(arena, self.options, lambda peer, *_: read(peer), about)

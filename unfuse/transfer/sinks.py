@@ -56,8 +56,7 @@ class ArenaSink(Sink):
     def room(self, start: int) -> Sequence[NDArray[np.uint8]]:
         if self.extent is None:
             self.extent = self._create(self._ref.nbytes, self._ref.request)
-        offset = self.extent.offset
-        return (self._arena.memory[offset + start : offset + self._ref.nbytes],)
+        return (self._arena.writable(self.extent)[start:],)
 
     @override
     def verified(self, stop: int) -> None:
