@@ -101,10 +101,20 @@ class TestWhatAWorkerMayTake:
         flow, ask = Backpressure.of([CARD], []), Ask(3, None, 0.0, affinity="size")
         told = {name: flow.wanted(worker, ask, {}, name) for name in ("locality", "round_robin", "max_free_slots")}
         assert {name: (wanted.near, wanted.affinity, wanted.rank) for name, wanted in told.items()} == {
-            "locality": ("node-1", "size", 0.0),
+            "locality": ("node-1", "size", 1.0),
             "round_robin": ("", "", 0.0),
             "max_free_slots": ("", "", -3.0),
         }
+
+    def test_where_others_serve_a_pool_too_a_worker_gets_one_task_at_a_time_and_who_holds_fewer_goes_first(
+        self,
+    ) -> None:
+        both, alone = member("a", ENCODE, DENOISE, slots=9), member("b", DENOISE, slots=9)
+        flow = Backpressure.of([CARD], [both, alone])
+        offers = flow.wanted(both.info, Ask(9, None, 0.0), {}).pools
+        assert {pool: offer.amounts["slots"] for pool, offer in offers.items()} == {ENCODE: 9, DENOISE: 1}
+        ranks = [flow.wanted(alone.info, Ask(free, None, 0.0), {}).rank for free in (9, 8, 3)]
+        assert ranks == sorted(ranks) and len({*ranks}) == 3
 
 
 class Worker:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from graphlib import TopologicalSorter
 from typing import Literal
 
@@ -20,6 +20,13 @@ from unfuse.scheduler.in_flight import InFlight
 Dispatch = Literal["locality", "round_robin", "max_free_slots"]
 """Which task a worker is given, or which worker a task: by what is near and fits what runs; by turns; by free slots."""
 
+RANKS: dict[Dispatch, Callable[[int, int], float]] = {
+    "locality": lambda slots, free: float(slots - free),
+    "round_robin": lambda slots, free: 0.0,
+    "max_free_slots": lambda slots, free: -float(free),
+}
+"""Who goes first of those that wait, the lowest, by slots and free ones."""
+
 AHEAD = 4
 """Tasks that may wait in a pool, for each slot of its workers, before those that feed it stop."""
 
@@ -29,12 +36,14 @@ class Backpressure(msgspec.Struct, frozen=True):
 
     By declared pool, `depth` is how far it is from the beginning, `behind` how many may wait in the pools that it
     feeds, `holding` are those whose tasks leave an object, and `draws` says what other resources its tasks draw on.
+    Pools in `several`, by their full names, have more than one worker.
     """
 
     depth: dict[str, int]
     behind: dict[str, dict[str, int]]
     holding: frozenset[str]
     draws: dict[str, frozenset[str]] = {}
+    several: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -70,7 +79,9 @@ class Backpressure(msgspec.Struct, frozen=True):
             }
             for pool, names in fed.items()
         }
-        return cls(depth, behind, frozenset(fed), draws)
+        workers = Counter(pool for member in members for pool in member.info.pools)
+        several = frozenset(pool for pool, count in workers.items() if count > 1)
+        return cls(depth, behind, frozenset(fed), draws, several)
 
     def keep(self, worker: WorkerInfo, in_flight: InFlight) -> dict[str, int]:
         """What each of its pools that leave objects in its arena has to leave free there for later ones.
@@ -87,7 +98,11 @@ class Backpressure(msgspec.Struct, frozen=True):
         }
 
     def wanted(self, worker: WorkerInfo, ask: Ask, keep: Mapping[str, int], dispatch: Dispatch = "locality") -> Wanted:
-        """What a worker that asks may be given, where so many bytes have to stay free in its arena."""
+        """What a worker that asks may be given, where so many bytes have to stay free in its arena.
+
+        Of a pool that others serve too it gets one task at a time, and those that hold fewer go before it: or it would
+        hold what they could begin.
+        """
         blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
         slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
         offers = {}
@@ -95,11 +110,12 @@ class Backpressure(msgspec.Struct, frozen=True):
             arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
             name = declared(pool)
             others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}
-            offers[pool] = Offer({SLOTS: slots} | arena | others, self.depth.get(name, 0), self.behind.get(name, {}))
+            amounts = {SLOTS: min(slots, 1) if pool in self.several else slots} | arena | others
+            offers[pool] = Offer(amounts, self.depth.get(name, 0), self.behind.get(name, {}))
         return Wanted(
             offers,
             ask.above,
             near=worker.node if local else "",
             affinity=ask.affinity if local else "",
-            rank=-float(slots) if dispatch == "max_free_slots" else 0.0,
+            rank=RANKS[dispatch](worker.slots, min(ask.slots, worker.slots)),
         )
