@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -30,7 +30,7 @@ from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.row import StoredTask
+from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
@@ -489,6 +489,29 @@ async def test_who_turned_a_task_down_is_known_after_a_restart(queue: SqliteQueu
     stood = msgspec.msgpack.decode(msgspec.msgpack.encode(StoredTask(3, task("a"), "w", b"t", 1.0, {"v": 3})))
     for parts in (stood[:5], [*stood, "from a later version"]):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(parts), type=StoredTask).since == 1.0
+
+
+async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobody_s(queue: SqliteQueue) -> None:
+    """Or it would wait for the end of a lease that no worker knows, and be charged for it."""
+    for name in ("a", "b"):
+        await submitted(queue, name)
+    lease = await leased(queue, "p")
+    record = await queue.load(lease.task.request)
+    write, full = queue._writer._journal.write, [True]
+
+    def writes(rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
+        if full[0]:
+            raise TransientError("full")
+        write(rows, durable)
+
+    queue._writer._journal.write = writes  # type: ignore[method-assign]
+    with pytest.raises(TransientError, match="disk of the queue is full"):
+        await queue.commit_and_lease(done(record, lease), "w", wanted("p"), 60.0)
+    full[0] = False
+    while queue._writer._full:
+        await asyncio.sleep(0.01)
+    (given,) = await queue.lease("other", wanted("p"), 60.0)
+    assert given.task.request != lease.task.request
 
 
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:

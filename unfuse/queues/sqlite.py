@@ -122,7 +122,13 @@ class SqliteQueue(TaskQueue):
         self._writer.check()
         entry = self._state.commit(change)
         leases = self._state.claim(worker, wanted, ttl)
-        return await self._when_written(entry), leases
+        try:
+            return await self._when_written(entry), leases
+        except BaseException:  # nobody learns of these leases
+            for lease in leases:
+                self._state.hand_back(lease.claim)
+            self._waiters.wake()
+            raise
 
     async def hand_back(self, claim: Claim) -> bool:
         """Return a leased task to its place."""
