@@ -67,7 +67,7 @@ def test_what_can_never_fit_the_arenas_is_refused_before_and_after_workers_are_t
     """Given arenas of 1 MiB, then a picture whose latents take 256 bytes more is a 400 with the sum and the flag, and
     a smaller one is made."""
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--arena", "1MiB", **variables) as server:
+    with serving(tmp_path, model, "--workers", "split", "--arena", "1MiB", **variables) as server:
         until(lambda: server.get("/health"), "the gateway", server.process)
         for _ in range(2):
             with pytest.raises(urllib.error.HTTPError) as refused:

@@ -56,6 +56,29 @@ def test_a_worker_told_to_stop_finishes_what_it_runs_and_exits_0(built_in: bool,
         assert worker.wait(600) == 0
 
 
+def test_a_worker_told_to_stop_stays_until_what_it_made_was_read(tmp_path: Path) -> None:
+    """Given latents that nobody has read yet, then a decoder that comes later gets them: nothing is made again."""
+    model, variables = installed(tmp_path)
+    with serving(tmp_path, model, "--no-workers", **variables) as server:
+        until(lambda: server.get("/health") is not None, "the gateway", server.process)
+        server.worker("encoder", **variables)
+        worker = server.worker("denoiser", **variables)
+        request = server.submit("a circle", num_inference_steps=4)
+
+        def denoised() -> bool:
+            stages = {one["name"]: one["status"] for one in server.get(f"/v1/requests/{request}")["stages"]}
+            return stages["denoise.0"] == "done"
+
+        until(denoised, "the latents", server.process)
+        worker.terminate()
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(2)
+        server.worker("decoder", **variables)
+        shown = server.finished(request)
+        assert (shown["status"], shown["attempts"]) == ("completed", 1)
+        assert worker.wait(600) == 0
+
+
 @pytest.mark.parametrize(
     ("built_in", "layout", "processes"),
     [
@@ -85,7 +108,7 @@ def test_no_process_is_left_after_ctrl_c_in_the_middle_of_a_request(
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGKILL, -9)])
 def test_no_process_is_left_however_serve_ends(tmp_path: Path, ending: signal.Signals, code: int) -> None:
     model, variables = installed(tmp_path)
-    with serving(tmp_path, model, "--arena", "16MiB", **variables) as server:
+    with serving(tmp_path, model, "--workers", "split", "--arena", "16MiB", **variables) as server:
         everyone = family_of(server.ready().process.pid)
         assert len(everyone) == 8  # serve, two of each worker, and the fork server
         server.process.send_signal(ending)

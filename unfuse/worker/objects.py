@@ -13,7 +13,7 @@ from unfuse.arena.buddy import Usage
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.messages import Done, Failed, Places
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.task import Lease, cached_as
+from unfuse.core.task import CACHED, Lease, cached_as
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.worker.compute_messages import Stopped
@@ -75,6 +75,11 @@ class Objects:
     def holding(self) -> frozenset[str]:
         """The ids of the requests that objects are held for."""
         return (self._arena.requests() if self._arena else frozenset()) | self._elsewhere
+
+    def needed(self) -> frozenset[str]:
+        """The ids of requests, not known to be over, whose objects are here and nowhere else."""
+        held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
+        return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
 
     def settle(self, lease: Lease, message: Outcome) -> Outcome:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.

@@ -62,6 +62,9 @@ LEAVE_S = 1.0
 SAVING = 0.25
 """The share of the drain timeout for saving and handing back tasks that are not finished."""
 
+SILENT_BEATS = 3
+"""How many beats without an answer mean that no scheduler is there to wait for."""
+
 LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
@@ -99,7 +102,7 @@ class Worker:
         self._changed = asyncio.Event()
         self._link = Link(options.schedulers, options.trust, self._changed.set)
         self._draining = asyncio.Event()
-        self._idle = asyncio.Event()
+        self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
         self._objects: Objects | None = None
@@ -338,18 +341,10 @@ class Worker:
         held = tuple(self._active.keys() - ended)
         moved = objects.copies.counters.take()
         usage, holding = objects.usage(), tuple(objects.holding())
-        waits = self._executor.unwritten if self._executor else 0
+        waits, shares = (self._executor.unwritten, self._executor.shares) if self._executor else (0, {})
         beat = Beat(
-            held,
-            holding,
-            usage.used,
-            self._beat_s,
-            usage.high_water,
-            usage.fragmentation,
-            moved,
-            waits,
-            self._executor.shares if self._executor else {},
-        )
+            held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits, shares
+        )  # fmt: skip
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
@@ -365,9 +360,23 @@ class Worker:
         if pulse.over:
             await objects.release(pulse.over)
             self._changed.set()
+            self._released.set()
+
+    async def _until_read(self, objects: Objects) -> None:
+        """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so."""
+        heard = -1
+        while objects.needed() and heard != self._link.heard:
+            heard = self._link.heard
+            self._released.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SILENT_BEATS * self._beat_s):
+                    await self._released.wait()
 
     async def _leave(self) -> None:
-        """Finish what runs, save and hand back what takes too long, and sign off; all within the drain timeout."""
+        """Finish what runs, save and hand back what takes too long, let others read what lies here, and sign off.
+
+        All of that within the drain timeout.
+        """
         log.info("draining", running=len(self._active))
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -378,6 +387,7 @@ class Worker:
                     await self._idle.wait()
                     if self._objects:
                         await self._objects.durable.wait_until_written()
+                        await self._until_read(self._objects)
             for claim in list(self._active):  # a copy, because tasks end meanwhile
                 await self._cancel(claim, save=True)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
