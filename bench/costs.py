@@ -154,7 +154,7 @@ def main() -> None:
     order = [case for _ in range(rounds) for case in dice.sample(LEARNED + HELD_OUT, len(LEARNED + HELD_OUT))]
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), "--threads", "1", "--arena", "64MiB", *NO_CACHE) as server,
+        serving(Path(folder), "--workers", "split", "--threads", "1", "--arena", "64MiB", *NO_CACHE) as server,
     ):
         server.ready()
         measure(server, LEARNED[:1])

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from bench.load import computes
 from bench.report import NO_CACHE, show, spread
 from tools.server import Server, serving
 
@@ -124,9 +125,9 @@ def main() -> None:
     repetitions = int(sys.argv[1]) if sys.argv[1:] else REPETITIONS
     with (
         tempfile.TemporaryDirectory() as folder,
-        serving(Path(folder), "--threads", "1", "--arena", "64MiB", *NO_CACHE) as server,
+        serving(Path(folder), "--workers", "split", "--threads", "1", "--arena", "64MiB", *NO_CACHE) as server,
     ):
-        denoiser = server.ready().compute_of("denoiser")
+        (denoiser,) = computes(server.ready(), "denoiser")
         step, undisturbed = step_seconds(server, denoiser)
         cancelled = [cancel(server, denoiser, step) for _ in range(repetitions)]
         freed = [cancel_freed(server) for _ in range(repetitions)]

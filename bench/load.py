@@ -172,7 +172,7 @@ def main() -> None:
         for name, options in SERVERS.items():
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             common = ("--threads", "1", "--arena", "64MiB")
-            servers[name] = stack.enter_context(serving(folder, *options, *common, *NO_CACHE))
+            servers[name] = stack.enter_context(serving(folder, "--workers", "split", *options, *common, *NO_CACHE))
         for server in servers.values():
             server.ready()
             closed_loop(lambda seed, to=server: ours(to, seed, STEPS), 8, 8)

@@ -130,7 +130,7 @@ def main() -> None:
     for threads, denoisers in ((1, 1), (2, 1), (1, 2)):
         with tempfile.TemporaryDirectory() as folder:
             options = ("--threads", str(threads), "--denoisers", str(denoisers))
-            with serving(Path(folder), *options, "--arena", "64MiB", *NO_CACHE) as server:
+            with serving(Path(folder), "--workers", "split", *options, "--arena", "64MiB", *NO_CACHE) as server:
                 server.ready()
                 show(
                     "split",

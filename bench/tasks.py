@@ -21,6 +21,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -149,14 +150,18 @@ def theirs(peers: Path, defaults: bool = False) -> dict[str, Side]:
     return found
 
 
-def peer_python(peers: Path, name: str) -> str:
-    """The Python of a side, made when it is not there."""
+def peer_python(peers: Path, name: str, shares: bool = False) -> str:
+    """The Python of a side, made when it is not there. With `shares`, all but what its file names is ours."""
     wanted = Path(__file__).parent / "peers" / f"{name}.txt"
     installed, python = peers / name / wanted.name, peers / name / "bin" / "python"
     if not installed.exists() or installed.read_bytes() != wanted.read_bytes():
         print(f"installing {name} in {peers / name}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(peers / name)], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "-r", str(wanted)], check=True)
+        alone = ["--no-deps"] if shares else []
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *alone, "-r", str(wanted)], check=True)
+        if shares:
+            (site,) = (peers / name).glob("lib/python*/site-packages")
+            (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
         installed.write_bytes(wanted.read_bytes())
     return str(python)
 

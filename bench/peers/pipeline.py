@@ -1,0 +1,32 @@
+"""What other servers run: the whole pipeline of a folder, one thread, pictures as PNG. No unfuse in it."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import diffusers
+import torch
+import transformers
+from PIL import Image
+
+
+def load() -> diffusers.DiffusionPipeline:
+    """The pipeline of the folder in BENCH_MODEL, with BENCH_THREADS."""
+    torch.set_num_threads(int(os.environ["BENCH_THREADS"]))
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(os.environ["BENCH_MODEL"])
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def pictures(pipeline: diffusers.DiffusionPipeline, prompts: list[str], seeds: list[int], **call: int) -> list[bytes]:
+    """One PNG for each prompt and seed, made together."""
+    generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
+    made = pipeline(prompts, generator=generators, output_type="np", **call).images
+    files = []
+    for pixels in (made * 255).round().astype("uint8"):
+        Image.fromarray(pixels).save(file := io.BytesIO(), "PNG", compress_level=1)
+        files.append(file.getvalue())
+    return files

@@ -1,0 +1,55 @@
+"""LitServe with two workers and batches of four, by its docs' guide to batching; a batch waits 10 ms for others.
+
+https://lightning.ai/docs/litserve/features/batching. `python -m bench.peers.with_litserve PORT WORKERS BATCH`
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import litserve
+from fastapi import Response
+
+from bench.peers.pipeline import load, pictures
+
+
+class Pictures(litserve.LitAPI):
+    def setup(self, device: str) -> None:
+        self.pipeline = load()
+
+    def decode_request(self, request: dict[str, Any]) -> dict[str, Any]:
+        return request
+
+    def batch(self, inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return inputs
+
+    def predict(self, asked: Any) -> list[bytes]:
+        found: list[bytes] = []
+        together = asked if isinstance(asked, list) else [asked]
+        alike: dict[str, list[int]] = {}
+        for number, one in enumerate(together):
+            alike.setdefault(str(one["call"]), []).append(number)
+        made: dict[int, bytes] = {}
+        for numbers in alike.values():
+            group = [together[number] for number in numbers]
+            files = pictures(
+                self.pipeline, [one["prompt"] for one in group], [one["seed"] for one in group], **group[0]["call"]
+            )
+            made |= dict(zip(numbers, files, strict=True))
+        found = [made[number] for number in range(len(together))]
+        return found if isinstance(asked, list) else found[0]  # type: ignore[return-value]
+
+    def unbatch(self, output: list[bytes]) -> list[bytes]:
+        return output
+
+    def encode_response(self, output: bytes) -> Response:
+        return Response(output, media_type="image/png")
+
+
+if __name__ == "__main__":
+    port, workers, batch = map(int, sys.argv[1:])
+    api = Pictures(max_batch_size=batch, batch_timeout=0.01, api_path="/picture")
+    litserve.LitServer(api, accelerator="cpu", workers_per_device=workers, timeout=False).run(
+        port=port, generate_client_file=False, log_level="error", num_api_servers=1
+    )
