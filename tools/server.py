@@ -166,10 +166,11 @@ class Server:
         with urllib.request.urlopen(f"{self.url}/v1/requests/{request}/result/{index}", timeout=30) as answer:
             return bytes(answer.read())
 
-    def compute_of(self, role: str) -> psutil.Process:
-        """The compute process of the worker of that role."""
-        first, *_ = (worker["pid"] for worker in self.get("/v1/workers")["data"] if worker["role"] == role)
-        (compute,) = computes_of(first)
+    def compute_of(self, request: str, stage: str) -> psutil.Process:
+        """The compute process of the worker that has that stage of a request, or had it last."""
+        (name,) = (one["worker"] for one in self.get(f"/v1/requests/{request}")["stages"] if one["name"] == stage)
+        (pid,) = (worker["pid"] for worker in self.get("/v1/workers")["data"] if worker["id"] == name)
+        (compute,) = computes_of(pid)
         return compute
 
     def log(self) -> str:

@@ -227,7 +227,7 @@ def test_doctor_says_which_servers_run_and_that_insecure_listen_is_open(unfuse: 
 
 
 def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_split_gains_nothing(unfuse: Run) -> None:
-    code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB")
+    code, out, _ = unfuse("doctor", "unfuse/shapes", "--device", "cpu", "--arena", "1MiB", "--workers", "split")
     assert code == 0
     assert re.search(r"text_encoder +UMT5EncoderModel +281952 +\S+ MiB +float32 +1.1 MiB", out)
     assert re.search(r"denoiser +cpu +transformer +float32 +7.6 MiB +unfuse/shapes", out)
@@ -235,6 +235,26 @@ def test_doctor_shows_what_the_built_in_model_needs_where_it_goes_and_that_a_spl
     assert "do not split: on one device stages take turns" in out
     assert out.endswith("2 more processes than undivided take 576.0 MiB of host memory\n")
     assert "gain:" not in out
+
+
+def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.service.resources.cpus", lambda group: 2.0)
+    arguments = "unfuse/shapes", "--device", "cpu", "--arena", "1MiB"
+    out = unfuse("doctor", *arguments)[1]
+    assert re.search(
+        r"\nlayout all=2: it fits, and splitting would give \S+× the rate \(a guess: .*\); --workers all=2", out
+    )
+    assert re.search(r"LAYOUT +RATE +REFUSAL\nall=2 +1 +-\n", out)
+    assert "cpu: 592.4 MiB of" in out  # what both map counts once
+    out = unfuse("doctor", *arguments, "--memory-limit", "300MiB")[1]
+    assert "taken apart, since a worker with all stages does not fit: it would take 302.4 MiB" in out
+    assert re.search(r"all=2 +1 +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
+    out = unfuse("doctor", *arguments, "--device-memory", "cpu=400MiB")[1]
+    assert re.search(r"\nlayout all=1: it fits, and the split does not; ", out)
+    assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
+    refused = unfuse("doctor", *arguments, "--device-memory", "cuda:7=1GiB")
+    assert (refused[0], "there is no such device; there are cpu" in refused[2]) == (2, True)
+    assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
 
 
 def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(unfuse: Run, tmp_path: Path) -> None:
@@ -263,9 +283,10 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
 
 def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
+    assert found["layouts"][0] == {"layout": found["verdict"].split()[1].rstrip(":"), "rate": 1.0, "refusal": ""}
     rows = {row["name"]: row for row in found["models"]["unfuse/shapes"]}
     assert rows["transformer"]["memory"] == 2 * rows["transformer"]["parameters"]
-    assert [row["role"] for row in found["placement"]] == ["encoder", "denoiser", "decoder"]
+    assert {row["role"] for row in found["placement"]} == {"all"}
     assert found["memory"][0]["takes"] > sum(row["memory"] for row in found["placement"])
     assert (found["refusal"], found["gains"]) == (None, [])
     assert found["machine"]["memory"] > 0

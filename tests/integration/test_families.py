@@ -155,10 +155,10 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
 
 
-def test_stages_of_a_request_ran_in_three_workers(server: Server) -> None:
+def test_stages_of_a_request_ran_where_it_began(server: Server) -> None:
     shown = server.finished(server.submit(model="flux", **PLAIN))
 
     workers = {stage["name"]: stage["worker"] for stage in shown["stages"]}
     assert sorted(workers) == ["denoise.0", "text_encode", "text_encode_2", "vae_decode.0"]
-    assert workers["text_encode"] == workers["text_encode_2"]
-    assert len(set(workers.values())) == 3
+    assert len({*workers.values()}) <= 2  # both encoders may begin at once, each in a worker
+    assert workers["denoise.0"] == workers["vae_decode.0"]

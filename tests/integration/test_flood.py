@@ -80,7 +80,7 @@ def weathers(server: Server, kind: str, keys: Path | None = None, dropped: bool 
         until(lambda: watch.asked > asked + 20, "some more answers")
     assert watch.answered == watch.asked
     assert watch.most < watch.least + ROOM
-    assert crew(server) == before
+    assert before.items() <= crew(server).items()
 
 
 @pytest.fixture(scope="module")

@@ -164,15 +164,15 @@ def test_the_same_bytes_after_the_denoiser_s_compute_is_killed_in_the_middle(
     server: Server, expected: list[str]
 ) -> None:
     request = server.submit(CAPTIONS[0], seed=99, num_inference_steps=100)
-    compute = server.compute_of("denoiser")
     for event in server.events(request):
         if event["type"] == "progress" and event["stage"] == "denoise.0" and event["step"] >= 3:
+            compute = server.compute_of(request, "denoise.0")
             compute.kill()
             break
     shown = server.finished(request)
     assert (shown["status"], shown["attempts"]) == ("completed", 2)
     assert digest(server.result(request)) == expected[-1]
-    assert server.compute_of("denoiser").pid != compute.pid
+    assert server.compute_of(request, "denoise.0").pid != compute.pid
 
 
 @pytest.mark.nightly

@@ -124,7 +124,7 @@ def test_workers_are_told_what_is_set_for_their_role_or_for_all(
     settings: dict[str, Any], encoder: str, denoiser: str
 ) -> None:
     """0 leaves it to what their stages say."""
-    chosen = options(load(settings, None, {}))
+    chosen = options(load({"serve.workers": "split", **settings}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
     slots = {spec.role: spec.flags["slots"] for spec in service._specs()}
@@ -136,6 +136,14 @@ def test_workers_that_no_stage_has_a_role_for_are_refused_before_anything_is_sta
     chosen = options(load({"serve.workers": text}, None, {}))
     with pytest.raises(ConfigError, match=r"no stage has the role \w+: roles are encoder, denoiser, decoder, and all"):
         plan(chosen)
+
+
+@pytest.mark.parametrize(("given", "slots"), [((), "0"), (("denoiser=3", "decoder=2"), "2")])
+def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(given: tuple[str, ...], slots: str) -> None:
+    chosen = options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
+    service = Service(chosen, plan(chosen), Logs())
+    service.addresses = ["unix:/run/nobody"]
+    assert [spec.flags["slots"] for spec in service._specs()] == [slots]
 
 
 def test_how_many_is_said_once() -> None:

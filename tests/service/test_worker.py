@@ -22,8 +22,8 @@ def composed(unfuse: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> An
     monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path / "data"))
     made: list[tuple[WorkerOptions, Mapping[str, TransferEngine]]] = []
 
-    async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], lifeline: int | None) -> None:
-        del lifeline
+    async def work(options: WorkerOptions, engines: Mapping[str, TransferEngine], *descriptors: int | None) -> None:
+        del descriptors
         made.append((options, engines))
 
     def call(*arguments: str) -> tuple[WorkerOptions, Mapping[str, TransferEngine]]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from unfuse.service.plan import Model, Plan
 
 
-@takes("serve.revision", "insecure_listen", *PLACING, *COMPUTE)
+@takes("serve.revision", "insecure_listen", "worker.memory_limit", *PLACING, *COMPUTE)
 def doctor(
     flags: dict[str, Any],
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
@@ -37,13 +37,17 @@ def doctor(
     from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
     from unfuse.service.plan import plan_for, wanted
+    from unfuse.service.resources import device_memory, means
     from unfuse.service.transfers import transfers
 
     loaded = load(flags, config)
     serve = loaded.settings.serve
     ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
     machine = look((serve.port, *ports))
-    found = plan_for(models, serve.revision, wanted(loaded.settings), devices()) if models else None
+    found = None
+    if models:
+        usable = devices(device_memory(loaded.settings))
+        found = plan_for(models, serve.revision, wanted(loaded.settings), usable, means(loaded.settings))
     removed = leftovers.clean(loaded.settings) if clean else []
     if json:
         facts = {
@@ -70,13 +74,14 @@ def doctor(
 
 
 def _report(plan: Plan) -> dict[str, Any]:
-    from unfuse.service.advice import gains, verdict
+    from unfuse.service.advice import gains, layouts_of, verdict
 
     return {
         "models": {model.card.name: _components(model) for model in plan.models},
         "placement": plan.rows(),
         "memory": plan.memory(),
         "refusal": plan.refusal or None,
+        "layouts": layouts_of(plan),
         "gains": [gain for gain, _ in gains(plan)],
         "verdict": verdict(plan),
     }
@@ -106,7 +111,7 @@ def _print_machine(machine: Machine) -> None:
 
 
 def _print_plan(plan: Plan) -> None:
-    from unfuse.service.advice import gains, verdict
+    from unfuse.service.advice import gains, layouts_of, verdict
 
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")
@@ -117,6 +122,10 @@ def _print_plan(plan: Plan) -> None:
     else:
         tell(plan, typer.echo)
     typer.echo()
+    if plan.layouts:
+        show.as_table(layouts_of(plan), ["layout", "rate", "refusal"], "no layout")
+        typer.echo()
     for gain, _ in gains(plan):
         typer.echo(f"gain: {gain}")
-    typer.echo(verdict(plan))
+    if plan.refusal or not plan.layouts:
+        typer.echo(verdict(plan))

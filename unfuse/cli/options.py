@@ -54,7 +54,10 @@ OFFERED: set[str] = set()
 COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 """How compute processes work, for every verb that starts some."""
 
-PLACING = ("serve.place", "serve.encoders", "serve.denoisers", "serve.decoders", "arena.bytes")
+PLACING = (
+    "serve.workers", "serve.place", "serve.device_memory", "serve.encoders", "serve.denoisers", "serve.decoders",
+    "arena.bytes",
+)  # fmt: skip
 """Which workers run where, beside how they compute."""
 
 

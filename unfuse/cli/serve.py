@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.allowed_hosts", "serve.allowed_origins",
     "serve.trusted_proxies", "serve.max_connections", "serve.max_connections_per_address",
     "serve.served_model_name", "serve.revision", "serve.queue", "serve.results", "serve.store", "serve.durable",
-    "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.workers", "serve.listen", "keys",
+    "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
     "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",
     "serve.max_active", "serve.max_queue", "serve.max_cost",
@@ -54,6 +54,8 @@ def serve(
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
     """Say which workers run where and what each of their components takes, line by line."""
+    if plan.layouts and not plan.refusal:
+        say(plan.layouts.why)
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
     for line in show.table(plan.rows(), columns, "no worker is started here"):
         say(line)

@@ -32,23 +32,28 @@ Needs = Mapping[str, "tuple[Part, ...]"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype."""
+    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype.
+
+    What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once.
+    """
 
     component: str
     dtype: str
     bytes: int
     models: tuple[str, ...] = ()
+    mapped: bool = False
 
     @property
     def half(self) -> Part:
         """The same component in bfloat16; for a VAE only if `--dtype` names it."""
         plain = self.dtype == "float32" and not self.component.startswith("vae")
-        return replace(self, dtype="bfloat16", bytes=self.bytes // 2) if plain else self
+        return replace(self, dtype="bfloat16", bytes=self.bytes // 2, mapped=False) if plain else self
 
     @property
     def full(self) -> Part:
         """The same in float32."""
-        return self if self.dtype == "float32" else replace(self, dtype="float32", bytes=2 * self.bytes)
+        wide = self.dtype == "float32"
+        return self if wide else replace(self, dtype="float32", bytes=2 * self.bytes, mapped=False)
 
     def resident(self, offload: Offload) -> int:
         """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
@@ -65,8 +70,8 @@ class Device(msgspec.Struct, frozen=True):
 
 class Wanted(msgspec.Struct, frozen=True):
     """Workers to start: how many by what they are (a role, several as `a+b`, or all), the devices that were named by
-    that, and how they compute. Where models are `split` there is one of each role that `counts` does not name.
-    Those of the roles in `first` are placed first.
+    that, and how they compute. Where models are `split` there is one of each role that `counts` does not name; with
+    `auto`, all of that is still to be chosen. Those of the roles in `first` are placed first.
     """
 
     counts: Mapping[str, int] = {}
@@ -75,6 +80,7 @@ class Wanted(msgspec.Struct, frozen=True):
     arena: int = 0
     split: bool = True
     first: frozenset[str] = frozenset()
+    auto: bool = False
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
         """The number of workers by roles, for models with these roles. Raises ConfigError for an unknown role."""
@@ -164,7 +170,18 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
 
 def taken(placed: Sequence[Placed], wanted: Wanted) -> Counter[str]:
     """The bytes that these workers take together, by device."""
-    return sum((worker.takes(wanted) for worker in placed), Counter())
+    return sum(each_takes(placed, wanted), Counter())
+
+
+def each_takes(placed: Sequence[Placed], wanted: Wanted) -> list[Counter[str]]:
+    """The bytes that each of these workers takes, by device; what several map counts for the first of them."""
+    known: set[Part] = set()
+    found = []
+    for worker in placed:
+        mapped = {part for part in worker.parts if part.mapped and worker.device == CPU}
+        found.append(worker.takes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & known)}))
+        known |= mapped
+    return found
 
 
 def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
@@ -212,8 +229,9 @@ def _refusal(
     short: list[Device], placed: Sequence[Placed], needs: Needs, wanted: Wanted, devices: Sequence[Device]
 ) -> str:
     sums = []
+    takes = each_takes(placed, wanted)
     for device in short:
-        each = [(worker.role, worker.takes(wanted)[device.name]) for worker in placed]
+        each = [(worker.role, take[device.name]) for worker, take in zip(placed, takes, strict=True)]
         shares = " + ".join(f"{role} {readable_bytes(size)}" for role, size in each if size)
         total = readable_bytes(sum(size for _, size in each))
         sums.append(f"{device.name} would hold {total} ({shares}) and has {readable_bytes(device.free)} free")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.launch.placement import CONTEXT, CPU, PROCESS
@@ -31,10 +32,23 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
         yield f"{copies} denoisers share encoder and decoder: {less}", saved
 
 
+def layouts_of(plan: Plan) -> list[dict[str, Any]]:
+    """The layouts among which `serve` would choose, by predicted rate: that of the chosen one is 1."""
+    if plan.layouts is None:
+        return []
+    whole = plan.layouts.chosen.rate or 1.0
+    return [
+        {"layout": layout.workers, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
+        for layout in plan.layouts.found
+    ]
+
+
 def verdict(plan: Plan) -> str:
     """Whether to split, in a sentence. Saved memory counts only if it is more than the extra processes take."""
     if plan.refusal:
         return "nothing to split: serve would refuse this"
+    if plan.layouts:
+        return plan.layouts.why
     if len(plan.workers) < 2:
         return "not split: one worker at most runs here, the stages in turn"
     more = len(plan.workers) - max(1, _denoisers(plan))

@@ -111,12 +111,17 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: Annotated[
         str,
         says(
-            "Workers to start here: split is one for each role of the models, none leaves them to `unfuse worker`; or "
-            "how many of what, like all=2 (undivided), or encoder+decoder=1,denoiser=2."
+            "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
+            "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
+            "(undivided), or encoder+decoder=1,denoiser=2."
         ),
-    ] = "split"
+    ] = "auto"
+    device_memory: Annotated[
+        tuple[str, ...],
+        says("DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free."),
+    ] = ()
     encoders: Annotated[int, says("Encoder workers to start here; 0 leaves them to other machines.", ge=0, le=1024)] = 1
-    denoisers: Annotated[int, says("Denoiser workers to start.", ge=0, le=1024)] = 1
+    denoisers: Annotated[int, says("Denoiser workers to start; others than 1 take models apart.", ge=0, le=1024)] = 1
     decoders: Annotated[int, says("Decoder workers to start.", ge=0, le=1024)] = 1
     place: Annotated[
         str, says("Devices by role: encoder=cpu,denoiser=cuda:0,denoiser=cuda:1; a worker for each device named.")
@@ -213,8 +218,8 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[
         int,
         says_bytes(
-            "Memory for stage outputs, taken from the machine at start; 0 is 512 MiB for each worker that `serve` "
-            "starts, and 2 GiB for one that is started by itself.",
+            "Most memory for stage outputs, taken from the machine as they come; 0 is 512 MiB for each worker that "
+            "`serve` starts, and 2 GiB for one that is started by itself.",
             flag="--arena",
         ),
     ] = 0

@@ -8,12 +8,15 @@ import platform
 import shutil
 import socket
 import subprocess
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from unfuse.arena.limits import available_memory
+from unfuse.core.errors import ConfigError
 from unfuse.launch.placement import CPU, Device
 
 LIBRARIES = ("torch", "diffusers", "transformers", "safetensors", "numpy", "msgspec", "pyzmq", "fastapi")
@@ -58,10 +61,16 @@ def look(ports: tuple[int, ...], group: Path = Path("/sys/fs/cgroup")) -> Machin
     )
 
 
-def devices() -> tuple[Device, ...]:
-    """The devices that workers may use on this machine: no GPU if torch is built without CUDA."""
+def devices(caps: Mapping[str, int] = MappingProxyType({})) -> tuple[Device, ...]:
+    """The devices that workers may use on this machine: no GPU if torch is built without CUDA.
+
+    Of a device in `caps` at most so many bytes. Raises ConfigError for one that is not there.
+    """
     usable = () if (_version("torch") or "").endswith("+cpu") else gpus()
-    return (Device(CPU, available_memory()), *(Device(f"cuda:{n}", gpu.free) for n, gpu in enumerate(usable)))
+    free = {CPU: available_memory(), **{f"cuda:{n}": gpu.free for n, gpu in enumerate(usable)}}
+    if unknown := sorted(caps.keys() - free):
+        raise ConfigError(f"--device-memory {unknown[0]}: there is no such device; there are {', '.join(free)}")
+    return tuple(Device(name, min(size, caps.get(name, size))) for name, size in free.items())
 
 
 def cpus(group: Path) -> float:

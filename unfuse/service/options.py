@@ -17,7 +17,7 @@ from unfuse.server.connections import Bounds
 from unfuse.service.addresses import keys_folder, listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
-from unfuse.service.resources import counts, resources
+from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, Loaded
 from unfuse.worker.checkpoints import Policy
@@ -63,6 +63,8 @@ def options(loaded: Loaded) -> ServeOptions:
             **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(settings),
+        device_memory=device_memory(settings),
+        means=means(settings),
         slots=counts("--slots", serve.slots, "ROLE=N, like denoiser=2"),
         resources=resources(settings),
         each=settings.worker.slots,
@@ -71,7 +73,7 @@ def options(loaded: Loaded) -> ServeOptions:
         order=serve.order,
         dispatch=serve.dispatch,
         encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
-        costs=Path(settings.data_dir, "costs.json"),
+        costs=Path(settings.data_dir, COSTS),
         lease_ttl=settings.lease.ttl_s,
         retention=serve.retention_s,
         drain_timeout=serve.drain_timeout,

@@ -29,14 +29,22 @@ from unfuse.models import card_of, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
 from unfuse.models.folder import ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
+from unfuse.service.layout import Layouts, Means, layouts
 from unfuse.service.size import Size
 
-SPLIT, NONE = ("split", "true"), ("none", "false")
-"""Values of `--workers`: one worker for each role; no workers."""
+AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
+"""Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""
+
+
+IN_FILES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What safetensors files call these types."""
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype."""
+    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype.
+
+    What is `mapped` has that dtype in its files, so that on CPUs processes read the same memory.
+    """
 
     name: str
     kind: str
@@ -44,6 +52,7 @@ class Component(msgspec.Struct, frozen=True):
     files: int
     dtype: str
     memory: int
+    mapped: bool = False
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -56,7 +65,10 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Which workers would serve what; `refusal` says why there are none. The first device is the host."""
+    """Which workers would serve what; `refusal` says why there are none. The first device is the host.
+
+    `layouts` are those among which one was chosen, if it was left to us.
+    """
 
     models: tuple[Model, ...]
     needs: dict[str, tuple[Part, ...]]
@@ -64,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
     devices: tuple[Device, ...]
     workers: tuple[Placed, ...]
     refusal: str = ""
+    layouts: Layouts | None = None
 
     def rows(self) -> list[dict[str, Any]]:
         """Every component of every worker, with its bytes."""
@@ -91,15 +104,20 @@ def wanted(settings: Settings) -> Wanted:
     named, arena = parse_place(serve.place), settings.arena.bytes or SHARED_ARENA
     if text in NONE:
         return Wanted({}, {}, settings.compute, split=False)
-    if text in SPLIT:
+    changed = sorted(f"--{role}s" for role, count in counts.items() if count != 1)
+    if text in SPLIT or (text == AUTO and (changed or named)):
         return Wanted(counts, named, settings.compute, arena)
-    if changed := sorted(f"--{role}s" for role, count in counts.items() if count != 1):
+    if text == AUTO:
+        return Wanted({}, {}, settings.compute, arena, auto=True)
+    if changed:
         raise ConfigError(f"--workers {text} and {changed[0]} both say how many: leave one out")
     return Wanted(parse_workers(text), named, settings.compute, arena, split=False)
 
 
-def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...]) -> Plan:
-    """Read the models' metadata and place the wanted workers. No weights are downloaded or loaded.
+def plan_for(
+    names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...], means: Means | None = None
+) -> Plan:
+    """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
@@ -108,10 +126,14 @@ def plan_for(names: Iterable[str], revision: str, wanted: Wanted, devices: tuple
     stages = [stage for model in models for stage in model.card.pipeline.stages]
     wanted = replace(wanted, first=frozenset(stage.role for stage in stages if stage.work.forwards))
     wanted.numbers(needed)
+    looked = None
+    if wanted.auto:
+        looked = layouts([model.card for model in models], needed, wanted, devices, means or Means())
+        wanted = looked.chosen.of(wanted)
     try:
-        return Plan(models, needed, wanted, devices, place(needed, wanted, devices))
+        return Plan(models, needed, wanted, devices, place(needed, wanted, devices), layouts=looked)
     except ConfigError as error:
-        return Plan(models, needed, wanted, devices, (), str(error))
+        return Plan(models, needed, wanted, devices, (), str(error), looked)
 
 
 def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:
@@ -136,9 +158,11 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
 
 
 def _component(files: ModelFolder, name: str, dtype: str) -> Component:
-    elements = sum(files.parameters(name).values())
-    kind = str(files.index()[name][1])
-    return Component(name, kind, elements, files.size(name), dtype, elements * DTYPES[dtype])
+    counts = files.parameters(name)
+    elements, kind = sum(counts.values()), str(files.index()[name][1])
+    return Component(
+        name, kind, elements, files.size(name), dtype, elements * DTYPES[dtype], {*counts} == {IN_FILES[dtype]}
+    )
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
@@ -166,6 +190,6 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
     for users in pools.values():
         stage, model = next(iter(users.values()))
         held = (model.components[name] for name in stage.components)
-        parts = tuple(Part(one.name, one.dtype, one.memory, tuple(users)) for one in held if one.memory)
+        parts = tuple(Part(one.name, one.dtype, one.memory, tuple(users), one.mapped) for one in held if one.memory)
         found[stage.role] = found.get(stage.role, ()) + parts
     return found

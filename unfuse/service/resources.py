@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from unfuse.core.errors import ConfigError
 from unfuse.core.task import ARENA, SLOTS
 from unfuse.service.groups import Settings
+from unfuse.service.layout import Means
+from unfuse.service.machine import cpus
+from unfuse.service.size import Size
+
+COSTS = "costs.json"
+"""The file in the data folder with what stages took."""
 
 
 def resources(settings: Settings) -> dict[str, int]:
@@ -13,6 +21,24 @@ def resources(settings: Settings) -> dict[str, int]:
     if own := sorted(found.keys() & {SLOTS, ARENA}):
         raise ConfigError(f"--resources {own[0]}: every worker has that, and as much as --{own[0]} says")
     return found
+
+
+def device_memory(settings: Settings) -> dict[str, int]:
+    """What is planned for on devices at most, in bytes. Raises ConfigError for a malformed one."""
+    found = {}
+    for entry in settings.serve.device_memory:
+        name, _, size = entry.partition("=")
+        try:
+            found["cuda:0" if name == "cuda" else name] = Size.parse(size)
+        except ValueError as error:
+            raise ConfigError(f"--device-memory {entry}: write DEVICE=SIZE, like cuda:0=20GiB: {error}") from error
+    return found
+
+
+def means(settings: Settings) -> Means:
+    """What there is to compute with on this machine, by these settings."""
+    costs = Path(settings.data_dir, COSTS)
+    return Means(max(1, int(cpus(Path("/sys/fs/cgroup")))), settings.worker.memory_limit, costs)
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.service.layout import Means
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for
@@ -63,7 +63,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
     unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
     told beside how to compute, by flag; `worker_environment` by variable; each has the `slots` of its role, and these
-    `resources`. `standard`
+    `resources`. They share what `means` there are, and of devices at most `device_memory`. `standard`
     parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
     """
@@ -85,6 +85,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     worker_flags: Mapping[str, object]
     worker_environment: Mapping[str, str]
     workers: Wanted
+    device_memory: Mapping[str, int]
+    means: Means
     slots: Mapping[str, int]
     each: int
     resources: Mapping[str, int]
@@ -103,7 +105,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def plan(options: ServeOptions) -> Plan:
     """The plan for these options. Raises ConfigError for models that cannot be served, or do not fit."""
-    planned = plan_for(options.models, options.revision, options.workers, devices())
+    found = devices(options.device_memory)
+    planned = plan_for(options.models, options.revision, options.workers, found, options.means)
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
@@ -209,7 +212,7 @@ class Service:
     def _specs(self) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
         wanted, workers = self._options.workers, self._plan.workers
-        threads = wanted.compute.threads or max(1, _cores() // max(1, len(workers)))
+        threads = wanted.compute.threads or max(1, self._options.means.cores // max(1, len(workers)))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
         pulled_by = self.addresses if isinstance(self._options.trust, Keys) else ()
         common |= {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **self._options.worker_flags}
@@ -217,7 +220,9 @@ class Service:
         environment = {**self._options.worker_environment, **self._logs.environment}
         specs = []
         for worker in workers:
-            own = common | {"slots": self._options.slots.get(worker.role, self._options.each)}
+            roles = roles_of(worker.role)
+            given = [count for role, count in self._options.slots.items() if roles is None or role in roles]
+            own = common | {"slots": min(given, default=self._options.each)}
             if worker.device == CPU:
                 own["offload"] = "none"
             flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
@@ -276,10 +281,6 @@ def listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
     return listener
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 async def _raise(failed: asyncio.Future[None]) -> None:

@@ -1,0 +1,163 @@
+"""Chooses the layout: which stages share a worker, and how many workers there are (`--workers auto`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from unfuse.arena.limits import readable_bytes
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ALL
+from unfuse.launch.placement import CPU, PROCESS, Device, Needs, Placed, Wanted, devices_of, parse_workers, place
+from unfuse.scheduler.costs import UNMEASURED_S, Costs
+
+SPLIT = "split"
+
+THREADS = 4
+"""The most threads of a worker on the CPU, and the least workers where there are as many cores: a forward in one thread
+is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
+
+
+class Means(msgspec.Struct, frozen=True):
+    """What there is to compute with, beside devices: cores, what a worker may take of host memory (0: any), and the
+    file of what stages took.
+    """
+
+    cores: int = 1
+    memory_limit: int = 0
+    costs: Path | None = None
+
+
+class Layout(msgspec.Struct, frozen=True):
+    """A layout, as `--workers` has it: predicted requests a time, and why it cannot be ("" if it can).
+
+    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other.
+    """
+
+    workers: str
+    rate: float
+    refusal: str = ""
+
+    def of(self, wanted: Wanted) -> Wanted:
+        """The workers of this layout."""
+        if self.workers == SPLIT:
+            return replace(wanted, auto=False)
+        return replace(wanted, auto=False, split=False, counts=parse_workers(self.workers))
+
+
+class Layouts(msgspec.Struct, frozen=True):
+    """All that were looked at, the best first, and whether what they do was measured."""
+
+    found: tuple[Layout, ...]
+    measured: bool
+
+    @property
+    def chosen(self) -> Layout:
+        """The best one that can be, else the split, whose refusal says what would help."""
+        able = (layout for layout in self.found if not layout.refusal)
+        return next(able, None) or next(layout for layout in self.found if layout.workers == SPLIT)
+
+    @property
+    def why(self) -> str:
+        """One line: what was chosen, why, what the other way would give, and the flag that fixes it."""
+        chosen, basis = self.chosen, "measured" if self.measured else "a guess: nothing was measured here yet"
+        is_split = ALL not in chosen.workers
+        split = next(layout for layout in self.found if layout.workers == SPLIT)
+        if is_split:
+            refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
+            reason = f"taken apart, since a worker with all stages does not fit: {refused}"
+        elif split.refusal:
+            reason = "it fits, and the split does not"
+        else:
+            reason = f"it fits, and splitting would give {split.rate / chosen.rate:.2g}× the rate ({basis})"
+        return f"layout {chosen.workers}: {reason}; --workers {chosen.workers} keeps it so"
+
+
+def layouts(
+    cards: Iterable[ModelCard], needs: Needs, wanted: Wanted, devices: tuple[Device, ...], means: Means
+) -> Layouts:
+    """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
+
+    What is whole keeps all devices busy. It depends on models, memory and cores alone which of them can be, and times
+    that were measured say only how much better it is: so a restart changes nothing.
+    """
+    shares, measured = parts(cards, means.costs)
+    found = []
+    for workers in _names(needs, wanted, devices, means.cores):
+        layout = Layout(workers, 0.0)
+        try:
+            placed = place(needs, layout.of(wanted), devices)
+        except ConfigError as error:
+            found.append(replace(layout, refusal=str(error)))
+            continue
+        found.append(Layout(workers, rate(placed, shares, wanted, means), _too_large(placed, means.memory_limit)))
+    return Layouts(tuple(sorted(found, key=lambda layout: -round(layout.rate, 3))), measured)
+
+
+def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, float], bool]:
+    """The share of each role in the seconds of a request with default parameters; whether all were measured."""
+    known, seconds, measured = Costs(costs), dict[str, float](), True
+    for card in cards:
+        pools = card.pools()
+        for stage in card.pipeline.stages:
+            work = stage.work.of(card.defaults)
+            took = known.seconds(pools[stage.name], work)
+            measured = measured and took is not None
+            seconds[stage.role] = seconds.get(stage.role, 0.0) + (took or UNMEASURED_S * prod(work))
+    whole = sum(seconds.values())
+    return {role: part / whole for role, part in seconds.items()}, measured
+
+
+def rate(placed: Iterable[Placed], shares: Mapping[str, float], wanted: Wanted, means: Means) -> float:
+    """Requests at a time that these workers can do, if one core, or GPU, could do one."""
+    placed = list(placed)
+    gpus = {worker.device for worker in placed if worker.device != CPU}
+    threads = wanted.compute.threads or max(1, means.cores // len(placed))
+    most = float(len(gpus)) if gpus else float(means.cores)
+
+    def speed(worker: Placed) -> float:
+        """On a GPU workers take turns."""
+        if worker.device == CPU:
+            return float(min(threads, means.cores))
+        return 1.0 / sum(other.device == worker.device for other in placed)
+
+    whole = sum(speed(worker) for worker in placed if worker.role == ALL)
+    own = {role: sum(speed(worker) for worker in placed if role in worker.role.split("+")) for role in shares}
+    low, high = 0.0, most
+    for _ in range(40):
+        middle = (low + high) / 2
+        left = sum(max(0.0, middle * share - own[role]) for role, share in shares.items())
+        low, high = (middle, high) if left <= whole else (low, middle)
+    return low
+
+
+def _names(needs: Needs, wanted: Wanted, devices: tuple[Device, ...], cores: int) -> Iterator[str]:
+    """Layouts to look at. The main role is the one that is placed first: that of the stages with many forwards."""
+    (main, *_) = [*(role for role in needs if role in wanted.first), *needs]
+    gpus = [name for name in devices_of(ALL, wanted, devices) if name != CPU]
+    if gpus:
+        for whole in range(len(gpus), 0, -1):
+            more = len(gpus) - whole
+            yield f"{ALL}={whole}" + (f",{main}={more}" if more else "")
+        most = len(gpus)
+    else:
+        most = max(1, cores // (wanted.compute.threads or min(THREADS, max(1, cores // THREADS))))
+        for whole in range(most, 0, -1):
+            yield f"{ALL}={whole}"
+    for count in range(most, 1, -1):
+        yield ",".join(f"{role}={count if role == main else 1}" for role in needs)
+    yield SPLIT
+
+
+def _too_large(placed: Iterable[Placed], limit: int) -> str:
+    """Why workers may not be as large as these."""
+    for worker in placed:
+        takes = PROCESS + sum(part.bytes for part in worker.parts)
+        if limit and worker.device == CPU and takes > limit:
+            return f"it would take {readable_bytes(takes)}, and --memory-limit allows {readable_bytes(limit)}"
+    return ""
