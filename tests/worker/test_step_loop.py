@@ -427,6 +427,22 @@ def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_
     assert count.batches == [[1, 2], [1, 2, 3], [2, 3], [2], [4], [4]]
 
 
+def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_path: Path) -> None:
+    """Given a long task, then what comes later of another stage is done beside it, and what is urgent before both."""
+    loop, count = bench(tmp_path)
+    loop.loop._stages["other"] = other = Count()
+    long = loop.run(tag=1, steps=9)
+    loop.turn()
+    short = loop.run("other", tag=2, steps=3)
+    assert isinstance(loop.outcome(short), Done)
+    assert (len(other.order), 3 <= len(count.order) <= 4) == (3, True)
+    urgent = loop.run("other", tag=3, steps=3, priority=1)
+    before = len(count.order)
+    assert isinstance(loop.outcome(urgent), Done)
+    assert len(count.order) == before
+    assert isinstance(loop.outcome(long), Done)
+
+
 def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     for lease in [loop.run(tag=tag) for tag in (1, 2)]:

@@ -55,9 +55,10 @@ class StepLoop:
 
     `stages` is by declared pool; stages of `plain` pools get numpy arrays, the others torch tensors. Up to `batch`
     tasks share a forward. `encodings` maps a stage kind to the type that its outputs are narrowed to. Tasks of the
-    highest priority go first, in order of arrival; the others pause and keep their state. A cancelled task is dropped
-    between two steps. `policy` says when states are saved, so that another worker can resume them; a task that pauses
-    is saved too. A task whose result cannot be stored, because the result store is full, waits while others go on.
+    highest priority go first, pools in turns, each in order of arrival; the others pause and keep their state. A
+    cancelled task is dropped between two steps. `policy` says when states are saved, so that another worker can resume
+    them; a task that pauses is saved too. A task whose result cannot be stored, because the result store is full, waits
+    while others go on.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
     """
@@ -80,7 +81,7 @@ class StepLoop:
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
-        self._sizes = BatchSizes(batch)
+        self._sizes, self._turns, self._turn = BatchSizes(batch), dict[str, int](), 0
         self._arrived: dict[Claim, Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
@@ -204,8 +205,14 @@ class StepLoop:
         return stage.state_likeness(state) if self._exactness else None
 
     def _pick(self) -> tuple[list[Job], How]:
-        """The next batch: the first task of the highest priority, and those that may share its forward."""
-        first = max(self._jobs.values(), key=lambda job: job.priority)
+        """The next batch: the first task of the pool whose turn it is, and those that may share its forward.
+
+        Pools with tasks of the highest priority take turns: so none waits for the end of another's work, and who has
+        just been encoded joins the batch that denoises at its next step.
+        """
+        first = min(self._jobs.values(), key=lambda job: (-job.priority, self._turns.get(job.lease.task.pool, 0)))
+        self._turn += 1
+        self._turns[first.lease.task.pool] = self._turn
         if first.alone:
             return [first], "alone"
         same = first.key, first.priority, False
@@ -353,14 +360,9 @@ class StepLoop:
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished))
             return
         timings = Timings(
-            get_s=job.get_s,
-            run_s=job.run_s,
-            put_s=time.monotonic() - finished,
-            steps=job.steps,
-            batch=job.mates / job.steps,
-            resumed=job.resumed,
-            save_s=job.save_s,
-        )
+            get_s=job.get_s, run_s=job.run_s, put_s=time.monotonic() - finished, steps=job.steps,
+            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
+        )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
     def _put(self, job: Job, output: StageOutput) -> ObjectRef | None:
