@@ -40,6 +40,9 @@ from bench.tasks import PEERS, peer_python
 from tools.addresses import free_port
 from tools.server import environment, family_of, unfuse
 
+WARM = 192
+"""Requests before the first measurement."""
+
 REQUESTS = {1: 10, 4: 24, 16: 48}
 """Requests of a measurement, by the clients that send them."""
 
@@ -183,7 +186,7 @@ def measure(make: Make, server: psutil.Process, clients: int, seeds: Iterator[in
 def warm(make: Make) -> None:
     """Until it runs as it will: batches are compared, sizes tried."""
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda n: make(PROMPTS[n % 4], 10_000 + n), range(64)))
+        list(pool.map(lambda n: make(PROMPTS[n % 4], 10_000 + n), range(WARM)))
 
 
 def main() -> None:

@@ -441,6 +441,21 @@ async def test_what_was_given_with_an_outcome_and_could_not_be_delivered_is_queu
 
 
 @in_virtual_time
+async def test_who_waits_with_fewer_tasks_gets_the_next_one_and_not_who_has_just_made_what_it_reads() -> None:
+    async with dispatching() as (dispatcher, _):
+        await submit(dispatcher)
+        everything = msgspec.structs.replace(info("worker-1", ENCODE, DENOISE), slots=4)
+        await dispatcher.answer(PEER, Hello(everything, (CARD,)))
+        (encode,) = await granted(dispatcher)
+        await dispatcher.answer(OTHER, Hello(msgspec.structs.replace(everything, id="worker-2"), (CARD,)))
+        waits = asyncio.create_task(granted(dispatcher, 4, wait=20.0, peer=OTHER))
+        await settle()
+        busy = msgspec.structs.replace(asking_on(encode), ask=Ask(1, None, 20.0))  # it holds three others
+        assert await dispatcher.answer(PEER, busy) == Granted((), {})
+        assert [lease.task.stage for lease in await waits] == ["denoise.0"]
+
+
+@in_virtual_time
 async def test_where_workers_take_turns_nobody_goes_before_who_has_waited() -> None:
     async with dispatching() as (whoever, clock):
         await submit(whoever)

@@ -67,7 +67,8 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Peer:
-    """A worker's connection: who it is, the Ask that waits and what that keeps free, and claims seen to be its own.
+    """A worker's connection: who it is, the Ask that waits and what that keeps free, how many tasks it held when it
+    asked, and claims seen to be its own.
 
     One that hands a task back because it `leaves` gets no other.
     """
@@ -78,10 +79,15 @@ class _Peer:
     leaves: bool = False
     withdraw_alarm: Callable[[], None] = lambda: None
     keep: dict[str, int] = field(default_factory=dict)
+    held: int = 0
 
     @property
     def worker(self) -> WorkerInfo:
         return self.hello.worker
+
+    def asks(self, ask: Ask) -> None:
+        """Remember how many tasks it holds."""
+        self.held = self.worker.slots - (ask.slots if ask.above is None else 0)
 
     def withdraw(self) -> None:
         """Have the Ask that waits answered with nothing."""
@@ -215,6 +221,7 @@ class Dispatcher(Observer):
         peer.withdraw()
         if peer.leaves:
             return NOTHING
+        peer.asks(ask)
         peer.keep = keep
         ttl, wait = self.scheduler.lease_ttl, min(ask.wait, MAX_WAIT_S)
         waiting = peer.ask = asyncio.create_task(self._queue.lease(peer.worker.id, wanted, ttl, wait=wait))
@@ -229,11 +236,13 @@ class Dispatcher(Observer):
     async def _complete(self, peer: _Peer, done: Done) -> Accepted | Granted:
         """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
 
-        Where who gets a task is up to who has waited, the worker asks again instead.
+        Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
         """
         ask, worker = done.ask, peer.worker
         done = msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=worker.device))
-        if ask is None or peer.leaves or self._dispatch != "locality":
+        if ask is not None:
+            peer.asks(ask)
+        if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):
             await self.scheduler.complete(done, worker.id)
             return NOTHING if ask else Accepted()
         backpressure = await self._look()
@@ -241,6 +250,12 @@ class Dispatcher(Observer):
         peer.withdraw()
         _, leases = await self.scheduler.complete(done, worker.id, wanted)
         return await self._granted(peer, leases)
+
+    def _is_relieved(self, peer: _Peer) -> bool:
+        """Whether a worker that could take its next tasks waits with fewer than it holds."""
+        pools = {*peer.worker.pools}
+        others = (other for other in self._peers.values() if other.ask and not other.leaves)
+        return any(other.held < peer.held and not pools.isdisjoint(other.worker.pools) for other in others)
 
     async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
         """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
