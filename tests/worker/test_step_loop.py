@@ -443,6 +443,17 @@ def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_p
     assert isinstance(loop.outcome(long), Done)
 
 
+def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> None:
+    loop, count = bench(tmp_path)
+    long = loop.run(tag=1, steps=5)
+    loop.turn()
+    shown = [loop.run("print") for _ in range(2)]
+    for lease in shown:
+        assert isinstance(loop.outcome(lease), Done)
+    assert len(count.order) == 1
+    assert isinstance(loop.outcome(long), Done)
+
+
 def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     for lease in [loop.run(tag=tag) for tag in (1, 2)]:

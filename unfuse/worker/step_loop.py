@@ -76,8 +76,7 @@ class StepLoop:
         policy: Policy | None = None,
         exactness: Exactness | None = None,
     ) -> None:
-        self._exactness = exactness
-        self._shares: dict[str, Sharing] = {}
+        self._exactness, self._shares = exactness, dict[str, Sharing]()
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
@@ -205,12 +204,8 @@ class StepLoop:
         return stage.state_likeness(state) if self._exactness else None
 
     def _pick(self) -> tuple[list[Job], How]:
-        """The next batch: the first task of the pool whose turn it is, and those that may share its forward.
-
-        Pools with tasks of the highest priority take turns: so none waits for the end of another's work, and who has
-        just been encoded joins the batch that denoises at its next step.
-        """
-        first = min(self._jobs.values(), key=lambda job: (-job.priority, self._turns.get(job.lease.task.pool, 0)))
+        """The next batch: the task whose place is first, and those that may share its forward."""
+        first = min(self._jobs.values(), key=self._place)
         self._turn += 1
         self._turns[first.lease.task.pool] = self._turn
         if first.alone:
@@ -230,6 +225,13 @@ class StepLoop:
             return mates[:best], "compared"
         self._tell(first, Sharing(best))
         return mates[:best], "together"
+
+    def _place(self, job: Job) -> tuple[int, bool, int]:
+        """Urgent ones first, then what takes one step, so that the others share as large a forward as they can; slots
+        bound how long these wait. Pools of either kind take turns.
+        """
+        is_stepped = job.stage.progress(job.state)[1] > 1
+        return -job.priority, is_stepped, self._turns.get(job.lease.task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""
