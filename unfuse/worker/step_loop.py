@@ -230,8 +230,7 @@ class StepLoop:
         """Urgent ones first, then what takes one step, so that the others share as large a forward as they can; slots
         bound how long these wait. Pools of either kind take turns.
         """
-        is_stepped = job.stage.progress(job.state)[1] > 1
-        return -job.priority, is_stepped, self._turns.get(job.lease.task.pool, 0)
+        return -job.priority, job.stage.progress(job.state)[1] > 1, self._turns.get(job.lease.task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""
