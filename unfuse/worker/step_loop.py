@@ -226,11 +226,12 @@ class StepLoop:
         self._tell(first, Sharing(best))
         return mates[:best], "together"
 
-    def _place(self, job: Job) -> tuple[int, bool, int]:
-        """Urgent ones first, then what takes one step, so that the others share as large a forward as they can; slots
-        bound how long these wait. Pools of either kind take turns.
+    def _place(self, job: Job) -> tuple[int, bool, bool, int]:
+        """Urgent ones first, then what takes one step, and of that what ends requests: so the others share as large a
+        forward as they can, and slots bound how long they wait. Pools take turns.
         """
-        return -job.priority, job.stage.progress(job.state)[1] > 1, self._turns.get(job.lease.task.pool, 0)
+        task, (_, steps) = job.lease.task, job.stage.progress(job.state)
+        return -job.priority, steps > 1, not task.final, self._turns.get(task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""
@@ -248,9 +249,8 @@ class StepLoop:
 
     def _advance(self, batch: list[Job], how: How) -> None:
         """Make one step of these tasks. If that fails together, they are tried alone, or in a smaller batch."""
-        stage, key, states = batch[0].stage, batch[0].key, [job.state for job in batch]
+        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         size = len(batch) if how == "together" else 1
-        began = time.monotonic()
         try:
             made = stage.compute(states) if how == "together" else [stage.alone(state) for state in states]
         except Exception as error:  # an error of one task must not end the process
