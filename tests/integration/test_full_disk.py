@@ -29,8 +29,9 @@ def waiting(server: Server) -> float:
     return sum(float(line.split()[1]) for line in lines if line.startswith("unfuse_results_waiting "))
 
 
-def attempts(shown: dict[str, Any]) -> tuple[int, int]:
-    return shown["attempts"], sum(stage["failures"] + stage["crashes"] for stage in shown["stages"])
+def charged(shown: dict[str, Any]) -> int:
+    """Attempts that failed. One that the full queue refused to give away is none, and may make the next the second."""
+    return sum(stage["failures"] + stage["crashes"] for stage in shown["stages"])
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["a disk of their own", "the data folder's disk"])
@@ -50,14 +51,14 @@ def test_what_is_finished_waits_for_room(apart: bool, tmp_path: Path) -> None:
             fill(disk)
             until(lambda: asked(server, "/ready")[0] == 503, "it to be not ready", server.process)
             if apart:
-                until(lambda: waiting(server) == 2, "the decoder's slots to wait", server.process)
+                until(lambda: waiting(server) >= 2, "results to wait", server.process)
                 assert server.finished(hasty)["status"] == "expired"
                 states = [server.get(f"/v1/requests/{request}")["status"] for request in requests]
                 assert states == ["in_progress"] * 3
             assert str(tmp_path) not in asked(server, "/ready")[1]
             (disk / "filler").unlink()
             shown = [server.finished(request) for request in requests]
-            assert [(one["status"], *attempts(one)) for one in shown] == [("completed", 1, 0)] * 3
+            assert [(one["status"], charged(one)) for one in shown] == [("completed", 0)] * 3
             assert all(server.result(request) for request in requests)
             until(lambda: asked(server, "/ready")[0] == 200, "it to be ready", server.process)
             assert not [path for path in disk.rglob(".*") if path.is_file()]
