@@ -238,23 +238,25 @@ def found(loop: Bench, lease: Lease) -> list[float]:
 def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp_path: Path) -> None:
     stage = Shared()
     loop = exact(tmp_path, stage)
-    leases = [loop.run(tag=tag, steps=TRUSTED + 2) for tag in (1, 2, 3)]
-    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(TRUSTED + 2)] for t in (1, 2, 3)]
-    assert stage.batches == [*TRUSTED * [[1], [2], [3], [1, 2, 3]], [1, 2, 3], [1, 2, 3]]
+    leases = [loop.run(tag=tag, steps=TRUSTED + 2) for tag in (1, 2, 3, 4)]
+    assert [found(loop, lease) for lease in leases] == [
+        [float(t + s) for s in range(TRUSTED + 2)] for t in (1, 2, 3, 4)
+    ]
+    assert stage.batches == [*TRUSTED * [[1], [2], [3], [4], [1, 2, 3, 4]], [1, 2, 3, 4], [1, 2, 3, 4]]
 
     again = Shared()
     loop = exact(tmp_path, again)
-    for lease in [loop.run(tag=tag, steps=1) for tag in (4, 5, 6)]:
+    for lease in [loop.run(tag=tag, steps=1) for tag in (4, 5, 6, 7)]:
         found(loop, lease)
-    assert again.batches == [[4, 5, 6]], "another process, later"
+    assert again.batches == [[4, 5, 6, 7]], "another process, later"
 
 
 def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None:
-    stage = Shared(sloppy=3)
+    stage = Shared(sloppy=4)
     loop = exact(tmp_path, stage)
-    leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3)]
-    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3)]
-    assert sum(len(batch) == 3 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
+    leases = [loop.run(tag=tag, steps=8) for tag in (1, 2, 3, 4)]
+    assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
+    assert sum(len(batch) == 4 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
     assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
 
 

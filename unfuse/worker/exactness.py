@@ -64,8 +64,10 @@ class Exactness:
         return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
 
     def largest(self, key: Hashable, size: int) -> int:
-        """The largest size up to this one that is trusted, or may still turn out to be; 0: none."""
-        return next((size for size in range(size, 0, -1) if not self.of(key, size).blame), 0)
+        """Of this size, its half, its quarter and so on, the largest that is trusted or may still be; 0: none."""
+        while size and self.of(key, size).blame:
+            size //= 2
+        return size
 
     def learn(self, key: Hashable, size: int, blame: str) -> None:
         """Remember a comparison: what is to blame for a difference, "" if there was none."""

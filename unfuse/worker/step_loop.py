@@ -215,7 +215,7 @@ class StepLoop:
         size = self._sizes.size(first.key, len(mates))
         if self._exactness is None:
             return mates[:size], "together"
-        *_, likeness = first.key
+        likeness, size = first.key[-1], 1 << (size.bit_length() - 1)  # of few sizes, comparisons are soon done
         best = 0 if likeness is None else self._exactness.largest(first.key, size)
         if best < size and likeness is not None:
             self._tell(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
@@ -230,8 +230,8 @@ class StepLoop:
         """Urgent ones first, then what takes one step, and of that what ends requests: so the others share as large a
         forward as they can, and slots bound how long they wait. Pools take turns.
         """
-        task, (_, steps) = job.lease.task, job.stage.progress(job.state)
-        return -job.priority, steps > 1, not task.final, self._turns.get(task.pool, 0)
+        task = job.lease.task
+        return -job.priority, job.stage.progress(job.state)[1] > 1, not task.final, self._turns.get(task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""
