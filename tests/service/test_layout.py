@@ -13,6 +13,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.launch.placement import CONTEXT, CPU, PROCESS, Device, Part, Placed, Wanted, place
 from unfuse.models import card_of, resolve_source
 from unfuse.scheduler.costs import Costs
+from unfuse.service import layout
 from unfuse.service.layout import Layouts, Means, layouts, parts, rate
 
 GIB = 1 << 30
@@ -111,10 +112,16 @@ def _model() -> object:
     return TimeModel()
 
 
-def test_what_was_measured_changes_no_choice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gpus", [(), (24 * GIB, 16 * GIB), (16 * GIB,) * 4])
+def test_what_was_measured_changes_no_choice(gpus: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a restart would."""
-    (tmp_path / "costs.json").write_text("not it")
-    assert found(4, costs=tmp_path / "costs.json").chosen == found(4).chosen
+    without = found(4, *gpus).chosen.workers
+    for slow in NEEDS:
+        shares = {role: 0.98 if role == slow else 0.01 for role in NEEDS}
+        known = layout.parts([CARD], None)
+        monkeypatch.setattr(layout, "parts", lambda _, costs, s=shares, k=known: (s, True) if costs else k)
+        assert found(4, *gpus, costs=Path("some")).chosen.workers == without
+        monkeypatch.undo()
 
 
 @given(

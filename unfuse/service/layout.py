@@ -83,20 +83,23 @@ def layouts(
 ) -> Layouts:
     """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
 
-    What is whole keeps all devices busy. It depends on models, memory and cores alone which of them can be, and times
-    that were measured say only how much better it is: so a restart changes nothing.
+    They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what was
+    measured says only how much better one is, so a restart changes nothing.
     """
-    shares, measured = parts(cards, means.costs)
-    found = []
+    cards = list(cards)
+    (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
+    found: list[tuple[float, Layout]] = []
     for workers in _names(needs, wanted, devices, means.cores):
         layout = Layout(workers, 0.0)
         try:
             placed = place(needs, layout.of(wanted), devices)
         except ConfigError as error:
-            found.append(replace(layout, refusal=str(error)))
+            found.append((0.0, replace(layout, refusal=str(error))))
             continue
-        found.append(Layout(workers, rate(placed, shares, wanted, means), _too_large(placed, means.memory_limit)))
-    return Layouts(tuple(sorted(found, key=lambda layout: -round(layout.rate, 3))), measured)
+        layout = Layout(workers, rate(placed, shares, wanted, means), _too_large(placed, means.memory_limit))
+        found.append((rate(placed, guessed, wanted, means), layout))
+    ordered = sorted(found, key=lambda one: -round(one[0], 3))
+    return Layouts(tuple(layout for _, layout in ordered), measured)
 
 
 def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, float], bool]:
