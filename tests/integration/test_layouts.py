@@ -43,14 +43,33 @@ def roles(server: Server) -> list[str]:
 
 def killed_denoiser(server: Server, request: str) -> None:
     """Kill whoever denoises a request, with its compute."""
+    everyone = family_of(denoiser_of(server, request))
+    psutil.Process(everyone[0].pid).send_signal(signal.SIGKILL)
+    until(lambda: all_gone(everyone), "the worker's processes to end")
+
+
+def denoiser_of(server: Server, request: str) -> int:
+    """The process that denoises a request, once one does."""
     until(lambda: server.get(f"/v1/requests/{request}")["stage"] == "denoise.0", "it to be denoised", server.process)
     stages = {stage["name"]: stage for stage in server.get(f"/v1/requests/{request}")["stages"]}
     (pid,) = (
         worker["pid"] for worker in server.get("/v1/workers")["data"] if worker["id"] == stages["denoise.0"]["worker"]
     )
-    everyone = family_of(pid)
-    psutil.Process(pid).send_signal(signal.SIGKILL)
-    until(lambda: all_gone(everyone), "the worker's processes to end")
+    return int(pid)
+
+
+@pytest.mark.parametrize("queue", QUEUES, indirect=True)
+def test_nobody_waits_for_the_lease_of_a_dead_worker(queue: str, tmp_path: Path) -> None:
+    """Given leases of five minutes and one worker, when that is killed while it runs a request and another one comes in
+    the same moment, then both complete on the worker that takes its place."""
+    model, variables = installed(tmp_path)
+    arguments = [model, "--workers", "all=1", "--queue", queue, "--arena", "16MiB"]
+    with serving(tmp_path, *arguments, **variables | {"UNFUSE_LEASE__TTL_S": "300"}) as server:
+        server.ready()
+        running = server.submit(SLOW, seed=0, num_inference_steps=60)
+        psutil.Process(denoiser_of(server, running)).send_signal(signal.SIGKILL)
+        requests = [running, server.submit("a star", seed=1)]
+        assert [server.finished(request)["status"] for request in requests] == ["completed"] * 2
 
 
 @pytest.mark.parametrize(("layout", "queue"), PAIRED, indirect=["queue"])

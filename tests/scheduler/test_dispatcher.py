@@ -36,6 +36,7 @@ from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler import dispatcher as dispatcher_module
 from unfuse.scheduler.dispatcher import BEATS_MISSED, Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.scheduler.upkeep import RETURN_S
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.virtual_time import in_virtual_time
 
@@ -222,6 +223,24 @@ async def test_what_could_not_be_delivered_is_queued_again_uncharged() -> None:
         (lease,) = await granted(dispatcher, peer=OTHER)
         assert lease.task.attempt == 2
         assert (await dispatcher.scheduler.queue.load(request)).context.stages["text_encode"].failures == 0
+
+
+@in_virtual_time
+async def test_tasks_of_a_worker_whose_connection_broke_go_to_others_unless_it_comes_back() -> None:
+    for comes_back in (True, False):
+        async with dispatching() as (dispatcher, clock):
+            await submit(dispatcher)
+            await granted(dispatcher)
+            await dispatcher.undelivered(PEER, Pulse((), ()))
+            await settle()
+            clock.advance(RETURN_S / 2)
+            if comes_back:
+                await dispatcher.answer(b"again", HELLO)
+            await asyncio.sleep(RETURN_S + 1.0)
+            members = [member.info.id for member in await dispatcher.scheduler.registry.workers()]
+            assert members == ["worker-1"] * comes_back
+            await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+            assert [lease.task.attempt for lease in await granted(dispatcher, peer=OTHER)] == [2] * (not comes_back)
 
 
 async def settle() -> None:

@@ -355,7 +355,7 @@ class TaskQueue(ABC):
 
     @abstractmethod
     async def bye(self, worker: str) -> None:
-        """Forget a worker. Its leases expire in their time."""
+        """Forget a worker: its leases expire now."""
 
     @abstractmethod
     async def declare(self, by: str, declaration: Declaration) -> None:

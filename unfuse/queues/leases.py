@@ -68,6 +68,12 @@ class Leases:
                 mine.lease = msgspec.structs.replace(mine.lease, expires=expires)
         return Renewal(tuple(held), tuple(ended))
 
+    def lapse(self, worker: str, now: float) -> None:
+        """Have all leases of a worker expire."""
+        for held in self._held.values():
+            if held.lease.worker == worker:
+                held.lease = msgspec.structs.replace(held.lease, expires=min(held.lease.expires, now))
+
     def expired(self, now: float, ttl: float) -> list[Lease]:
         """Leases whose time has passed.
 

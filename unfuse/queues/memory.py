@@ -146,7 +146,7 @@ class MemoryQueue(TaskQueue):
 
     async def bye(self, worker: str) -> None:
         """Forget a worker."""
-        self._state.members.bye(worker)
+        self._state.bye(worker)
 
     async def declare(self, by: str, declaration: Declaration) -> None:
         """Store a declaration."""

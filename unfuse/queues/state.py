@@ -214,6 +214,11 @@ class QueueState:
         """All registered workers, in order of arrival."""
         return self.members.members(self._leases.by_worker())
 
+    def bye(self, worker: str) -> None:
+        """Forget a worker: its leases expire now."""
+        self.members.bye(worker)
+        self._leases.lapse(worker, self._clock.now())
+
     def over_before(self, time: float) -> Sequence[Entry]:
         """Requests that ended before this Unix time."""
         return self._index.over_before(time)

@@ -163,7 +163,9 @@ class Dispatcher(Observer):
             self._interruption = asyncio.Event()
 
     async def undelivered(self, peer: bytes, reply: ToWorker) -> None:
-        """Take back what was granted to a worker that is gone."""
+        """Take back what was granted to a worker whose connection broke."""
+        if known := self._peers.get(peer):
+            self.scheduler.upkeep.disconnected(known.worker.id)
         self._leave(peer)
         if isinstance(reply, Granted):
             await self._take_back(reply.leases)

@@ -31,6 +31,9 @@ many in one go."""
 LEARN_FROM = 64
 """Completed requests that are learned from at the start, and of other schedulers at each review."""
 
+RETURN_S = 2.0
+"""Seconds that a worker whose connection broke has to come back to some scheduler, before its tasks go to others."""
+
 GONE = 20
 """A worker that was silent for this many lease times is dropped from the registry."""
 
@@ -77,6 +80,10 @@ class Upkeep(Observer):
         """A worker has come: what waits for one like it is told so."""
         await self._registry.workers()
         self._background.once("having tasks wait where somebody is", self._settle)
+
+    def disconnected(self, worker: str) -> None:
+        """A worker's connection broke: it comes back at once, or is dead, and whom it leaves waiting need not wait."""
+        self._background.once("waiting for a worker to come back", partial(self._await_return, worker))
 
     async def end(self, lease: Lease) -> None:
         """Give the task of a lease whose time is over to others."""
@@ -128,6 +135,14 @@ class Upkeep(Observer):
             if len(page) == PAGE:
                 await asyncio.sleep(REVIEW_PAUSE_S)
         self._in_flight.sweep()
+
+    async def _await_return(self, worker: str) -> None:
+        since = await self._queue.now()
+        await asyncio.sleep(RETURN_S)
+        if any(member.info.id == worker and member.seen <= since for member in await self._queue.workers()):
+            log.warning("a worker is gone: its tasks go to others", worker=worker)
+            await self._queue.bye(worker)
+            await self._registry.workers()
 
     async def _settle(self) -> None:
         async for page in self._unfinished():

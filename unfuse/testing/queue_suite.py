@@ -27,7 +27,6 @@ from unfuse.testing.queue_samples import (
     following,
     history,
     leased,
-    passing,
     raised,
     request,
     started,
@@ -293,12 +292,16 @@ async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClo
 
 
 async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
-    """The registry knows who was last heard of when, what it holds, and the cards it brought."""
+    """The registry knows who was last heard of when, what it holds, and the cards it brought.
+
+    What is leased to one that goes, and nothing else, expires then; it is said again until somebody ends it.
+    """
     card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     await queue.hello(worker("v"), [card])
     await queue.hello(worker("w"))
     await submitted(queue, "a")
     await leased(queue, worker="w")
+    assert await queue.expired(TTL) == []
     clock.advance(3)
     await queue.hello(worker("v", pid=7))
     members = {member.info.id: member for member in await queue.workers()}
@@ -309,7 +312,11 @@ async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:
     await queue.bye("w")
     await queue.bye("w")
     assert [member.info.id for member in await queue.workers()] == ["v"]
-    assert [lease.worker for lease in await passing(queue, clock, TTL)] == ["w"]
+    await submitted(queue, "b")
+    await leased(queue, worker="v")
+    for _ in range(2):
+        assert [(lease.worker, lease.task.request) for lease in await queue.expired(TTL)] == [("w", "a")]
+        clock.advance(1)
 
 
 async def a_pool_is_counted_and_seen(queue: TaskQueue, clock: ManualClock) -> None:

@@ -62,6 +62,9 @@ end
 function verbs.bye()
   call('ZREM', P .. ':joined', A.worker)
   for _, kind in ipairs({':workers', ':seen', ':cards'}) do call('HDEL', P .. kind, A.worker) end
+  for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
+    if sound(call, 'HGET', task_key(name), 'worker') == A.worker then call('ZADD', LEASES, 'LT', now, name) end
+  end
 end
 
 function verbs.declare() call('HSET', P .. ':declared', A.by, A.declaration) end
