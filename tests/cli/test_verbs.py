@@ -30,10 +30,11 @@ from unfuse.core.errors import (
     TransientError,
     UsageError,
 )
-from unfuse.models import resolve_source, served_classes
+from unfuse.models import find, resolve_source, served_classes
 from unfuse.queues.base import Limits
 from unfuse.service.settings import load
 from unfuse.wire.unix_socket import listening, server_socket
+from unfuse.worker.exactness import Exactness
 
 SHAPES = resolve_source("unfuse/shapes")
 VERBS = ["generate", "serve", "worker", "models", "requests", "dead", "workers", "pools", "doctor", "config", "version"]
@@ -255,6 +256,17 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     refused = unfuse("doctor", *arguments, "--device-memory", "cuda:7=1GiB")
     assert (refused[0], "there is no such device; there are cpu" in refused[2]) == (1, True)
     assert "write DEVICE=SIZE" in unfuse("doctor", *arguments, "--device-memory", "cpu=some")[2]
+
+
+def test_doctor_shows_how_requests_share_forwards(unfuse: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path))
+    arguments = "unfuse/shapes", "--device", "cpu"
+    assert "EXACT TO" not in unfuse("doctor", *arguments)[1]
+    (pool,) = {one for one in find(SHAPES).card("unfuse/shapes", SHAPES).pools().values() if one.startswith("denoise")}
+    Exactness(tmp_path / "exactness.json").learn((pool, (64, 64)), 4, "torch.silu")
+    assert re.search(rf"{pool} +1 +4 +torch.silu\n", unfuse("doctor", *arguments)[1])
+    (row,) = json.loads(unfuse("doctor", *arguments, "--json")[1])["batches"]
+    assert row == {"pool": pool, "exact_to": 1, "not_from": 4, "because_of": "torch.silu"}
 
 
 def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(unfuse: Run, tmp_path: Path) -> None:

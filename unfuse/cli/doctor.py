@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -14,6 +15,7 @@ from unfuse.cli.serve import tell
 from unfuse.service import leftovers
 from unfuse.service.settings import load
 from unfuse.service.size import Size
+from unfuse.worker.options import EXACTNESS
 
 if TYPE_CHECKING:
     from unfuse.service.machine import Machine
@@ -57,7 +59,7 @@ def doctor(
             "insecure_listen": loaded.settings.insecure_listen,
             **({"removed": [msgspec.structs.asdict(one) for one in removed]} if clean else {}),
         }
-        show.as_json({**facts, **(_report(found) if found else {})})
+        show.as_json({**facts, **(_report(found, loaded.settings.data_dir) if found else {})})
         return
     if clean:
         rows = [msgspec.structs.asdict(one) for one in removed]
@@ -70,10 +72,10 @@ def doctor(
     for name, state in transfers(loaded.settings.transfer).items():
         typer.echo(f"{'transfers':12} {name}: {state}")
     if found:
-        _print_plan(found)
+        _print_plan(found, loaded.settings.data_dir)
 
 
-def _report(plan: Plan) -> dict[str, Any]:
+def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
     from unfuse.service.advice import gains, layouts_of, verdict
 
     return {
@@ -82,9 +84,17 @@ def _report(plan: Plan) -> dict[str, Any]:
         "memory": plan.memory(),
         "refusal": plan.refusal or None,
         "layouts": layouts_of(plan),
+        "batches": _batches(plan, data_dir),
         "gains": [gain for gain, _ in gains(plan)],
         "verdict": verdict(plan),
     }
+
+
+def _batches(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
+    from unfuse.service.advice import batches_of
+    from unfuse.worker.exactness import Exactness
+
+    return batches_of(plan, Exactness(Path(data_dir, EXACTNESS)).all())
 
 
 def _components(model: Model) -> list[dict[str, Any]]:
@@ -110,7 +120,7 @@ def _print_machine(machine: Machine) -> None:
         typer.echo(f"{name:12} {fact}")
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan, data_dir: str) -> None:
     from unfuse.service.advice import gains, layouts_of, verdict
 
     for model in plan.models:
@@ -124,6 +134,9 @@ def _print_plan(plan: Plan) -> None:
     typer.echo()
     if plan.layouts:
         show.as_table(layouts_of(plan), ["layout", "rate", "refusal"], "no layout")
+        typer.echo()
+    if batches := _batches(plan, data_dir):
+        show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
         typer.echo()
     for gain, _ in gains(plan):
         typer.echo(f"gain: {gain}")

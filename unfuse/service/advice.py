@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.core.pool import declared
 from unfuse.launch.placement import CONTEXT, CPU, PROCESS
 from unfuse.service.plan import Plan
+from unfuse.worker.exactness import Verdict
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -41,6 +44,23 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
         {"layout": layout.workers, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
         for layout in plan.layouts.found
     ]
+
+
+def batches_of(plan: Plan, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+    """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
+    batch that changes no byte, the smallest that does, and the function that is to blame for it.
+    """
+    pools = {pool for model in plan.models for pool in model.card.pools().values()}
+    found: defaultdict[str, list[Verdict]] = defaultdict(list)
+    for one in verdicts:
+        if declared(one.pool) in pools:
+            found[one.pool].append(one)
+    rows = []
+    for pool, seen in sorted(found.items()):
+        worst = min((one for one in seen if one.blame), key=lambda one: one.size, default=Verdict())
+        largest = max((one.size for one in seen if one.is_trusted), default=1)
+        rows.append({"pool": pool, "exact_to": largest, "not_from": worst.size or None, "because_of": worst.blame})
+    return rows
 
 
 def verdict(plan: Plan) -> str:

@@ -24,6 +24,8 @@ CHECKED_AGAIN = 512
 MOST = 4096
 """The most verdicts that a process and a file keep, the latest: clients choose sizes, and so keys."""
 
+Key = tuple[Hashable, ...]
+
 log = structlog.get_logger(__name__)
 
 
@@ -32,6 +34,8 @@ class Verdict(msgspec.Struct, frozen=True):
 
     equal: int = 0
     blame: str = ""
+    pool: str = ""
+    size: int = 0
 
     @property
     def is_trusted(self) -> bool:
@@ -45,34 +49,38 @@ UNSEEN = Verdict()
 class Exactness:
     """The verdicts of one process, kept in a file that those of other processes and of earlier ones are in too.
 
-    A key is a pool and whatever else tasks must have in common. Verdicts are of one `scope`: the device, the versions
-    and the settings under which they were found. Without a file, they end with the process; one that cannot be read or
-    written costs comparisons, no more.
+    A key begins with a pool and has whatever else tasks must have in common. Verdicts are of one `scope`: the device,
+    the versions and the settings under which they were found. Without a file, they end with the process; one that
+    cannot be read or written costs comparisons, no more.
     """
 
     def __init__(self, file: Path | None, scope: str = "", chance: Callable[[], float] = random.random) -> None:
         self._file, self._scope, self._chance = file, scope, chance
         self._verdicts = self._read()
 
-    def of(self, key: Hashable, size: int) -> Verdict:
+    def all(self) -> Sequence[Verdict]:
+        """Every verdict, of whatever scope."""
+        return [*self._verdicts.values()]
+
+    def of(self, key: Key, size: int) -> Verdict:
         """What is known of batches of this size."""
         return self._verdicts.get(self._name(key, size), UNSEEN)
 
-    def must_compare(self, key: Hashable, size: int) -> bool:
+    def must_compare(self, key: Key, size: int) -> bool:
         """Whether the next batch of this size should be compared, unless it is known to make a difference."""
         verdict = self.of(key, size)
         return not verdict.blame and (not verdict.is_trusted or self._chance() * CHECKED_AGAIN < 1)
 
-    def largest(self, key: Hashable, size: int) -> int:
+    def largest(self, key: Key, size: int) -> int:
         """Of this size, its half, its quarter and so on, the largest that is trusted or may still be; 0: none."""
         while size and self.of(key, size).blame:
             size //= 2
         return size
 
-    def learn(self, key: Hashable, size: int, blame: str) -> None:
+    def learn(self, key: Key, size: int, blame: str) -> None:
         """Remember a comparison: what is to blame for a difference, "" if there was none."""
         before = self.of(key, size)
-        after = Verdict(before.equal, blame) if blame else Verdict(before.equal + 1)
+        after = Verdict(before.equal + (not blame), blame, str(key[0]), size)
         self._verdicts.pop(self._name(key, size), None)
         self._verdicts[self._name(key, size)] = after
         if len(self._verdicts) > MOST:
@@ -82,7 +90,7 @@ class Exactness:
         if after.is_trusted != before.is_trusted or blame:
             self._write(self._name(key, size), after)
 
-    def _name(self, key: Hashable, size: int) -> str:
+    def _name(self, key: Key, size: int) -> str:
         return f"{self._scope} {key!r} {size}".strip()
 
     def _read(self) -> dict[str, Verdict]:

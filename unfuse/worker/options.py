@@ -10,6 +10,9 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
+EXACTNESS = "exactness.json"
+"""The file, in the data folder, with what batches were found exact."""
+
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.

@@ -44,7 +44,7 @@ from unfuse.worker.compute_messages import Load, Ready, StateSaved, Stepped, Sto
 from unfuse.worker.executor import Executor
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.options import EXACTNESS, WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned
 from unfuse.worker.registration import Served, decide_served
 from unfuse.worker.saved_states import SavedStates
@@ -69,9 +69,6 @@ LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
 """Seconds to wait after a message was refused."""
-
-EXACTNESS = "exactness.json"
-"""The file, in the data folder, with what batches were found exact."""
 
 WITHDRAW = Ask(0, 0, 0.0)
 """An Ask for nothing: it replaces an Ask that waits at the scheduler."""
