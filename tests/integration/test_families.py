@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.pictures import digest, undivided
 from tests.models.conftest import draw_pictures
-from tools.server import Server, serving
+from tools.server import Server, computes_of, serving
 from tools.tiny import SERVING, build
 
 KINDS = (
@@ -115,17 +115,55 @@ def test_videos_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
 ) -> None:
     """As frames, without loss; one frame is a video too."""
-    videos = []
-    for case in CASES[kind]:
-        given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
-        picture = {"input_reference": folder / case["image"]} if "image" in case else {}
-        video = client.videos.create(
-            model=kind, prompt=case["prompt"], size=case.get("size", "32x32"), **picture,
-            extra_body={**given, "output_format": "png"},
-        )  # fmt: skip
-        videos.append(video.id)
+    videos = [submitted(kind, case, server, client, folder) for case in CASES[kind]]
 
     assert [frames(server, video) for video in videos] == expected[kind]
+
+
+def submitted(kind: str, case: dict[str, Any], server: Server, client: openai.OpenAI, folder: Path) -> str:
+    """Ask for a picture, or for a video as pictures without loss; returns the request's id."""
+    if "num_frames" not in case:
+        return server.submit(model=kind, **case)
+    given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
+    picture = {"input_reference": folder / case["image"]} if "image" in case else {}
+    video = client.videos.create(
+        model=kind, prompt=case["prompt"], size=case.get("size", "32x32"), **picture,
+        extra_body={**given, "output_format": "png"},
+    )  # fmt: skip
+    return str(video.id)
+
+
+BY_DAY = ("flux", "wan-image")
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+@pytest.mark.parametrize("kind", [k if k in BY_DAY else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS])
+def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
+    kind: str, server: Server, client: openai.OpenAI, folder: Path
+) -> None:
+    """Given requests of other prompts, seeds, steps, scales and pictures, which share forwards, unless the model's
+    blocks take requests one by one, then also when the compute processes are killed amid them."""
+    usual, cases = CASES[kind][0], []
+    for n in range(16):
+        own = {"prompt": f"{usual['prompt']} {'and on ' * (n % 3)}", "seed": n, "num_inference_steps": 8 + n % 3}
+        own |= {"negative_prompt": "blurred"} if n % 4 == 1 else {}
+        own |= {"image": ("sky.png", "wall.jpg", "glass.webp")[n % 3]} if "image" in usual else {}
+        cases.append({**usual, **own})
+    alone = [frames(server, submitted(kind, case, server, client, folder)) for case in cases]
+
+    requests = [submitted(kind, case, server, client, folder) for case in cases]
+    assert [frames(server, request) for request in requests] == alone
+    shared = [stage for request in requests for stage in server.get(f"/v1/requests/{request}")["stages"]]
+    batches = [stage["batch"] for stage in shared if stage["name"] == "denoise.0"]
+    assert max(batches) > 1 or kind in ("klein", "krea"), batches
+
+    requests = [submitted(kind, case, server, client, folder) for case in cases]
+    assert any(event["type"] == "progress" for event in server.events(requests[0]))
+    for compute in computes_of(*(worker["pid"] for worker in server.get("/v1/workers")["data"])):
+        compute.kill()
+    assert [frames(server, request) for request in requests] == alone
+    again = [server.get(f"/v1/requests/{request}")["stages"] for request in requests]
+    assert any(stage["attempt"] > 1 for stages in again for stage in stages)
 
 
 def test_an_edit_is_a_video_of_one_frame(
