@@ -550,3 +550,26 @@ class TestCheckpoints:
         assert after is not None
         kept = after.context.stages["denoise.0"].checkpoint is not None
         assert kept == (end not in ("done", "cancelled"))
+
+
+@given(st.integers(0, 3), st.lists(st.sampled_from(["waits", "stays", "leaves"]), max_size=12))
+def test_a_request_ends_with_the_last_of_those_who_wait_and_never_if_one_does_not(
+    first: int, happens: list[str]
+) -> None:
+    """Given callers who come and go, of whom some do not wait, then it ends when nobody is left who wants it."""
+    context = lifecycle.admitted(request_for(PICTURE, callers=first or None), WALL).context
+    waiting, kept = first, not first
+    for what in happens:
+        if what == "leaves" and not waiting:
+            continue
+        change = lifecycle.left(context, WALL) if what == "leaves" else lifecycle.joined(context, what == "waits")
+        if context.over or kept:
+            assert change is None
+            continue
+        assert change is not None and change.context.version == context.version + 1
+        waiting += {"waits": 1, "leaves": -1}.get(what, 0)
+        kept = what == "stays"
+        context = change.context
+        assert context.abandoned == context.over == (waiting == 0 and not kept)
+        assert context.status == ("cancelled" if context.over else "queued")
+        assert [event.type for event in change.events] == (["cancelled"] if context.over else [])

@@ -222,6 +222,7 @@ def serve(
     admins: Sequence[str] = (),
     access: Access | None = None,
     bounds: Bounds | None = None,
+    cancels: bool = False,
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -236,7 +237,7 @@ def serve(
         worker = Worker(scheduler, results)
         app = create_app(
             scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins,
-            access=access,
+            access=access, cancels=cancels,
         )  # fmt: skip
         await scheduler.start()
         server = _Often(app, bounds or Bounds(8192, 2048), access or Access())
@@ -245,6 +246,7 @@ def serve(
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop(), server))
         await asyncio.wrap_future(stop)
+        scheduler.draining = True
         working.cancel()
         await scheduler.close()
         await tasks.close()

@@ -100,7 +100,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     tells a repeat from another request. `cost` is the predicted seconds of compute that admission counts. `order`
     sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
-    for `limit_s` seconds in all (None: any time).
+    for `limit_s` seconds in all (None: any time). It ends with the last of the `callers` that wait for it (None: it
+    goes on whoever waits).
     """
 
     id: str
@@ -125,11 +126,17 @@ class RequestContext(msgspec.Struct, frozen=True):
     dead: bool = False
     asked: str = ""
     limit_s: float | None = None
+    callers: int | None = None
 
     @property
     def over(self) -> bool:
         """Whether the request has ended: its status will not change any more."""
         return self.status in TERMINAL
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether it ended because nobody waited for it any more."""
+        return self.callers == 0
 
     @property
     def medium(self) -> Medium:
@@ -158,11 +165,15 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class Who(msgspec.Struct, frozen=True):
-    """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent."""
+    """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent.
+
+    `leaves`: the request is for a caller that waits, and ends when that is gone.
+    """
 
     tenant: str = "default"
     idempotency_key: str = ""
     fingerprint: str = ""
+    leaves: bool = False
 
 
 class Change(msgspec.Struct, frozen=True):

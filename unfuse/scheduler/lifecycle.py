@@ -144,6 +144,25 @@ def cancelled(context: RequestContext, wall: float) -> Change | None:
     return None if context.over else Draft(context, wall).end("cancelled")
 
 
+def joined(context: RequestContext, leaves: bool) -> Change | None:
+    """One more caller wants the result: one that waits, or (not `leaves`) for whom it goes on whoever waits.
+
+    None if that changes nothing.
+    """
+    if context.over or context.callers is None:
+        return None
+    callers = context.callers + 1 if leaves else None
+    return Change(msgspec.structs.replace(context, version=context.version + 1, callers=callers))
+
+
+def left(context: RequestContext, wall: float) -> Change | None:
+    """A caller that waited is gone, and with the last one the request. None if it goes on whoever waits, or is over."""
+    if context.over or context.callers is None:
+        return None
+    fewer = msgspec.structs.replace(context, callers=context.callers - 1)
+    return Draft(fewer, wall).end("cancelled") if fewer.abandoned else Draft(fewer, wall).change(None, context.status)
+
+
 def timed_out(context: RequestContext, wall: float) -> Change | None:
     """Its deadline has passed. None if it is over."""
     if context.over:

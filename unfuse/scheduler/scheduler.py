@@ -102,7 +102,7 @@ class Scheduler:
         context = RequestContext(
             asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
-            limit_s=asked.limit_s or None,
+            limit_s=asked.limit_s or None, callers=1 if who.leaves else None,
         )  # fmt: skip
         return await self._submit(context, delivery.timeout)
 
@@ -170,6 +170,16 @@ class Scheduler:
         """End a request now; one that is over stays as it is. Raises NotFound."""
         record, _ = await self._apply(request, lambda record, wall: lifecycle.cancelled(record.context, wall))
         return record
+
+    async def joined(self, request: str, leaves: bool) -> Record:
+        """Another caller wants the result of a request: one that waits, if it `leaves`. Raises NotFound."""
+        record, _ = await self._apply(request, lambda record, _: lifecycle.joined(record.context, leaves))
+        return record
+
+    async def left(self, request: str) -> None:
+        """A caller that waited for a request is gone, which the request ends with if it was the last."""
+        with suppress(NotFound):
+            await self._apply(request, lambda record, wall: lifecycle.left(record.context, wall))
 
     async def complete(self, done: Done, worker: str, wanted: Wanted | None = None) -> tuple[Record, list[Lease]]:
         """Record a task's outcome, and lease the worker what it wants next with nobody between.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 
 from anyio import to_thread
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
-from unfuse.core.errors import InvalidParameter, TransientError
+from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.media import MEDIA, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
 from unfuse.queues.base import Filter
@@ -28,7 +29,10 @@ MAX_KEY = 255
 
 @dataclass(frozen=True)
 class Call:
-    """A creating call: its tenant, its fields, its medium. `upload` is the name of its field for a picture, if any."""
+    """A creating call: its tenant, its fields, its medium. `upload` is the name of its field for a picture, if any.
+
+    A call that `waits` is answered with what was made, unless its client prefers not to wait.
+    """
 
     gateway: Gateway
     request: Request
@@ -36,6 +40,13 @@ class Call:
     given: dict[str, object]
     medium: Medium
     upload: str = ""
+    waits: bool = False
+
+    @property
+    def prefers_not_to_wait(self) -> bool:
+        """Whether the client says that it does not wait for its request."""
+        preferences = ",".join(self.request.headers.getlist("prefer")).split(",")
+        return any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences)
 
     async def accept(self) -> tuple[Record, Delivery]:
         """Return the request: a new one, or the earlier one that this call repeats.
@@ -52,14 +63,21 @@ class Call:
             message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
             raise InvalidParameter(message, "Idempotency-Key")
         fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
-        record = await self._earlier(key, fingerprint)
-        if record is None:
-            record = await self._submit(key, fingerprint, delivery)
-        if key and record.context.fingerprint != fingerprint:
-            message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
-            headers = {"x-should-retry": "false"}
-            raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
-        return record, delivery
+        leaves = self.gateway.cancels and self.waits and not self.prefers_not_to_wait
+        who, id = Who(self.tenant, key, fingerprint, leaves), new_request_id(self.medium)
+        while True:
+            record = await self._earlier(key, fingerprint) or await self._submit(id, who, delivery)
+            if key and record.context.fingerprint != fingerprint:
+                message = f"Idempotency-Key {key!r} was used with another body: repeat that body, or send another key"
+                headers = {"x-should-retry": "false"}
+                raise Refusal(409, "idempotency_conflict", message, "Idempotency-Key", headers)
+            if record.context.id == id:
+                return record, delivery
+            with suppress(NotFound):
+                record = await self.gateway.scheduler.joined(record.context.id, leaves)
+                if not record.context.abandoned:
+                    return record, delivery
+                await self.gateway.delete(record.context.id)
 
     async def _earlier(self, key: str, fingerprint: str) -> Record | None:
         if key:
@@ -72,7 +90,7 @@ class Call:
         recent = [record for record in known if record.context.created_at > since]
         return recent[0] if recent else None
 
-    async def _submit(self, key: str, fingerprint: str, delivery: Delivery) -> Record:
+    async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the picture, then submit the request."""
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
@@ -80,16 +98,14 @@ class Call:
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
-        id, unused = new_request_id(self.medium), picture is not None
+        unused = picture is not None
         try:
             if picture is not None:
                 data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
                 params["image"] = hashlib.sha256(data).hexdigest()
                 await to_thread.run_sync(gateway.results.attach, id, "image", data)
             limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-            record = await gateway.scheduler.submit(
-                Asked(card, params, n, asked, id, limit_s), delivery, Who(self.tenant, key, fingerprint)
-            )
+            record = await gateway.scheduler.submit(Asked(card, params, n, asked, id, limit_s), delivery, who)
             unused = unused and record.context.id != id
         except TransientError:
             unused = False  # a queue that does not answer may have accepted it
@@ -121,13 +137,11 @@ class Call:
 
 def respond_async(call: Call, record: Record) -> JSONResponse | None:
     """The answer to a client that prefers not to wait for its request."""
-    request = call.request
-    preferences = ",".join(request.headers.getlist("prefer")).split(",")
-    if not any(preference.partition(";")[0].strip().lower() == "respond-async" for preference in preferences):
+    if not call.prefers_not_to_wait:
         return None
-    location = f"{base_of(request)}/v1/requests/{record.context.id}"
+    location = f"{base_of(call.request)}/v1/requests/{record.context.id}"
     headers = {"location": location, "preference-applied": "respond-async"}
-    return JSONResponse(call.gateway.view(request, record), 202, headers)
+    return JSONResponse(call.gateway.view(call.request, record), 202, headers)
 
 
 def _fingerprint(path: str, given: dict[str, object]) -> str:

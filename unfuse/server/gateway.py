@@ -43,8 +43,8 @@ class Gateway(Observer):
 
     `admins` are those keys that open workers, pools and every tenant's requests; a sole key is one. `standard` is what
     every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it
-    would have to ignore. `store` is the kind of place where workers keep outputs. What the scheduler does it counts
-    and logs.
+    would have to ignore. `store` is the kind of place where workers keep outputs. One that `cancels` ends a request
+    whose callers waited and are all gone. What the scheduler does it counts and logs.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Gateway(Observer):
         time_limits: Mapping[str, float] | None = None,
         store: str = "shared_memory",
         admins: Collection[str] = (),
+        cancels: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -69,10 +70,11 @@ class Gateway(Observer):
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
+        self.cancels = cancels
         self.loras = Loras(loras) if loras else None
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
-        self._background = Supervisor()
+        self.background = Supervisor()
         scheduler.observers.add(self)
 
     async def models(self) -> dict[str, ModelCard]:
@@ -167,7 +169,7 @@ class Gateway(Observer):
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
     async def _release(self, request: str) -> None:
-        with self._background.besides("letting go of an upload"):
+        with self.background.besides("letting go of an upload"):
             await to_thread.run_sync(self.results.detach, request)
 
     async def load(self, request: str, tenant: str | None) -> Record:

@@ -21,6 +21,7 @@ from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_body, read_json
+from unfuse.server.caller import Caller
 from unfuse.server.errors import Refusal, envelope, refusal_of
 from unfuse.server.fields import EDIT, GENERATE
 from unfuse.server.gateway import Gateway, base_of, gateway_of
@@ -42,8 +43,8 @@ _USAGE = {
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
 async def generate(request: Request, gateway: Served, tenant: Tenant) -> Response:
-    """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing."""
-    call = Call(gateway, request, tenant, await read_json(request), IMAGE)
+    """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing, unless the server says so."""
+    call = Call(gateway, request, tenant, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 
 
@@ -55,7 +56,7 @@ async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
         raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
     if given.get("image") is None:
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, tenant, given, IMAGE, "image"), "image_edit")
+    return await _answer(Call(gateway, request, tenant, given, IMAGE, "image", waits=True), "image_edit")
 
 
 async def _answer(call: Call, kind: str) -> Response:
@@ -63,13 +64,15 @@ async def _answer(call: Call, kind: str) -> Response:
     gateway, base_url = call.gateway, base_of(call.request)
     if accepted := respond_async(call, record):
         return accepted
+    caller = Caller(gateway, call.request, record)
     if delivery.stream:
-        return stream(_events(gateway, record, kind))
-    context = (await gateway.finished(record)).context
-    _require_result(context)
-    where = base_url if delivery.response_format == "url" else None
-    reply = await to_thread.run_sync(_reply, gateway.results, context, where)
-    return Response(reply, media_type="application/json")
+        return stream(caller.told(_events(gateway, record, kind)))
+    with caller.answered():
+        context = (await gateway.finished(record)).context
+        _require_result(context)
+        where = base_url if delivery.response_format == "url" else None
+        reply = await to_thread.run_sync(_reply, gateway.results, context, where)
+        return Response(reply, media_type="application/json")
 
 
 async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:

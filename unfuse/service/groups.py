@@ -162,6 +162,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
         False
     )
+    on_disconnect: Annotated[
+        Literal["continue", "cancel"],
+        says(
+            "What becomes of a picture whose client waits for it and is gone: it is made all the same, or cancelled at "
+            "its next step, unless another call with its idempotency key waits."
+        ),
+    ] = "continue"
     feature_cache: Annotated[
         float,
         says(

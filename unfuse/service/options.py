@@ -79,6 +79,7 @@ def options(loaded: Loaded) -> ServeOptions:
         drain_timeout=serve.drain_timeout,
         standard=standard(settings),
         strict=serve.strict_params,
+        cancels=serve.on_disconnect == "cancel",
     )
 
 

@@ -66,6 +66,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `resources`. They share what `means` there are, and of devices at most `device_memory`. `standard`
     parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
+    What callers waited for that are all gone is ended if the service `cancels`.
     """
 
     models: tuple[str, ...]
@@ -101,6 +102,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float
     standard: Params
     strict: bool
+    cancels: bool
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -147,7 +149,7 @@ class Service:
                 scheduler, results, keys=options.keys, admins=options.admins, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access,
+                access=options.access, cancels=options.cancels,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
@@ -165,6 +167,7 @@ class Service:
                 await _first(serving, self._stop.wait(), _raise(launcher.failed))
                 await self._drain(scheduler)
             finally:
+                scheduler.draining = True  # those who wait are left, and leave nothing
                 await launcher.stop(0 if self._stop_now.is_set() else options.drain_timeout)
                 gateway.should_exit = True
                 await serving
