@@ -59,6 +59,17 @@ def test_the_same_prompt_with_another_seed_makes_the_same_picture_without_being_
     assert first != second
 
 
+def test_pictures_of_one_prompt_that_are_asked_for_at_once_are_encoded_once(shared: Server) -> None:
+    prompt, seeds = "a green ring on black", (1, 2, 3, 4)
+    requests = [shared.submit(prompt, seed=seed, num_inference_steps=2) for seed in seeds]
+    ended = [shared.finished(request) for request in requests]
+    assert {one["status"] for one in ended} == {"completed"}
+    encodings = [stage for one in ended for stage in one["stages"] if stage["name"] == "text_encode"]
+    assert [(one["cached"], one["attempt"]) for one in encodings] == [(False, 1)] + [(True, 0)] * 3
+    pictures = [hashlib.sha256(shared.result(request)).hexdigest() for request in requests]
+    assert pictures == [made(shared, prompt, seed=seed, cache=False)[0] for seed in seeds]
+
+
 @pytest.mark.parametrize(
     "other", [{"negative_prompt": "a ring on gray"}, {"guidance_scale": 1.0}, {"prompt": "a blue star on white"}]
 )

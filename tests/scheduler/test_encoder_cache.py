@@ -226,9 +226,13 @@ async def test_what_one_request_could_not_read_is_not_given_to_the_next() -> Non
 
 
 async def test_who_loses_an_older_object_leaves_the_newer_one_in_the_cache() -> None:
-    async with caching() as (scheduler, _):
-        for _ in range(2):  # side by side: the second one encodes, too, and what it made is the one that is found
-            await scheduler.submit(*asking(SHARING, params()))
+    clock = ManualClock()
+    async with (
+        caching(clock=clock) as (scheduler, _),
+        caching(scheduler.queue, clock) as (other, _),  # type: ignore[arg-type]
+    ):
+        for one in (scheduler, other):  # side by side: the second encodes, too, and what it made is what is found
+            await one.submit(*asking(SHARING, params()))
         for lease in await take(scheduler, ENCODE, slots=2):
             await scheduler.complete(done(lease), WORKER)
         older, newer = await take(scheduler, DENOISE, slots=2)

@@ -72,7 +72,7 @@ class StageState(msgspec.Struct, frozen=True):
     repeated commit. `queued_at` is Unix seconds. `failures`, `crashes` and `recomputes` have a budget each. `alone`:
     the task must run with no other, because several ran when a compute process died. `checkpoint` is the saved state
     after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
-    `leased_s` seconds.
+    `leased_s` seconds. It waits for what another request encodes, which it `follows`.
     """
 
     status: TaskStatus = "waiting"
@@ -90,6 +90,7 @@ class StageState(msgspec.Struct, frozen=True):
     checkpoint_step: int = 0
     reached: float = 0.0
     leased_s: float = 0.0
+    follows: str = ""
 
 
 class RequestContext(msgspec.Struct, frozen=True):

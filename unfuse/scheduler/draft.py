@@ -79,10 +79,16 @@ class Draft:
             )
         )
 
+    def take(self, stage: str, output: ObjectRef) -> None:
+        """Let a stage have what another request's encoder has made: it is done at attempt 0, on the object's owner."""
+        self.move(stage, "done", output=output, worker=output.owner, follows="")
+        self.publish("stage_completed", stage, "cached")
+
     def queue_ready(self) -> None:
-        """Queue every waiting stage whose inputs all exist."""
+        """Queue every waiting stage whose inputs all exist, unless it waits for what another request encodes."""
         for stage in self._before.plan.stages:
-            if self.stages[stage.name].status == "waiting" and self.inputs_exist(stage.name):
+            state = self.stages[stage.name]
+            if state.status == "waiting" and not state.follows and self.inputs_exist(stage.name):
                 self.queue(stage.name)
 
     def inputs_exist(self, stage: str) -> bool:

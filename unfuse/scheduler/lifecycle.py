@@ -31,19 +31,35 @@ BACKOFF_S = 0.5
 """Wait before the first retry of a transient failure; each further one waits twice as long."""
 
 
-def admitted(context: RequestContext, wall: float, cached: Mapping[str, ObjectRef] | None = None) -> Change:
+def admitted(
+    context: RequestContext,
+    wall: float,
+    cached: Mapping[str, ObjectRef] | None = None,
+    leaders: Mapping[str, str] | None = None,
+) -> Change:
     """The first tasks of a new request: every stage that reads nothing. The version stays as it is.
 
-    Stages whose output is `cached`, by name, are done without having run: at their attempt 0, on the object's owner.
+    Stages whose output is `cached`, by name, are done without having run. Those with `leaders` wait for these requests.
     """
-    stages = {stage.name: StageState() for stage in context.plan.stages}
+    stages = {stage.name: StageState(follows=(leaders or {}).get(stage.name, "")) for stage in context.plan.stages}
     draft = Draft(msgspec.structs.replace(context, stages=stages), wall)
     draft.publish("queued")
     for name, output in (cached or {}).items():
-        draft.move(name, "done", output=output, worker=output.owner)
-        draft.publish("stage_completed", name, "cached")
+        draft.take(name, output)
     draft.queue_ready()
     return Change(draft.context(version=context.version), push=tuple(draft.push), events=tuple(draft.events))
+
+
+def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:
+    """A stage waits no longer for another request: it has the output now, or runs itself. None if it did not wait."""
+    if context.over or not context.stages[stage].follows:
+        return None
+    draft = Draft(context, wall)
+    draft.stages[stage] = msgspec.structs.replace(draft.stages[stage], follows="")
+    if output is not None:
+        draft.take(stage, output)
+    draft.queue_ready()
+    return draft.change(None, context.status)
 
 
 def completed(context: RequestContext, done: Done, worker: str, wall: float, running: Sequence[Running] = ()) -> Change:

@@ -29,6 +29,7 @@ from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
+from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.transitions import Transitions
 from unfuse.scheduler.upkeep import Upkeep
 from unfuse.supervision.clock import SystemClock
@@ -74,7 +75,10 @@ class Scheduler:
         self.observers = Observers[Observer](self._background)
         self._transitions = Transitions(queue, self.registry, self.clock, self.observers)
         self._apply = self._transitions.apply
-        self.upkeep = Upkeep(self._transitions, self._costs, self.in_flight, lease_ttl, self._background)
+        self._single_flight = SingleFlight(self._transitions, self._cache, self._background)
+        self.upkeep = Upkeep(
+            self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
+        )
         self.observers.add(self.in_flight, self.upkeep, self._costs)
 
     async def start(self) -> None:
@@ -135,7 +139,9 @@ class Scheduler:
         order = await place(self._order, self.queue, context)
         hits, misses = await self._cache.find(context.plan)
         await self._arenas.require_room(context.plan, hits, self.registry.known.values(), self.registry.workers)
-        admitted = lifecycle.admitted(msgspec.structs.replace(context, order=order), self.clock.wall(), hits)
+        context = msgspec.structs.replace(context, order=order)
+        leaders = await self._single_flight.leaders(context, hits)
+        admitted = lifecycle.admitted(context, self.clock.wall(), hits, leaders)
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
         try:
@@ -146,7 +152,8 @@ class Scheduler:
             raise
         if record.context == admitted.context:
             self.observers.tell(Observer.submitted, record.context)
-            self.observers.tell(Observer.looked_up, len(hits), misses)
+            self.observers.tell(Observer.looked_up, len(hits) + len(leaders), misses - len(leaders))
+            self._single_flight.submitted(record.context)
             self.upkeep.arm(record.context, now)
             return await self._transitions.settled(record)
         return record

@@ -18,6 +18,7 @@ from unfuse.scheduler import lifecycle
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.single_flight import SingleFlight
 from unfuse.scheduler.transitions import Transitions
 from unfuse.supervision.supervisor import Supervisor
 
@@ -44,10 +45,17 @@ class Upkeep(Observer):
     """What one scheduler does in the `background`."""
 
     def __init__(
-        self, transitions: Transitions, costs: Costs, in_flight: InFlight, lease_ttl: float, background: Supervisor
+        self,
+        transitions: Transitions,
+        costs: Costs,
+        in_flight: InFlight,
+        single_flight: SingleFlight,
+        lease_ttl: float,
+        background: Supervisor,
     ) -> None:
         self._transitions, self._queue, self._registry = transitions, transitions.queue, transitions.registry
         self._costs, self._in_flight, self._lease_ttl, self._background = costs, in_flight, lease_ttl, background
+        self._single_flight = single_flight
         self._deadlines: dict[str, Callable[[], None]] = {}
         self._has_learned = False
 
@@ -128,6 +136,7 @@ class Upkeep(Observer):
             for record in page:
                 self.arm(record.context, now)
                 self._in_flight.announced(record.context)
+                await self._single_flight.review(record.context)
                 await self._transitions.apply_if_due(
                     await self._transitions.settled(record),
                     lambda record, wall: lifecycle.overran(record.context, wall, record.running),
