@@ -15,7 +15,6 @@ from unfuse.cli.serve import tell
 from unfuse.service import leftovers
 from unfuse.service.settings import load
 from unfuse.service.size import Size
-from unfuse.worker.options import EXACTNESS
 
 if TYPE_CHECKING:
     from unfuse.service.machine import Machine
@@ -93,6 +92,7 @@ def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
 def _batches(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
     from unfuse.service.advice import batches_of
     from unfuse.worker.exactness import Exactness
+    from unfuse.worker.options import EXACTNESS
 
     return batches_of(plan, Exactness(Path(data_dir, EXACTNESS)).all())
 
