@@ -2,7 +2,7 @@
 
 All serve the same folder (`bench/peers/flux_folder.py`), one after the other, in rounds of another order each; each has
 the machine for itself. Their pixels are compared first. A round is measured again if anything else was computing.
-The small servers, as their docs recommend them: `bench/peers/with_fastapi.py`, `with_litserve.py`.
+The small servers, as their docs recommend them: `bench/peers/with_fastapi.py`, `with_litserve.py`, `with_rayserve.py`.
 `python -m bench.pictures [--rounds N] [--sides NAME,NAME] [--peers FOLDER]`
 """
 
@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -34,7 +35,7 @@ import psutil
 from PIL import Image
 
 from bench.load import closed_loop
-from bench.peers.flux_folder import build
+from bench.peers.flux_folder import DEFAULTS, STEPS, build
 from bench.report import quantile, show, table
 from bench.tasks import PEERS, peer_python
 from tools.addresses import free_port
@@ -51,30 +52,30 @@ FOREIGN = 0.1
 """Cores that others may have meanwhile."""
 
 PROMPTS = ("a red circle", "a blue star on black", "a green ring on gray, seen from above", "an orange cross")
-Make = Callable[[str, int], bytes]
+Make = Callable[..., bytes]
 
 
 class Side(msgspec.Struct, frozen=True):
     """A server: its command for a folder and a port, and how a picture is asked for."""
 
     command: Callable[[Path, int], list[str]]
-    ask: Callable[[str, str, int], bytes]
+    ask: Callable[..., bytes]
 
 
-def post(url: str, body: dict[str, Any]) -> bytes:
+def post(url: str, body: dict[str, Any], timeout: float) -> bytes:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=600) as answer:
+    with urllib.request.urlopen(request, timeout=timeout) as answer:
         return bytes(answer.read())
 
 
-def ask_us(url: str, prompt: str, seed: int) -> bytes:
-    body = {"prompt": prompt, "seed": seed, "response_format": "b64_json"}
-    return base64.b64decode(json.loads(post(f"{url}/v1/images/generations", body))["data"][0]["b64_json"])
+def ask_us(url: str, prompt: str, seed: int, steps: int = STEPS, timeout: float = 600) -> bytes:
+    body = {"prompt": prompt, "seed": seed, "num_inference_steps": steps, "response_format": "b64_json"}
+    return base64.b64decode(json.loads(post(f"{url}/v1/images/generations", body, timeout))["data"][0]["b64_json"])
 
 
-def ask_them(url: str, prompt: str, seed: int) -> bytes:
-    call = {"height": 128, "width": 128, "num_inference_steps": 4, "max_sequence_length": 32}
-    return post(f"{url}/picture", {"prompt": prompt, "seed": seed, "call": call})
+def ask_them(url: str, prompt: str, seed: int, steps: int = STEPS, timeout: float = 600) -> bytes:
+    call = DEFAULTS | {"num_inference_steps": steps}
+    return post(f"{url}/picture", {"prompt": prompt, "seed": seed, "call": call}, timeout)
 
 
 def ours(*arguments: str) -> Side:
@@ -84,9 +85,8 @@ def ours(*arguments: str) -> Side:
     return Side(command, ask_us)
 
 
-def fastapi(processes: int) -> Side:
+def fastapi(processes: int, app: str = "bench.peers.with_fastapi:app") -> Side:
     def command(folder: Path, port: int) -> list[str]:
-        app = "bench.peers.with_fastapi:app"
         return [
             sys.executable, "-m", "uvicorn", app, "--port", str(port), "--workers", str(processes),
             "--log-level", "error",
@@ -95,10 +95,12 @@ def fastapi(processes: int) -> Side:
     return Side(command, ask_them)
 
 
-def litserve(peers: Path, batch: int) -> Side:
+def batching(peers: Path, name: str, batch: int) -> Side:
+    """A server with libraries of its own that makes up to so many pictures together."""
+
     def command(folder: Path, port: int) -> list[str]:
-        python = str(peer_python(peers, "litserve", shares=True))
-        return [python, "-m", "bench.peers.with_litserve", str(port), str(CORES), str(batch)]
+        python = str(peer_python(peers, name, shares=True))
+        return [python, "-m", f"bench.peers.with_{name}", str(port), str(CORES), str(batch)]
 
     return Side(command, ask_them)
 
@@ -106,7 +108,8 @@ def litserve(peers: Path, batch: int) -> Side:
 def sides(peers: Path) -> dict[str, Side]:
     return {
         "fastapi": fastapi(CORES),
-        "litserve": litserve(peers, 4),
+        "litserve": batching(peers, "litserve", 4),
+        "ray serve": batching(peers, "rayserve", 4),
         "unfuse": ours(),
         "unfuse, batched": ours("--batching", "batched"),
         "unfuse, split": ours("--workers", "split"),
@@ -137,7 +140,7 @@ def running(side: Side, model: Path) -> Iterator[tuple[Make, psutil.Process, flo
                         raise
                     time.sleep(0.02)
             first = time.perf_counter() - began
-            yield lambda prompt, seed: side.ask(url, prompt, seed), psutil.Process(process.pid), first
+            yield partial(side.ask, url), psutil.Process(process.pid), first
         finally:
             os.killpg(process.pid, signal.SIGTERM)
             try:
@@ -162,14 +165,15 @@ def busy() -> float:
     return float(sum(times) - times.idle - times.iowait - getattr(times, "steal", 0.0))
 
 
-def measure(make: Make, server: psutil.Process, clients: int, seeds: Iterator[int]) -> dict[str, float]:
-    """One measurement; again as long as others compute."""
+def measure(make: Make, server: psutil.Process, clients: int, requests: int, seeds: Iterator[int]) -> dict[str, float]:
+    """One measurement; again as long as others compute. `busiest` is the part of a core that one process had."""
     own = psutil.Process()
     while True:
         family = [*family_of(server.pid), own]
         before, all_before = cpu(family), busy()
+        each_before = [cpu([process]) for process in family[:-1]]
         own_before = cpu([own])
-        wall, each = closed_loop(lambda _: make(PROMPTS[(n := next(seeds)) % 4], n), clients, REQUESTS[clients])
+        wall, each = closed_loop(lambda _: make(PROMPTS[(n := next(seeds)) % 4], n), clients, requests)
         took, whole = cpu(family) - before, busy() - all_before
         if whole - took < FOREIGN * wall + 0.1:
             break
@@ -180,13 +184,19 @@ def measure(make: Make, server: psutil.Process, clients: int, seeds: Iterator[in
         "p95": quantile(each, 0.95),
         "cpu": server_s / len(each),
         "client_cpu": (cpu([own]) - own_before) / len(each),
+        "busiest": max(cpu([one]) - since for one, since in zip(family[:-1], each_before, strict=True)) / wall,
     }
 
 
-def warm(make: Make) -> None:
+def warm(make: Make, requests: int = WARM) -> None:
     """Until it runs as it will: batches are compared, sizes tried."""
     with ThreadPoolExecutor(16) as pool:
-        list(pool.map(lambda n: make(PROMPTS[n % 4], 10_000 + n), range(WARM)))
+        list(pool.map(lambda n: make(PROMPTS[n % 4], 10_000 + n), range(requests)))
+
+
+def pss(server: psutil.Process) -> int:
+    """MiB of a server's processes; what they share counts once."""
+    return sum(int(process.memory_full_info().pss) for process in family_of(server.pid)) >> 20
 
 
 def main() -> None:
@@ -208,10 +218,9 @@ def main() -> None:
                 with running(everyone[name], model) as (make, server, first):
                     made[name] = [pixels(make(prompt, 7)) for prompt in PROMPTS]
                     warm(make)
-                    for clients in REQUESTS:
-                        found[name, clients].append(measure(make, server, clients, seeds))
-                    pss = sum(process.memory_full_info().pss for process in family_of(server.pid)) >> 20
-                    about[name].append({"first": first, "pss": pss})
+                    for clients, requests in REQUESTS.items():
+                        found[name, clients].append(measure(make, server, clients, requests, seeds))
+                    about[name].append({"first": first, "pss": pss(server)})
                 print(
                     name, {c: round(found[name, c][-1]["rate"], 2) for c in REQUESTS}, about[name][-1], file=sys.stderr
                 )

@@ -151,17 +151,16 @@ def theirs(peers: Path, defaults: bool = False) -> dict[str, Side]:
 
 
 def peer_python(peers: Path, name: str, shares: bool = False) -> str:
-    """The Python of a side, made when it is not there. With `shares`, all but what its file names is ours."""
+    """The Python of a side, made when it is not there. With `shares`, it has all that we have beside."""
     wanted = Path(__file__).parent / "peers" / f"{name}.txt"
     installed, python = peers / name / wanted.name, peers / name / "bin" / "python"
     if not installed.exists() or installed.read_bytes() != wanted.read_bytes():
         print(f"installing {name} in {peers / name}", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(peers / name)], check=True)
-        alone = ["--no-deps"] if shares else []
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *alone, "-r", str(wanted)], check=True)
         if shares:
             (site,) = (peers / name).glob("lib/python*/site-packages")
             (site / "shared.pth").write_text(sysconfig.get_path("purelib"))
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "-r", str(wanted)], check=True)
         installed.write_bytes(wanted.read_bytes())
     return str(python)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from typing import Any
 
 import diffusers
 import torch
@@ -30,3 +31,16 @@ def pictures(pipeline: diffusers.DiffusionPipeline, prompts: list[str], seeds: l
         Image.fromarray(pixels).save(file := io.BytesIO(), "PNG", compress_level=1)
         files.append(file.getvalue())
     return files
+
+
+def together(pipeline: diffusers.DiffusionPipeline, asked: list[dict[str, Any]]) -> list[bytes]:
+    """One PNG for each request: those of equal parameters are made together."""
+    alike: dict[str, list[int]] = {}
+    for number, one in enumerate(asked):
+        alike.setdefault(str(one["call"]), []).append(number)
+    made: dict[int, bytes] = {}
+    for numbers in alike.values():
+        group = [asked[number] for number in numbers]
+        files = pictures(pipeline, [one["prompt"] for one in group], [one["seed"] for one in group], **group[0]["call"])
+        made |= dict(zip(numbers, files, strict=True))
+    return [made[number] for number in range(len(asked))]

@@ -11,7 +11,7 @@ from typing import Any
 import litserve
 from fastapi import Response
 
-from bench.peers.pipeline import load, pictures
+from bench.peers.pipeline import load, together
 
 
 class Pictures(litserve.LitAPI):
@@ -25,20 +25,8 @@ class Pictures(litserve.LitAPI):
         return inputs
 
     def predict(self, asked: Any) -> list[bytes]:
-        found: list[bytes] = []
-        together = asked if isinstance(asked, list) else [asked]
-        alike: dict[str, list[int]] = {}
-        for number, one in enumerate(together):
-            alike.setdefault(str(one["call"]), []).append(number)
-        made: dict[int, bytes] = {}
-        for numbers in alike.values():
-            group = [together[number] for number in numbers]
-            files = pictures(
-                self.pipeline, [one["prompt"] for one in group], [one["seed"] for one in group], **group[0]["call"]
-            )
-            made |= dict(zip(numbers, files, strict=True))
-        found = [made[number] for number in range(len(together))]
-        return found if isinstance(asked, list) else found[0]  # type: ignore[return-value]
+        made = together(self.pipeline, asked if isinstance(asked, list) else [asked])
+        return made if isinstance(asked, list) else made[0]  # type: ignore[return-value]
 
     def unbatch(self, output: list[bytes]) -> list[bytes]:
         return output
