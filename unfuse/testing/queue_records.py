@@ -156,6 +156,23 @@ async def what_is_over_may_still_be_marked(queue: TaskQueue, clock: ManualClock)
     assert await queue.forget(5.1) == ["a"]
 
 
+async def what_is_over_when_it_comes_stays_so(queue: TaskQueue, clock: ManualClock) -> None:
+    """It is found, listed, watched, repeated and forgotten as any that is over, and takes nobody's place."""
+    tight, events = Limits(max_active=1), (Event("queued"), Event("completed"))
+    over = request("a", status="completed", completed_at=5.0, idempotency_key="k", cost=9.0, plan=planned(p=9.0))
+    stored = await queue.submit(over, [], events, tight)
+    assert (stored.context, stored.running, stored.position) == (over, (), None)
+    assert (await queue.load("a")).context == (await queue.submit(over, [], events, tight)).context == over
+    assert (await queue.submit(request("b", idempotency_key="k"), [], [], tight)).context.id == "a"
+    assert [event.type for event in await history(queue, "a")] == ["queued", "completed"]
+    assert await queue.stats(["p"]) == Stats(0, {"p": PoolStats()})
+    assert (await queue.over(["a"]), await queue.list(Filter(over=False))) == (["a"], [])
+    assert [record.context.id for record in await queue.list(Filter(status="completed"))] == ["a"]
+    await queue.submit(request("c"), [], [], tight)
+    assert await queue.forget(5.1) == ["a"]
+    await raised(NotFound, queue.load("a"))
+
+
 async def overload_stores_nothing(queue: TaskQueue, clock: ManualClock) -> None:
     """Neither too many requests nor too many tasks in one pool; what ends makes room; a repeat is always answered."""
     tight = Limits(max_active=2, max_queue=2)
@@ -242,6 +259,7 @@ RECORD_RULES = (
     a_prediction_that_is_no_time_counts_nothing,
     dead_ones_are_found,
     what_is_over_may_still_be_marked,
+    what_is_over_when_it_comes_stays_so,
     overload_stores_nothing,
     what_costs_too_much_together_is_refused,
     what_was_encoded_is_found_by_its_key,
