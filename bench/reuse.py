@@ -47,6 +47,23 @@ def bursts(folder: Path, rounds: int) -> dict[str, Any]:
     }
 
 
+def equal(server: Server, seed: int) -> float:
+    """Seconds until a picture is there."""
+    start = time.monotonic()
+    server.post("/v1/images/generations", {"prompt": "a red circle", "seed": seed, "num_inference_steps": STEPS})
+    return time.monotonic() - start
+
+
+def equals(folder: Path, rounds: int) -> dict[str, Any]:
+    """Pictures that were asked for before, by pictures of new seeds."""
+    with serving(folder, *LAYOUT, "--reuse-results") as server:
+        server.ready()
+        equal(server, 0)
+        pairs = [(equal(server, 0), equal(server, number)) for number in range(1, rounds + 2)][1:]
+    again, new = ([pair[at] for pair in pairs] for at in (0, 1))
+    return ratio(again, new) | {"again_s": spread(again), "new_s": spread(new)}
+
+
 def leave(server: Server, leaves: bool) -> float:
     """Seconds from the first step of a picture until its request is over, whose client leaves then or waits."""
     body = json.dumps({"prompt": "a blue star on black", "num_inference_steps": 100})
@@ -79,11 +96,11 @@ def leaving(folder: Path, rounds: int) -> dict[str, Any]:
 def main(rounds: int) -> None:
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, measure in (("bursts", bursts), ("leaving", leaving)):
+        for name, measure in (("bursts", bursts), ("equals", equals), ("leaving", leaving)):
             Path(folder, name).mkdir()
             found[name] = measure(Path(folder, name), rounds)
     show("reuse", rounds=rounds, burst=BURST, **found)
-    rows = {name: found["bursts"][name] for name in ("encoding_s", "burst_s")}
+    rows = {**found.pop("bursts"), **found}
     table("ratio", {name: {"median": one["p50"], "p25": one["p25"], "p75": one["p75"]} for name, one in rows.items()})
 
 

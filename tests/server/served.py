@@ -223,6 +223,7 @@ def serve(
     access: Access | None = None,
     bounds: Bounds | None = None,
     cancels: bool = False,
+    reuses: bool = False,
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -237,7 +238,7 @@ def serve(
         worker = Worker(scheduler, results)
         app = create_app(
             scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins,
-            access=access, cancels=cancels,
+            access=access, cancels=cancels, reuses=reuses,
         )  # fmt: skip
         await scheduler.start()
         server = _Often(app, bounds or Bounds(8192, 2048), access or Access())

@@ -29,7 +29,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     KEPT: (
         "serve.queue", "serve.results", "serve.store", "serve.durable", "serve.durable_stages", "serve.checkpoint",
-        "serve.encoder_cache", "data_dir",
+        "serve.encoder_cache", "serve.reuse_results", "data_dir",
     ),
     WORKERS: (
         "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",

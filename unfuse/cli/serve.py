@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",
     "serve.max_active", "serve.max_queue", "serve.max_cost",
     "serve.order", "serve.dispatch", "serve.encoder_cache", "serve.feature_cache",
-    "serve.strict_params", "serve.on_disconnect", "serve.drain_timeout",
+    "serve.strict_params", "serve.on_disconnect", "serve.reuse_results", "serve.drain_timeout",
 )  # fmt: skip
 def serve(
     flags: dict[str, Any],

@@ -102,7 +102,8 @@ class RequestContext(msgspec.Struct, frozen=True):
     sorts its tasks among those of their priority. A `dead` request is a dead letter: somebody should look at it.
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
     for `limit_s` seconds in all (None: any time). It ends with the last of the `callers` that wait for it (None: it
-    goes on whoever waits).
+    goes on whoever waits). `makes` is the hash of what its results depend on beside its pools ("": nobody is given
+    them).
     """
 
     id: str
@@ -128,6 +129,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     asked: str = ""
     limit_s: float | None = None
     callers: int | None = None
+    makes: str = ""
 
     @property
     def over(self) -> bool:
@@ -154,7 +156,8 @@ class Asked(msgspec.Struct, frozen=True):
     """What is asked for: checked parameters of a model, and `n` results with the seeds seed … seed + n − 1.
 
     `name` is the client's name for the model, if that is an alias. `id` is the id of the request ("": one is drawn).
-    The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time).
+    The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time). `makes` is the hash of
+    what the results depend on beside the pools that make them ("": nobody else is given them).
     """
 
     card: ModelCard
@@ -163,6 +166,7 @@ class Asked(msgspec.Struct, frozen=True):
     name: str = ""
     id: str = ""
     limit_s: float = 0.0
+    makes: str = ""
 
 
 class Who(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from unfuse.core.errors import LeaseLost
+from unfuse.core.event import Event
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
@@ -48,6 +49,13 @@ def admitted(
         draft.take(name, output)
     draft.queue_ready()
     return Change(draft.context(version=context.version), push=tuple(draft.push), events=tuple(draft.events))
+
+
+def reused(context: RequestContext, wall: float) -> Change:
+    """A new request that has its results: it is over, and nothing of it ran."""
+    stages = {stage.name: StageState("done") for stage in context.plan.stages}
+    over = msgspec.structs.replace(context, stages=stages, status="completed", created_at=wall, completed_at=wall)
+    return Change(over, events=(Event("queued", wall), Event("completed", wall, message="reused")))
 
 
 def followed(context: RequestContext, stage: str, output: ObjectRef | None, wall: float) -> Change | None:

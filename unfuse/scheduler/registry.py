@@ -63,6 +63,11 @@ class Registry:
         """The pools with live workers that could serve what is declared for this one, and how many work in each."""
         return self._manned.get(declared(pool), {})
 
+    def is_exact(self, pool: str) -> bool:
+        """Whether live workers man that very pool, and give each request its bytes whatever else they run."""
+        workers = [info for info in self.known.values() if pool in info.pools]
+        return pool in self.manned(pool) and any(info.outcome.get("batching") == "exact" for info in workers)
+
     def home(self, pool: str) -> str:
         """Where a task of that pool waits for somebody: there, unless only other workers could serve it."""
         manned = self.manned(pool)

@@ -19,7 +19,7 @@ from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.base import UNLIMITED, Limits, TaskQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
@@ -106,9 +106,26 @@ class Scheduler:
         context = RequestContext(
             asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
-            limit_s=asked.limit_s or None, callers=1 if who.leaves else None,
+            limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
         )  # fmt: skip
         return await self._submit(context, delivery.timeout)
+
+    async def reuse(self, asked: Asked, delivery: Delivery, who: Who, source: RequestContext) -> Record:
+        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits.
+
+        A repeat (same tenant and idempotency key) gets the first record.
+        """
+        context = RequestContext(
+            asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
+            priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
+            makes=asked.makes, result=source.result,
+        )  # fmt: skip
+        change = lifecycle.reused(context, self.clock.wall())
+        record = await self.queue.submit(change.context, (), change.events, UNLIMITED)
+        if record.context == change.context:
+            self.observers.tell(Observer.submitted, record.context)
+            self.observers.tell(Observer.ended, record.context)
+        return record
 
     async def retry(self, request: str, id: str = "") -> Record:
         """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.

@@ -19,6 +19,7 @@ from unfuse.core.request import Asked, Record, Who, new_request_id
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
+from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_picture
 
 REPEAT_WITHIN_S = 15 * 60
@@ -98,14 +99,19 @@ class Call:
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
-        unused = picture is not None
+        data = None
+        if picture is not None:
+            data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
+            params["image"] = hashlib.sha256(data).hexdigest()
+        limit_s = gateway.time_limits.get(self.medium.name, 0.0)
+        wanted = Asked(card, params, n, asked, id, limit_s, makes(card, self.given, params, n, delivery))
+        if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
+            return record
+        unused = data is not None
         try:
-            if picture is not None:
-                data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
-                params["image"] = hashlib.sha256(data).hexdigest()
+            if data is not None:
                 await to_thread.run_sync(gateway.results.attach, id, "image", data)
-            limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-            record = await gateway.scheduler.submit(Asked(card, params, n, asked, id, limit_s), delivery, who)
+            record = await gateway.scheduler.submit(wanted, delivery, who)
             unused = unused and record.context.id != id
         except TransientError:
             unused = False  # a queue that does not answer may have accepted it

@@ -37,6 +37,7 @@ def create_app(
     admins: Collection[str] = (),
     access: Access | None = None,
     cancels: bool = False,
+    reuses: bool = False,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
@@ -46,12 +47,23 @@ def create_app(
     is the folder of adapters, if any; a `strict` gateway refuses fields that it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is the kind of
     place where workers keep outputs. Without keys, `access` says from where it may be used: from this machine alone. A
-    gateway that `cancels` ends requests whose callers waited and are all gone.
+    gateway that `cancels` ends requests whose callers waited and are all gone; one that `reuses` gives results again.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = dict(keys or {}), dict(names or {})
     app.state.gateway = Gateway(
-        scheduler, results, own_keys, own_names, standard, loras, strict, time_limits, store, admins, cancels
+        scheduler,
+        results,
+        own_keys,
+        own_names,
+        standard,
+        loras,
+        strict,
+        time_limits,
+        store,
+        admins,
+        cancels,
+        reuses,
     )
     app.state.reading = Reading()
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]

@@ -26,6 +26,7 @@ from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.metrics import Metrics
+from unfuse.server.reuse import Reuse
 from unfuse.server.view import request_object
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import ResultStore
@@ -44,7 +45,8 @@ class Gateway(Observer):
     `admins` are those keys that open workers, pools and every tenant's requests; a sole key is one. `standard` is what
     every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it
     would have to ignore. `store` is the kind of place where workers keep outputs. One that `cancels` ends a request
-    whose callers waited and are all gone. What the scheduler does it counts and logs.
+    whose callers waited and are all gone. With one that `reuses`, equal requests get equal results without being made
+    again. What the scheduler does it counts and logs.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Gateway(Observer):
         store: str = "shared_memory",
         admins: Collection[str] = (),
         cancels: bool = False,
+        reuses: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -71,6 +74,7 @@ class Gateway(Observer):
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels
+        self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}

@@ -169,6 +169,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "its next step, unless another call with its idempotency key waits."
         ),
     ] = "continue"
+    reuse_results: Annotated[
+        bool,
+        says(
+            "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers "
+            "made and that are still kept."
+        ),
+    ] = False
     feature_cache: Annotated[
         float,
         says(

@@ -80,6 +80,7 @@ def options(loaded: Loaded) -> ServeOptions:
         standard=standard(settings),
         strict=serve.strict_params,
         cancels=serve.on_disconnect == "cancel",
+        reuses=serve.reuse_results,
     )
 
 

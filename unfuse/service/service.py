@@ -66,7 +66,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     `resources`. They share what `means` there are, and of devices at most `device_memory`. `standard`
     parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
     seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
-    What callers waited for that are all gone is ended if the service `cancels`.
+    What callers waited for that are all gone is ended if the service `cancels`; results are given again if it `reuses`.
     """
 
     models: tuple[str, ...]
@@ -103,6 +103,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     standard: Params
     strict: bool
     cancels: bool
+    reuses: bool
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -149,7 +150,7 @@ class Service:
                 scheduler, results, keys=options.keys, admins=options.admins, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access, cancels=options.cancels,
+                access=options.access, cancels=options.cancels, reuses=options.reuses,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
