@@ -365,6 +365,22 @@ async def test_a_closed_queue_hands_out_nothing(queue: TaskQueue) -> None:
         await queue.load("a")
 
 
+async def test_who_watches_a_closed_queue_keeps_nobody_busy(queue: RedisQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is heard any more, and that is not tried again and again."""
+    heard: list[None] = []
+
+    async def hear() -> None:
+        heard.append(None)
+        if len(heard) > 3:
+            raise asyncio.CancelledError
+
+    await queue.close()
+    monkeypatch.setattr(queue._subscription, "_hear_changes", hear)
+    assert [event async for event in queue.watch("a")] == []
+    await asyncio.sleep(0.01)
+    assert heard == []
+
+
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)), min_size=2))
 def test_ranks_sort_as_priority_and_order_do(pairs: list[tuple[int, float]]) -> None:
     ranks = {(-p, o + 0.0): bytes(task_fields(task("a", priority=p, order=o))["rank"]) for p, o in pairs}

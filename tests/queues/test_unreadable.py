@@ -34,7 +34,7 @@ from unfuse.testing.queue_samples import (
 
 BAD, RUNS, OVER, HEALTHY = "bad", "runs", "over", ("a", "b", "c")
 P = "{unfuse}"
-TASK = f"{P}:task:3:bads"
+TASK = f"{P}:task:3:bad:s"
 
 Client = redis.Redis
 garbage = st.binary(min_size=1, max_size=20) | st.sampled_from(
@@ -101,6 +101,19 @@ async def filled(server: Server, clock: ManualClock) -> TaskQueue:
     for key in "kl":
         await queue.cache(key, handle(key), 100)
     return queue
+
+
+async def test_a_damaged_task_is_not_preferred(server: Server) -> None:
+    """Though its inputs are the nearest: what is whole goes, and the other is put aside when it is the first."""
+    server.client.flushall()
+    queue = queues.open(server.url)
+    for name, near in (("a", ""), ("bad", "node")):
+        await submitted(queue, name, near=near)
+    server.client.hdel(TASK, "stage")
+    (lease,) = await queue.lease("v", wanted("p", slots=2, near="node"), TTL)
+    assert lease.task.request == "a"
+    assert [(one.id, one.kind) for one in await queue.damaged()] == [("3:bad:s", "task")]
+    await queue.close()
 
 
 async def all_answers(queue: TaskQueue, clock: ManualClock) -> None:

@@ -27,6 +27,7 @@ from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_lists import check_lists
 from unfuse.testing.queue_samples import LIMITS, change, planned, request, submitted, task, wanted
@@ -223,7 +224,9 @@ class Yesterdays(Reviewed):
         async with self._redis.pipeline(transaction=False) as pipeline:
             for verb, arguments in told:
                 pipeline.evalsha(SCRIPT_ID, 1, self._tag, verb, arguments)
-            return await pipeline.execute(raise_on_error=False)
+            replies = await pipeline.execute(raise_on_error=False)
+        wall = b"%f" % (self._servers_time or SystemClock()).wall()
+        return [[*reply, wall] if verb == "lease" else reply for (verb, _), reply in zip(told, replies, strict=True)]
 
 
 def test_the_earlier_version_beside_this_one(server: Server) -> None:

@@ -162,6 +162,11 @@ def check_storable(*parts: RequestContext | Task | Event) -> None:
     That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond EXACT.
     """
     encode(parts)
+    check_numbers(*parts)
+
+
+def check_numbers(*parts: RequestContext | Task | Event) -> None:
+    """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
     for part in parts:
         needs = part.needs.values() if isinstance(part, Task) else ()
         for number in (*_NUMBERS[type(part)](part), *needs):
@@ -290,6 +295,10 @@ class TaskQueue(ABC):
         Its position is the number of tasks ahead of its own in their pool, the least over its queued tasks. It is None
         if a stage runs, or no task is queued.
         """
+
+    def known(self, claim: Claim) -> Record | None:
+        """What may be, if it is not out of date, the record of a leased task's request: `commit` finds out. Or None."""
+        return None
 
     @abstractmethod
     async def over(self, requests: Sequence[str]) -> builtins.list[str]:

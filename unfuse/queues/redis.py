@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
@@ -38,11 +40,12 @@ from unfuse.queues.base import (
     Renewal,
     Stats,
     TaskQueue,
-    check_storable,
+    check_numbers,
 )
 from unfuse.queues.history import MAX_EVENTS
+from unfuse.queues.known import KnownRecords
 from unfuse.queues.remaining import NANOSECONDS
-from unfuse.queues.remote_waiters import MAX_BATCH, RETRY_S, Background, RemoteWaiters, Waiter
+from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 from unfuse.supervision.clock import SystemClock
@@ -54,7 +57,7 @@ try:
     from redis.exceptions import RedisError
 
     from unfuse.queues.obstacles import obstacle, parse_address
-    from unfuse.queues.runs import Call, answers
+    from unfuse.queues.runs import Call, Calls, answers
     from unfuse.queues.subscription import Subscription
 except ImportError as error:
     raise ConfigError("a queue in Redis needs the library redis: pip install 'unfuse[redis]'") from error
@@ -82,11 +85,14 @@ class RedisQueue(TaskQueue):
     def __init__(self, url: str, prefix: str, clock: Clock | None) -> None:
         self._url, self._tag, self._servers_time = url, f"{{{prefix}}}", clock
         self._redis = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=ANSWER_S)
-        self._unsent: list[tuple[str, bytes, asyncio.Future[Any]]] = []
         self._background = Background()
+        self._calls = Calls(self._execute, self._background)
         self._unreadable = Unreadable()
-        self._waiting = RemoteWaiters(self._call, self._background, clock or SystemClock(), self._unreadable)
-        self._subscription = Subscription(self._redis, f"{self._tag}:changes", self._waiting)
+        self._known = KnownRecords()
+        self._waiting = RemoteWaiters(
+            self._call, self._background, clock or SystemClock(), self._unreadable, self._known
+        )
+        self._subscription = Subscription(self._redis, self._tag, self._waiting)
         self._closed = False
         self._latest = 0.0
 
@@ -123,11 +129,10 @@ class RedisQueue(TaskQueue):
         self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits
     ) -> Record:
         """Store a new request; a repeat returns the stored one."""
-        check_storable(context, *tasks, *events)
+        check_numbers(context, *tasks, *events)
         more = Counter(task.pool for task in tasks)
-        return script.record(
-            await self._call("submit", **script.context_fields(context, tasks, events), limits=limits, more=more)
-        )
+        fields = script.context_fields(context, tasks, events)
+        return self._known.keep(script.record(await self._call("submit", **fields, limits=limits, more=more), context))
 
     async def lease(self, worker: str, wanted: Wanted, ttl: float, wait: float = 0.0) -> list[Lease]:
         """Claim tasks, waiting up to `wait` seconds for a first one."""
@@ -145,22 +150,27 @@ class RedisQueue(TaskQueue):
 
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
         """Publish progress of a lease that is held."""
-        check_storable(*events)
+        check_numbers(*events)
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events))
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
-        check_storable(change.context, *change.push, *change.events)
-        return script.record(await self._call("commit", **script.change_fields(change)))
+        check_numbers(change.context, *change.push, *change.events)
+        return self._known.keep(
+            script.record(await self._call("commit", **script.change_fields(change)), change.context)
+        )
 
     async def commit_and_lease(
         self, change: Change, worker: str, wanted: Wanted, ttl: float
     ) -> tuple[Record, list[Lease]]:
         """Apply a transition, then claim tasks, in one run of the script."""
-        check_storable(change.context, *change.push, *change.events)
+        check_numbers(change.context, *change.push, *change.events)
         asking = Waiter(worker, wanted, ttl, patient=False)
-        record, now, claims = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
-        return script.record(record), asking.leases(claims, float(now), self._unreadable)
+        record, now, claims, wall = await self._call("commit_and_lease", **script.change_fields(change), ask=asking.ask)
+        leases = asking.leases(claims, float(now), self._unreadable)
+        kept = self._known.keep(script.record(record, change.context))
+        self._known.leased(leases, float(wall))
+        return kept, leases
 
     async def hand_back(self, claim: Claim) -> bool:
         """Return a leased task to its place."""
@@ -185,6 +195,10 @@ class RedisQueue(TaskQueue):
         except (ProtocolError, TypeError, Damaged) as error:
             self._unreadable.note("request", request, str(error))
             raise Damaged(f"the stored record of request {request} cannot be read: see `unfuse dead ls`") from error
+
+    @override
+    def known(self, claim: Claim) -> Record | None:
+        return self._known.of(claim)
 
     async def list(
         self, which: Filter, *, after: str | None = None, limit: int = 100, oldest_first: bool = False
@@ -366,28 +380,10 @@ class RedisQueue(TaskQueue):
         args |= {"most_returns": MOST_RETURNS, "scan": SCANNED, "video_id": VIDEO.prefix}
         if self._servers_time:
             args |= {"now": self._servers_time.now(), "wall": self._servers_time.wall()}
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._unsent.append((verb, encode(args), answer))
-        self._background.run("send", self._send)
-        return await answer
-
-    async def _send(self) -> None:
-        """Send all calls that wait, MAX_BATCH in a round trip, until there are none."""
-        while self._unsent:
-            batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
-            try:
-                replies = await self._execute([(verb, args) for verb, args, _ in batch])
-            except Exception as error:  # the callers must get any error
-                replies = [error] * len(batch)
-            for (_, _, answer), reply in zip(batch, replies, strict=True):
-                if answer.done():
-                    continue
-                if isinstance(reply, RedisError | OSError):
-                    answer.set_exception(self._error(reply))
-                elif isinstance(reply, Exception):
-                    answer.set_exception(reply)
-                else:
-                    answer.set_result(reply)
+        try:
+            return await self._calls.answer(verb, encode(args))
+        except (RedisError, OSError) as error:
+            raise self._error(error) from error
 
     async def _execute(self, calls: Sequence[Call]) -> builtins.list[Any]:
         return await answers(self._redis, self._tag, calls)

@@ -16,6 +16,7 @@ from unfuse.core.codec import encode
 from unfuse.core.errors import TransientError
 from unfuse.core.task import Lease
 from unfuse.queues import script
+from unfuse.queues.known import KnownRecords
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import Wanted
 
@@ -91,8 +92,11 @@ class Waiter:
 class RemoteWaiters:
     """All callers that wait for tasks. Call `serve` whenever there may be a task for them."""
 
-    def __init__(self, call: Call, background: Background, clock: Clock, unreadable: Unreadable) -> None:
-        self._call, self._background, self._clock, self._unreadable = call, background, clock, unreadable
+    def __init__(
+        self, call: Call, background: Background, clock: Clock, unreadable: Unreadable, known: KnownRecords
+    ) -> None:
+        self._call, self._background, self._clock = call, background, clock
+        self._unreadable, self._known = unreadable, known
         self._waiters: dict[Waiter, None] = {}
         self._stale = False
         self._withdraw_alarm: Callable[[], None] = lambda: None
@@ -147,14 +151,16 @@ class RemoteWaiters:
             waiter.asked = True
         asked_at = self._clock.now()
         try:
-            now, due, answers = await self._call("lease", asks=[waiter.ask for waiter in asking])
+            now, due, answers, wall = await self._call("lease", asks=[waiter.ask for waiter in asking])
         except Exception as error:  # the callers must get any error
             for waiter in asking:
                 waiter.settle([], error)
             self._withdraw_alarm = asyncio.get_running_loop().call_later(RETRY_S, self.serve).cancel
             return
         for waiter, claims in zip(asking, answers, strict=True):
-            waiter.settle(waiter.leases(claims, float(now), self._unreadable))
+            leases = waiter.leases(claims, float(now), self._unreadable)
+            self._known.leased(leases, float(wall))
+            waiter.settle(leases)
         if due is not None:
             self._withdraw_alarm = self._clock.call_at(asked_at + float(due) - float(now), self.serve)
 

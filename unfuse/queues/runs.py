@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
 from redis.exceptions import NoScriptError
 
+from unfuse.queues.remote_waiters import MAX_BATCH, Background
 from unfuse.queues.script import SCRIPT, SCRIPT_ID
 
 Call = tuple[str, bytes]
@@ -46,3 +48,35 @@ async def answers(redis: Redis, tag: str, calls: Sequence[Call]) -> list[Any]:
         else:
             found += [reply] * len(run) if isinstance(reply, Exception) else reply
     return found
+
+
+class Calls:
+    """Calls that wait to be sent, by `execute`: those that come while others are under way go together."""
+
+    def __init__(self, execute: Callable[[Sequence[Call]], Awaitable[list[Any]]], background: Background) -> None:
+        self._execute, self._background = execute, background
+        self._unsent: list[tuple[Call, asyncio.Future[Any]]] = []
+
+    async def answer(self, verb: str, args: bytes) -> Any:
+        """The answer to one call. Raises what its verb does, and the connection."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._unsent.append(((verb, args), answer))
+        self._background.run("send", self._send)
+        return await answer
+
+    async def _send(self) -> None:
+        """Send all calls that wait, MAX_BATCH in a round trip, until there are none."""
+        while self._unsent:
+            batch, self._unsent = self._unsent[:MAX_BATCH], self._unsent[MAX_BATCH:]
+            try:
+                replies = await self._execute([call for call, _ in batch])
+            except Exception as error:  # the callers must get any error
+                replies = [error] * len(batch)
+            for (_, answer), reply in zip(batch, replies, strict=True):
+                if answer.done():
+                    continue
+                if isinstance(reply, Exception):
+                    answer.set_exception(reply)
+                else:
+                    answer.set_result(reply)
+            await asyncio.sleep(0)  # what those who were answered ask next goes together

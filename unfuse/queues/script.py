@@ -71,10 +71,11 @@ def lease(stored: bytes, attempt: bytes, worker: bytes, mark: bytes, expires: by
     return Lease(task(stored, attempt), worker.decode(), mark.partition(b":")[2], float(expires))
 
 
-def record(reply: Sequence[Any]) -> Record:
-    """A record from the fields of an answer."""
-    context, running, position = reply[:3]
-    return Record(decode(context, RequestContext), decode(running, tuple[Running, ...]), position)
+def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
+    """A record from the fields of an answer, which leaves out the context if it is the one that was sent."""
+    data, running, position = reply[:3]
+    context = sent if data is None and sent else decode(data, RequestContext)
+    return Record(context, decode(running, tuple[Running, ...]), position)
 
 
 def error(met: Exception, place: str) -> UnfuseError:

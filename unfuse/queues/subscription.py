@@ -19,8 +19,9 @@ SWEEP_S = 5.0
 class Subscription:
     """One subscription for all callers in this process that wait for tasks or follow requests."""
 
-    def __init__(self, redis: Redis, channel: str, waiting: RemoteWaiters) -> None:
-        self._redis, self._channel, self._waiting = redis, channel, waiting
+    def __init__(self, redis: Redis, tag: str, waiting: RemoteWaiters) -> None:
+        self._redis, self._waiting = redis, waiting
+        self._channels = f"{tag}:changes", f"{tag}:news"
         self._supervisor = Supervisor()
         self._followers: dict[str, list[asyncio.Future[None]]] = {}
         self._closed = False
@@ -38,8 +39,11 @@ class Subscription:
                 news.set_result(None)
 
     async def listen(self) -> None:
-        """Receive messages until `close`."""
-        await self._supervisor.repeat("hearing what changed", self._hear_changes)
+        """Receive messages until `close`, on one connection after the other."""
+        while not self._closed:
+            with self._supervisor.besides("hearing what changed"), suppress(RedisError, OSError):
+                await self._hear_changes()
+            await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
         """Wake everyone who waits."""
@@ -49,21 +53,19 @@ class Subscription:
 
     async def _hear_changes(self) -> None:
         """Receive messages; after connecting, and after SWEEP_S without a message, wake everyone."""
-        while not self._closed:
-            with suppress(RedisError, OSError):
-                async with self._redis.pubsub() as channel:
-                    await channel.subscribe(self._channel)
-                    while not self._closed:
-                        self._hear(await channel.get_message(timeout=SWEEP_S))
-            await asyncio.sleep(RETRY_S)
+        async with self._redis.pubsub() as channel:
+            await channel.subscribe(*self._channels)
+            while not self._closed:
+                self._hear(await channel.get_message(timeout=SWEEP_S))
 
     def _hear(self, message: dict[str, Any] | None) -> None:
         if message is None or message["type"] != "message":
             self._waiting.serve()
             self.notify(*self._followers)
             return
-        kind, _, name = message["data"].decode(errors="replace").partition(":")
-        if kind == "request":
-            self.notify(name)
-        elif self._waiting.waits_for(name):
-            self._waiting.serve()
+        for what in message["data"].decode(errors="replace").split("\0"):
+            kind, _, name = what.partition(":")
+            if kind == "request":
+                self.notify(name)
+            elif self._waiting.waits_for(name):
+                self._waiting.serve()

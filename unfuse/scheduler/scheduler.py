@@ -222,6 +222,7 @@ class Scheduler:
             claim.request,
             lambda record, wall: lifecycle.completed(record.context, done, worker, wall, record.running),
             commit,
+            self.queue.known(claim),
         )
         if done.output and record.context.stages[claim.stage].output == done.output:
             stage = record.context.plan.stage(claim.stage)

@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Conflict, NotFound
+from unfuse.core.errors import Conflict, LeaseLost, NotFound
 from unfuse.core.request import Change, Record
 from unfuse.queues.base import TaskQueue
 from unfuse.scheduler import lifecycle
@@ -37,17 +37,27 @@ class Transitions:
         self.output_sizes = OutputSizes()
 
     async def apply(
-        self, request: str, decide: Decide, commit: Callable[[Change], Awaitable[Record]] | None = None
+        self,
+        request: str,
+        decide: Decide,
+        commit: Callable[[Change], Awaitable[Record]] | None = None,
+        known: Record | None = None,
     ) -> tuple[Record, bool]:
         """Load, decide, commit, again while others move the same context; says whether this changed it.
 
-        A decision of None changes nothing, nor does the repeat of one that was applied. Raises NotFound, and whatever
-        `decide` and `commit` raise.
+        A decision of None changes nothing, nor does the repeat of one that was applied. A record that is `known`, and
+        may be out of date, is tried first instead of a loaded one. Raises NotFound, and whatever `decide` and `commit`
+        raise.
         """
         pause = 0.0
         while True:
-            before = await self.queue.load(request)
-            change = decide(before, self.clock.wall())
+            is_known, before, known = known is not None, known or await self.queue.load(request), None
+            try:
+                change = decide(before, self.clock.wall())
+            except LeaseLost:
+                if is_known:
+                    continue
+                raise
             if change is None:
                 return before, False
             change = msgspec.structs.replace(change, push=self.output_sizes.given(change.push))

@@ -75,6 +75,22 @@ async def a_lease_says_what_it_is(queue: TaskQueue, clock: ManualClock) -> None:
     assert first.token != second.token
 
 
+async def what_is_known_of_a_lease_is_its_record(queue: TaskQueue, clock: ManualClock) -> None:
+    """As it would be loaded but for its steps, if anything is known; of a request that is over nothing is."""
+    record = await submitted(queue, "a")
+    clock.advance(1.0)
+    lease = await leased(queue)
+    assert queue.known(lease.claim) in (None, await queue.load("a"))
+    clock.advance(1.0)
+    record = await queue.commit(done(record, lease, push=(task("a", "t"), task("a", "u"))))
+    assert queue.known(lease.claim) is None
+    _, leases = await queue.commit_and_lease(change(record), "w", wanted("p", slots=2), TTL)
+    for one in leases:
+        assert queue.known(one.claim) in (None, await queue.load("a"))
+    await queue.commit(change(await queue.load("a"), status="cancelled"))
+    assert [queue.known(one.claim) for one in leases] == [None, None]
+
+
 async def claiming_stops_where_room_ends(queue: TaskQueue, clock: ManualClock) -> None:
     """At the first task that does not fit, although a smaller one behind it would."""
     for name, room in (("a", 40), ("b", 50), ("c", 30), ("d", 1)):
@@ -200,6 +216,17 @@ async def a_preference_does_not_bring_back_what_was_turned_down(queue: TaskQueue
     await submitted(queue, "new", affinity="x")
     assert (await leased(queue, worker="v")).task.request == "new"
     assert await drained(queue) == names
+
+
+async def a_preference_chooses_behind_what_was_turned_down(queue: TaskQueue, clock: ManualClock) -> None:
+    """Also where that is more urgent: who turned it down has its preference among the rest."""
+    await submitted(queue, "urgent", priority=1)
+    for _ in range(MOST_RETURNS):
+        (lease,) = await queue.lease("v", wanted("p"), TTL)
+        await queue.turn_down(lease.claim)
+    await submitted(queue, "a")
+    await submitted(queue, "b", affinity="x")
+    assert [one.task.request for one in await queue.lease("v", wanted("p", affinity="x"), TTL)] == ["b"]
 
 
 async def a_task_waits_for_its_time(queue: TaskQueue, clock: ManualClock) -> None:
@@ -332,6 +359,7 @@ LEASE_RULES = (
     several_pools_are_one_line,
     no_more_than_slots_are_leased,
     a_lease_says_what_it_is,
+    what_is_known_of_a_lease_is_its_record,
     claiming_stops_where_room_ends,
     a_lease_is_held_until_it_is_closed,
     a_gap_in_sweeping_is_forgiven,
@@ -340,6 +368,7 @@ LEASE_RULES = (
     handing_back_keeps_the_place,
     who_turns_a_task_down_for_ever_gets_it_no_more,
     a_preference_does_not_bring_back_what_was_turned_down,
+    a_preference_chooses_behind_what_was_turned_down,
     a_task_waits_for_its_time,
     what_is_more_urgent_can_be_asked_for,
     a_preference_chooses_among_equals_for_a_moment,

@@ -26,11 +26,16 @@ local function ready_key(pool) return P .. ':ready:' .. pool end
 local function delayed_key(pool) return P .. ':delayed:' .. pool end
 local LEASES, META, AWAITED, DAMAGED = P .. ':leases', P .. ':meta', P .. ':awaited', P .. ':damaged'
 
--- Whether a comes before b in their first `count` bytes: Lua's own < follows the server's locale.
-local function before(a, b, count)
-  for i = 1, count do
-    local x, y = string.byte(a, i), string.byte(b, i)
-    if x ~= y then return x < y end
+-- Whether a comes before b by rank: Lua's own < follows the server's locale. Whole words are compared first, since most
+-- of them are equal.
+local function before(a, b)
+  for word = 1, RANK, 8 do
+    if string.sub(a, word, word + 7) ~= string.sub(b, word, word + 7) then
+      for i = word, word + 7 do
+        local x, y = string.byte(a, i), string.byte(b, i)
+        if x ~= y then return x < y end
+      end
+    end
   end
   return false
 end
@@ -51,11 +56,11 @@ local function left(pool)
   if call('SREM', AWAITED, pool) == 1 then pools[pool] = true end
 end
 
--- A task takes its place in the line, or waits for its time.
-local function put(name, pool, member, at)
+-- A task takes its place in the line, or waits for its time. Answers since when it may be leased.
+local function put(pool, member, at)
   if at > now then call('ZADD', delayed_key(pool), at, member) else call('ZADD', ready_key(pool), 0, member) end
-  call('HSET', task_key(name), 'since', math.max(at, now))
   pools[pool] = true
+  return math.max(at, now)
 end
 
 local function end_lease(name, worker)
@@ -76,18 +81,24 @@ local function remove(name)
   call('DEL', task_key(name))
 end
 
-local function push(id, tasks)
-  for _, task in ipairs(tasks) do
+-- Queues tasks of a request, each in place of an earlier one of its stage, and answers their places. Of a new request
+-- there is none yet.
+local function push(id, tasks, is_new)
+  local places = {}
+  local last = #tasks > 0 and call('HINCRBY', META, 'arrivals', #tasks)
+  for i, task in ipairs(tasks) do
     local name = name_of(id, task.stage)
-    remove(name)
-    local member = task.rank .. string.format('%016x', call('HINCRBY', META, 'arrivals', 1)) .. name
-    call('ZADD', stages_key(id), 'NX', call('ZCARD', stages_key(id)), task.stage)
+    if not is_new then remove(name) end
+    local member = task.rank .. string.format('%016x', last - #tasks + i) .. name
+    call('ZADD', stages_key(id), 'NX', is_new and i - 1 or call('ZCARD', stages_key(id)), task.stage)
+    local since = put(task.pool, member, task.not_before)
     call('HSET', task_key(name), 'request', id, 'stage', task.stage, 'attempt', task.attempt, 'pool', task.pool,
       'member', member, 'room', task.room, 'priority', task.priority, 'near', task.near, 'affinity', task.affinity,
-      'task', task.task, 'pushed', exact(wall))
+      'task', task.task, 'pushed', exact(wall), 'since', since)
     if next(task.needs) then call('HSET', task_key(name), 'needs', cmsgpack.pack(task.needs)) end
-    put(name, task.pool, member, task.not_before)
+    places[i] = {task.pool, member}
   end
+  return places
 end
 
 -- Numbers an event, dates it if it is not dated, and drops the oldest progress of a log that is full.
@@ -96,7 +107,7 @@ local function log(id, event)
   if not event.at or event.at == 0 then event.at = wall end
   call('ZADD', events_key(id), event.seq, VERSION .. cmsgpack.pack(event))
   if event.type == 'progress' or event.type == 'preview' then call('RPUSH', droppable_key(id), event.seq) end
-  if call('ZCARD', events_key(id)) > A.max_events then
+  if event.seq > A.max_events and call('ZCARD', events_key(id)) > A.max_events then
     local old = call('LPOP', droppable_key(id))
     if old then
       call('ZREMRANGEBYSCORE', events_key(id), old, old)
@@ -121,7 +132,15 @@ local function held(claim)
   return call('HGET', task_key(name), 'mark') == claim.mark and name
 end
 
+-- Tells all of it in one message. Who is of an earlier version hears the other channel alone, one message for each.
 local function tell()
-  for pool in pairs(pools) do call('PUBLISH', P .. ':changes', 'pool:' .. pool) end
-  for id in pairs(news) do call('PUBLISH', P .. ':changes', 'request:' .. id) end
+  local told, both = {}, {P .. ':changes', P .. ':news'}
+  for pool in pairs(pools) do told[#told + 1] = 'pool:' .. pool end
+  for id in pairs(news) do told[#told + 1] = 'request:' .. id end
+  if #told == 0 then return end
+  call('PUBLISH', both[2], table.concat(told, '\0'))
+  local hear = redis.pcall('PUBSUB', 'NUMSUB', unpack(both))
+  if hear.err or hear[2] ~= hear[4] then
+    for _, what in ipairs(told) do call('PUBLISH', both[1], what) end
+  end
 end

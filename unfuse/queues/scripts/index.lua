@@ -9,30 +9,35 @@ local function heading_key(tenant, field, value)
   return P .. ':list:' .. (tenant and name_of(tenant, '') or '') .. '/' .. field .. '/' .. value
 end
 
--- The keys of all headings that `Filter.heading` may ask for these facts under.
+-- The keys of all headings that `Filter.heading` may ask for these facts under, but ALL and ACTIVE: who stores a
+-- request keeps those.
 local function headings(number, tenant, status, over, dead, video, fingerprint)
-  local fields, keys = {{'', ''}, {'status', status}}, {}
-  if over == '0' then fields[#fields + 1] = {'over', '0'} end
+  local fields, keys = {{'status', status}}, {heading_key(tenant, '', '')}
   if dead == '1' then fields[#fields + 1] = {'dead', '1'} end
   if video == '1' then fields[#fields + 1] = {'video', '1'} end
   for _, field in ipairs(fields) do
     keys[#keys + 1] = heading_key(nil, field[1], field[2])
     keys[#keys + 1] = heading_key(tenant, field[1], field[2])
   end
+  if over == '0' then keys[#keys + 1] = heading_key(tenant, 'over', '0') end
   if fingerprint ~= '' then keys[#keys + 1] = heading_key(tenant, 'fingerprint', fingerprint) end
   return keys
 end
 
--- What may be asked of a request, as text; nothing of one that is gone, or is none. Its status is the one that is shown.
-local function facts(id)
-  local fields = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key'}
-  local values = redis.pcall('HMGET', request_key(id), unpack(fields))
+local FACTS = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key'}
+
+-- What may be asked of a request, as text; nothing of one that is gone, or is none. Its status is the one that is shown;
+-- it is looked for where it is not known whether something of the request is leased.
+local function facts(id, is_leased)
+  local values = redis.pcall('HMGET', request_key(id), unpack(FACTS))
   if values.err or not values[1] then return end
   local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
-  for i, field in ipairs(fields) do fact[field] = values[i] or '' end
-  for _, stage in ipairs(fact.status == 'queued' and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
-    if sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1 then fact.status = 'in_progress' end
+  for i, field in ipairs(FACTS) do fact[field] = values[i] or '' end
+  local is_unknown = is_leased == nil and fact.status == 'queued'
+  for _, stage in ipairs(is_unknown and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
+    is_leased = is_leased or sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
   end
+  if is_leased and fact.status == 'queued' then fact.status = 'in_progress' end
   return fact
 end
 
@@ -52,11 +57,12 @@ local function relist(id, fact)
   if packed then call('HSET', LISTED, id, packed) else call('HDEL', LISTED, id) end
 end
 
--- Lists the next requests that came since this was last done; answers whether there may be more.
-local function list_new()
+-- Lists the next requests that came since this was last done, the last of them with nothing leased; answers whether
+-- there may be more.
+local function list_new(unleased)
   local last = call('HGET', META, 'listed') or '-inf'
   local new = call('ZRANGEBYSCORE', ALL, '(' .. last, '+inf', 'WITHSCORES', 'LIMIT', 0, A.scan)
-  for i = 1, #new, 2 do relist(new[i], facts(new[i])) end
+  for i = 1, #new, 2 do relist(new[i], facts(new[i], new[i] ~= unleased and nil)) end
   if #new > 0 then call('HSET', META, 'listed', new[#new]) end
   return #new == 2 * A.scan
 end

@@ -3,11 +3,11 @@
 -- Whether one line's head goes before another's: by priority, then in the later pool, then by order and arrival.
 local function ahead(a, b)
   if string.sub(a.head, 1, 8) == string.sub(b.head, 1, 8) and a.later ~= b.later then return a.later > b.later end
-  return before(a.head, b.head, RANK)
+  return before(a.head, b.head)
 end
 
 -- The lines that a worker may take from. A pool is held back while more than so many wait in one it feeds.
-local function open_lines(worker, wanted)
+local function open_lines(wanted, seen)
   local full, lines = {}, {}
   for pool, offer in pairs(wanted.pools) do
     for name, most in pairs(offer.behind) do
@@ -16,7 +16,7 @@ local function open_lines(worker, wanted)
         call('SADD', AWAITED, name)
       end
     end
-    local head = not full[pool] and sound(head_for, worker, pool)
+    local head = not full[pool] and sound(head_for, pool, seen)
     if head then lines[#lines + 1] = {pool = pool, head = head, later = offer.later, amounts = offer.amounts} end
   end
   return lines
@@ -24,29 +24,32 @@ end
 
 -- Of the first tasks of the first one's priority, in lines as late as its own, the one the worker likes best: inputs
 -- that are near, then company.
-local function liked(worker, wanted, lines, first)
+local function liked(wanted, lines, first, seen)
   local among, best, most = {}, {first.head, first}, -1
+  local priority, drawn = string.sub(first.head, 1, 8), 0
   for _, line in ipairs(lines) do
-    for _, member in ipairs(line.later == first.later and call('ZRANGE', ready_key(line.pool), 0, A.among - 1) or {}) do
-      among[#among + 1] = {member, line}
+    if line.later == first.later then
+      drawn = drawn + 1
+      for _, member in ipairs(call('ZRANGE', ready_key(line.pool), 0, A.among - 1)) do
+        among[#among + 1] = {member, line}
+      end
     end
   end
-  table.sort(among, function(a, b) return before(a[1], b[1], RANK) end)
+  if drawn > 1 then table.sort(among, function(a, b) return before(a[1], b[1]) end) end
   for i = 1, math.min(A.among, #among) do
-    local near, affinity = unpack(sound(call, 'HMGET', task_of(among[i][1]), 'near', 'affinity') or {})
-    local liking = wanted.affinity ~= '' and affinity == wanted.affinity and 1 or 0
-    if wanted.near ~= '' and near == wanted.near then liking = 2 end
-    local is_fit = not before(first.head, among[i][1], 8) and not is_kept_from(worker, string.sub(among[i][1], RANK + 1))
+    local task = task_at(among[i][1], seen)
+    local liking = wanted.affinity ~= '' and task.affinity == wanted.affinity and 1 or 0
+    if wanted.near ~= '' and task.near == wanted.near then liking = 2 end
+    local is_fit = string.sub(among[i][1], 1, 8) == priority and task.is_whole and not task.is_kept
     if liking > most and is_fit then best, most = among[i], liking end
   end
   return unpack(best)
 end
 
 -- What a task takes of every resource.
-local function needs_of(member)
-  local room, needs = unpack(call('HMGET', task_of(member), 'room', 'needs'))
-  local all = needs and cmsgpack.unpack(needs) or {}
-  all.arena, all.slots = tonumber(room), 1
+local function needs_of(task)
+  local all = task.needs and cmsgpack.unpack(task.needs) or {}
+  all.arena, all.slots = tonumber(task.room), 1
   return all
 end
 
@@ -72,19 +75,19 @@ end
 
 -- The place of the task that a worker takes next, having `used` so much. Where there is not enough for one, only pools
 -- go on that are later than its own or need nothing of that; who waits is told when a task leaves that pool.
-local function next_for(worker, wanted, used)
-  local lines = open_lines(worker, wanted)
+local function next_for(wanted, used, seen)
+  local lines = open_lines(wanted, seen)
   while #lines > 0 do
     local line = lines[1]
     for _, other in ipairs(lines) do
       if ahead(other, line) then line = other end
     end
-    local member, priority, since = line.head, unpack(call('HMGET', task_of(line.head), 'priority', 'since'))
-    if wanted.above and tonumber(priority) <= wanted.above then return end
-    if (wanted.near ~= '' or wanted.affinity ~= '') and now - since < A.moment then
-      member, line = liked(worker, wanted, lines, line)
+    local member, task = line.head, task_at(line.head, seen)
+    if wanted.above and tonumber(task.priority) <= wanted.above then return end
+    if (wanted.near ~= '' or wanted.affinity ~= '') and now - task.since < A.moment then
+      member, line = liked(wanted, lines, line, seen)
     end
-    local needs = needs_of(member)
+    local needs = needs_of(task_at(member, seen))
     local missing = lacks(line.amounts, needs, used)
     if not missing then return member, needs end
     call('SADD', AWAITED, line.pool)
@@ -96,29 +99,29 @@ local function next_for(worker, wanted, used)
   end
 end
 
-local function claim(ask, member, token)
-  local name = string.sub(member, RANK + 1)
-  local key = task_key(name)
-  local id, stage, pool, attempt, task = unpack(call('HMGET', key, 'request', 'stage', 'pool', 'attempt', 'task'))
-  call('ZREM', ready_key(pool), member)
+local function claim(ask, member, task, token)
+  local name, id = string.sub(member, RANK + 1), task.request
+  local mark = task.attempt .. ':' .. token
+  call('ZREM', ready_key(task.pool), member)
   call('ZADD', LEASES, now + ask.ttl, name)
-  call('HSET', key, 'worker', ask.worker, 'mark', attempt .. ':' .. token, 'started', wall, 'step', 0, 'steps', 0)
+  call('HSET', task_key(name), 'worker', ask.worker, 'mark', mark, 'started', wall, 'step', 0, 'steps', 0)
   call('HINCRBY', P .. ':leased', ask.worker, 1)
-  left(pool)
-  publish(id, {type = 'stage_started', stage = stage, attempt = tonumber(attempt), worker = ask.worker})
-  relist(id, facts(id))
-  return {task, attempt}
+  left(task.pool)
+  publish(id, {type = 'stage_started', stage = task.stage, attempt = tonumber(task.attempt), worker = ask.worker})
+  relist(id, facts(id, true))
+  return {task.task, task.attempt}
 end
 
 -- Claims what a worker that asks takes now.
 local function serve(ask)
-  local claims, used = {}, {}
+  local claims, used, seen = {}, {}, {returned = RETURNED .. ask.worker}
   for pool in pairs(ask.wanted.pools) do sound(ripen, pool) end
   while #claims < #ask.tokens / 16 do
-    local member, needs = next_for(ask.worker, ask.wanted, used)
+    local member, needs = next_for(ask.wanted, used, seen)
     if not member then break end
     for name, amount in pairs(needs) do used[name] = (used[name] or 0) + amount end
-    claims[#claims + 1] = claim(ask, member, string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16))
+    local token = string.sub(ask.tokens, #claims * 16 + 1, #claims * 16 + 16)
+    claims[#claims + 1] = claim(ask, member, seen[member], token)
   end
   return claims
 end
@@ -127,7 +130,8 @@ function verbs.commit_and_lease()
   local answer = verbs.commit()
   if answer.err then return answer end
   local claims = serve(A.ask)
-  return {sound(record, A.id) or answer, exact(now), claims}
+  local stands = #claims > 0 and not A.over and sound(stored, A.id) or answer
+  return {{answer[1], stands[2], stands[3], answer[4]}, exact(now), claims, exact(wall)}
 end
 
 -- Serves those who ask, one after the other. Answers now, when the next task ripens for who got nothing, the claims.
@@ -141,6 +145,6 @@ function verbs.lease()
     end
     answers[i] = claims
   end
-  return {exact(now), ripens and exact(ripens), answers}
+  return {exact(now), ripens and exact(ripens), answers, exact(wall)}
 end
 

@@ -3,30 +3,42 @@
 -- the cost of all that is active with every context, without the mark by which this one says that the sums are right.
 local LEFT, COUNTED = P .. ':left', ' '
 
-local function is_counted()
-  local cost = call('HGET', META, 'cost')
-  return cost and string.sub(cost, -1) == COUNTED
+local function is_counted(cost) return cost and string.sub(cost, -1) == COUNTED end
+
+local function set_cost(cost, counted, before)
+  local stored = exact(cost) .. (counted and COUNTED or '')
+  if stored ~= before then call('HSET', META, 'cost', stored) end
 end
 
-local function set_cost(cost, counted) call('HSET', META, 'cost', exact(cost) .. (counted and COUNTED or '')) end
-
--- What a request adds; nothing where that was not counted since an earlier version changed it.
-local function share_of(id)
-  local values = redis.pcall('HMGET', request_key(id), 'version', 'counted', 'left')
-  if values.err or not values[1] then return {} end
-  local share = values[2] == values[1] and values[3] and sound(cmsgpack.unpack, values[3])
+-- What a request of that version adds; nothing where that was not counted since an earlier version changed it.
+local function share_in(version, counted, left)
+  local share = counted == version and left and sound(cmsgpack.unpack, left)
   return type(share) == 'table' and share or nil
 end
 
-local function add(share, sign)
+local function share_of(id)
+  local values = redis.pcall('HMGET', request_key(id), 'version', 'counted', 'left')
+  if values.err or not values[1] then return {} end
+  return share_in(unpack(values))
+end
+
+local function add(share)
   for pool, nanoseconds in pairs(share) do
-    if call('HINCRBY', LEFT, pool, string.format('%.0f', sign * nanoseconds)) == 0 then call('HDEL', LEFT, pool) end
+    if call('HINCRBY', LEFT, pool, string.format('%.0f', nanoseconds)) == 0 then call('HDEL', LEFT, pool) end
   end
   return true
 end
 
--- Takes one share for another; answers whether the sums are still right.
-local function exchange(was, is) return is_counted() and was and sound(add, was, -1) and sound(add, is, 1) end
+-- Takes one share for another; answers whether sums that were right still are.
+local function exchange(was, is)
+  local more = {}
+  for pool, nanoseconds in pairs(was) do more[pool] = -nanoseconds end
+  for pool, nanoseconds in pairs(is) do more[pool] = (more[pool] or 0) + nanoseconds end
+  for pool, nanoseconds in pairs(more) do
+    if nanoseconds == 0 then more[pool] = nil end
+  end
+  return add(more)
+end
 
 -- The sum of a pool; nothing where it is none.
 local function left_in(pool)
@@ -41,7 +53,7 @@ local function recount()
   call('DEL', LEFT)
   for _, id in ipairs(call('ZRANGE', ACTIVE, 0, -1)) do
     local share = share_of(id)
-    if not (share and sound(add, share, 1)) then unknown_shares[#unknown_shares + 1] = id end
+    if not (share and sound(add, share)) then unknown_shares[#unknown_shares + 1] = id end
   end
   if #unknown_shares == 0 then set_cost(tonumber(call('HGET', META, 'cost')) or 0, true) end
   return unknown_shares
@@ -58,7 +70,7 @@ end
 -- How many are active; of each pool the tasks that wait, when the first of them came, and what is left; and requests
 -- whose share has to be counted before that is right.
 function verbs.stats()
-  local lines, is_right = {}, is_counted()
+  local lines, is_right = {}, is_counted(call('HGET', META, 'cost'))
   for _, pool in ipairs(A.pools) do is_right = is_right and left_in(pool) end
   local unknown_shares = is_right and {} or recount()
   for i, pool in ipairs(A.pools) do

@@ -1,10 +1,21 @@
 -- Requests: accepted, changed, read and forgotten.
--- A request as it stands: its context, what runs of it, and how many go before the first that waits.
-local function record(id)
-  local context, over = unpack(call('HMGET', request_key(id), 'context', 'over'))
-  local running, position = {}, false
-  local waiting = {}
-  for _, stage in ipairs(over == '0' and call('ZRANGE', stages_key(id), 0, -1) or {}) do
+local IDLE = VERSION .. cmsgpack.pack({})
+
+-- How many tasks go before the first of these places.
+local function position_of(places)
+  local position = false
+  for _, place in ipairs(places) do
+    ripen(place[1])
+    local ahead = call('ZLEXCOUNT', ready_key(place[1]), '-', '(' .. place[2])
+    if not position or ahead < position then position = ahead end
+  end
+  return position
+end
+
+-- What of an active request runs, packed, and how many tasks go before the first that waits.
+local function standing(id)
+  local running, waiting = {}, {}
+  for _, stage in ipairs(call('ZRANGE', stages_key(id), 0, -1)) do
     local pool, member, attempt, worker, started, step, steps =
       unpack(call('HMGET', task_key(name_of(id, stage)), 'pool', 'member', 'attempt', 'worker', 'started', 'step', 'steps'))
     if worker then
@@ -14,29 +25,33 @@ local function record(id)
       waiting[#waiting + 1] = {pool, member}
     end
   end
-  for _, place in ipairs(#running == 0 and waiting or {}) do
-    ripen(place[1])
-    local ahead = call('ZLEXCOUNT', ready_key(place[1]), '-', '(' .. place[2])
-    if not position or ahead < position then position = ahead end
-  end
-  return {context, VERSION .. cmsgpack.pack(running), position, id}
+  return VERSION .. cmsgpack.pack(running), #running == 0 and position_of(waiting)
 end
 
--- Writes a context with what queries ask of it; `was_active` says how it counted until now.
-local function store(id, number, was_active)
-  local was = share_of(id)
+-- A request as it stands: its context, and what `standing` says.
+local function record(id)
+  local context, over = unpack(call('HMGET', request_key(id), 'context', 'over'))
+  local running, position = IDLE, false
+  if over == '0' then running, position = standing(id) end
+  return {context, running, position, id}
+end
+
+-- Writes a context with what queries ask of it; `was` is its share in what is left, `was_active` how it counted so far.
+local function store(id, number, was, was_active)
+  local sums = call('HGET', META, 'cost')
   call('HSET', request_key(id), unpack(A.fields))
-  local cost, is_right = tonumber(call('HGET', META, 'cost')) or 0, exchange(was, A.left)
+  local cost, is_right = tonumber(sums) or 0, is_counted(sums) and was and sound(exchange, was, A.left)
   if A.over then
     call('ZREM', ACTIVE, id)
     call('ZADD', OVER, A.completed_at or 0, id)
     if was_active then cost = cost - A.cost end
-  else
+    if call('ZCARD', ACTIVE) == 0 then cost = 0 end
+  elseif not was_active then
     call('ZREM', OVER, id)
     call('ZADD', ACTIVE, number, id)
-    if not was_active then cost = cost + A.cost end
+    cost = cost + A.cost
   end
-  set_cost(call('ZCARD', ACTIVE) > 0 and cost or 0, is_right)
+  set_cost(cost, is_right, sums)
 end
 
 local function overload()
@@ -64,30 +79,36 @@ function verbs.submit()
   call('ZADD', ALL, number, A.id)
   call('HSET', request_key(A.id), 'number', number)
   if keyed then call('HSET', KEYED, keyed, A.id) end
-  store(A.id, number, false)
-  push(A.id, A.push)
-  for _, event in ipairs(A.events) do publish(A.id, event) end
-  list_new()
-  return record(A.id)
+  store(A.id, number, {}, false)
+  local places = push(A.id, A.push, true)
+  for _, event in ipairs(A.events) do sound(log, A.id, event) end -- nobody follows it yet
+  list_new(A.id)
+  return {false, IDLE, position_of(places)} -- who asks has the context
 end
+
+-- The record of a request whose context was stored just now: who asks has that.
+local function stored(id) return {false, standing(id)} end
 
 function verbs.commit()
   local id, claim = A.id, A.claim
-  local version, over, done, number = unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number'))
+  local version, over, done, number, counted, share =
+    unpack(call('HMGET', request_key(id), 'version', 'over', 'done', 'number', 'counted', 'left'))
+  local name
   if not version then return unknown(id) end
   if claim then
     local marks = sound(cmsgpack.unpack, done)
     if type(marks) ~= 'table' or not tonumber(version) then return damaged(id) end
     if marks[claim.stage] == claim.mark then return record(id) end
-    if not held(claim) then
+    name = held(claim)
+    if not name then
       return refuse('LEASELOST attempt %d of %s of %s does not hold its lease', claim.attempt, claim.stage, claim.request)
     end
   end
   if A.version ~= version + 1 then
     return refuse('CONFLICT %s is at version %d: %d does not follow it', id, version, A.version)
   end
-  store(id, number, over == '0')
-  if claim then remove(held(claim)) end
+  store(id, number, share_in(version, counted, share), over == '0')
+  if name then remove(name) end
   for _, key in ipairs(A.close) do remove(name_of(key[1], key[2])) end
   push(id, A.push)
   if A.over then
@@ -96,7 +117,7 @@ function verbs.commit()
   end
   for _, event in ipairs(A.events) do publish(id, event) end
   relist(id, facts(id))
-  return sound(record, id) or damaged(id)
+  return A.over and {false, IDLE, false} or sound(stored, id) or damaged(id)
 end
 
 function verbs.load()

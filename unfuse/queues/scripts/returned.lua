@@ -1,35 +1,41 @@
 -- Who handed which task back without a step of it: a count in the task for each worker.
 local RETURNED = 'returned:'
 
--- Whether a worker gets a task no more.
-local function is_kept_from(worker, name)
-  local times = tonumber(sound(call, 'HGET', task_key(name), RETURNED .. worker))
-  return times and times >= A.most_returns
-end
+local WORDS = {'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since', 'near', 'affinity', 'needs'}
+local NEEDED, TEXTS = 8, 4 -- so many of these words must be there, and behind the texts be numbers
 
--- Whether a task has all that leasing it takes.
-local function is_whole(name)
-  local words = sound(call, 'HMGET', task_key(name), 'request', 'stage', 'pool', 'task', 'attempt', 'room', 'priority', 'since')
-  for i = 1, 8 do
-    if not words or not words[i] or (i > 4 and not tonumber(words[i])) then return false end
+-- What leasing takes of the task at a place, as it is stored; `seen` has what one who asks was told already.
+local function task_at(member, seen)
+  local task = seen[member]
+  if task then return task end
+  task = {}
+  local words = {'HMGET', task_of(member), seen.returned, unpack(WORDS)}
+  local values = sound(call, unpack(words)) or {}
+  local times = tonumber(values[1])
+  task.is_whole, task.is_kept = true, times and times >= A.most_returns
+  for i, word in ipairs(WORDS) do
+    local value = values[i + 1]
+    task[word] = value
+    if i <= NEEDED and (not value or i > TEXTS and not tonumber(value)) then task.is_whole = false end
   end
-  return true
+  seen[member] = task
+  return task
 end
 
--- The first of a line that a worker may get.
+-- The first of a line that who asks may get.
 local head_for
-function head_for(worker, pool)
+function head_for(pool, seen)
   local from, many = 0, 16
   while true do
     local members = call('ZRANGE', ready_key(pool), from, from == 0 and 0 or from + many - 1)
     for _, member in ipairs(members) do
-      local name = string.sub(member, RANK + 1)
-      if not is_whole(name) then
+      local task = task_at(member, seen)
+      if not task.is_whole then
         call('ZREM', ready_key(pool), member)
-        call('HSET', DAMAGED, name, 'task')
-        return head_for(worker, pool)
+        call('HSET', DAMAGED, string.sub(member, RANK + 1), 'task')
+        return head_for(pool, seen)
       end
-      if not is_kept_from(worker, name) then return member end
+      if not task.is_kept then return member end
     end
     if #members < (from == 0 and 1 or many) then return nil end
     from = from + #members
@@ -43,7 +49,7 @@ local function put_back(name, undo)
   end_lease(name, worker)
   call('HDEL', key, 'worker', 'mark', 'started', 'step', 'steps')
   if not undo then call('HINCRBY', key, 'attempt', 1) end
-  put(name, pool, member, now)
+  call('HSET', key, 'since', put(pool, member, now))
 end
 
 function verbs.turn_down()

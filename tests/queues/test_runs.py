@@ -1,0 +1,163 @@
+"""How calls reach Redis: together, and as one message for all that they changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from tests.queues.conftest import Server
+from tests.queues.test_yesterday import Yesterdays
+from unfuse import queues
+from unfuse.core.event import Event
+from unfuse.queues.base import TaskQueue
+from unfuse.queues.remote_waiters import MAX_BATCH, Background
+from unfuse.queues.runs import Call, Calls
+from unfuse.queues.subscription import SWEEP_S
+from unfuse.testing.queue_samples import TTL, change, following, leased, started, submitted, wanted
+
+
+class Slow:
+    """What executes calls when it is told to."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[str]] = []
+        self.ends: list[asyncio.Future[None]] = []
+
+    async def execute(self, calls: Sequence[Call]) -> list[Any]:
+        self.batches.append([verb for verb, _ in calls])
+        self.ends.append(asyncio.get_running_loop().create_future())
+        await self.ends[-1]
+        return [verb for verb, _ in calls]
+
+
+async def asked(calls: Calls, *verbs: str) -> list[asyncio.Task[Any]]:
+    tasks = [asyncio.create_task(calls.answer(verb, b"")) for verb in verbs]
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return tasks
+
+
+class TestCalls:
+    async def test_those_of_one_moment_go_together_and_at_once(self) -> None:
+        slow = Slow()
+        tasks = await asked(Calls(slow.execute, Background()), "a", "b", "c")
+        assert slow.batches == [["a", "b", "c"]]
+        slow.ends[0].set_result(None)
+        assert await asyncio.gather(*tasks) == ["a", "b", "c"]
+
+    async def test_those_that_come_while_others_are_under_way_go_next(self) -> None:
+        slow = Slow()
+        calls = Calls(slow.execute, Background())
+        first = await asked(calls, "a")
+        others = [*await asked(calls, "b"), *await asked(calls, "c")]
+        assert slow.batches == [["a"]]
+        slow.ends[0].set_result(None)
+        await asyncio.gather(*first)
+        await asked(calls)
+        assert slow.batches == [["a"], ["b", "c"]]
+        slow.ends[1].set_result(None)
+        assert await asyncio.gather(*others) == ["b", "c"]
+
+    async def test_what_those_who_were_answered_ask_next_goes_together(self) -> None:
+        """Also with what waited already."""
+        slow = Slow()
+        calls = Calls(slow.execute, Background())
+
+        async def caller(*verbs: str) -> None:
+            for verb in verbs:
+                await calls.answer(verb, b"")
+
+        callers = [asyncio.create_task(caller("a", "b")) for _ in range(3)]
+        await asked(calls)
+        waits = await asked(calls, "c")
+        slow.ends[0].set_result(None)
+        await asked(calls)
+        assert slow.batches == [["a"] * 3, ["c", *["b"] * 3]]
+        slow.ends[1].set_result(None)
+        await asyncio.gather(*callers, *waits)
+
+    async def test_a_round_trip_takes_so_many(self) -> None:
+        slow = Slow()
+        tasks = await asked(Calls(slow.execute, Background()), *["a"] * (MAX_BATCH + 1))
+        assert [len(batch) for batch in slow.batches] == [MAX_BATCH]
+        for _ in range(2):
+            slow.ends[-1].set_result(None)
+            await asyncio.sleep(0.01)
+        assert len(await asyncio.gather(*tasks)) == MAX_BATCH + 1
+
+    async def test_an_error_is_every_callers_and_the_next_ones_go_on(self) -> None:
+        async def broken(calls: Sequence[Call]) -> list[Any]:
+            raise ConnectionError("gone")
+
+        calls = Calls(broken, Background())
+        for _ in range(2):
+            for task in await asked(calls, "a", "b"):
+                with pytest.raises(ConnectionError, match="gone"):
+                    await task
+
+    async def test_who_was_cancelled_misses_nothing_of_the_others(self) -> None:
+        slow = Slow()
+        one, other = await asked(Calls(slow.execute, Background()), "a", "b")
+        one.cancel()
+        slow.ends[0].set_result(None)
+        assert await other == "b"
+        assert one.cancelled()
+
+
+class TestMessages:
+    @pytest.fixture
+    async def queue(self, server: Server) -> AsyncIterator[TaskQueue]:
+        queue = queues.open(server.url)
+        yield queue
+        await queue.close()
+
+    async def test_those_of_this_version_hear_one_for_all(self, queue: TaskQueue, server: Server) -> None:
+        waiting = await started(queue.lease("w", wanted("elsewhere"), TTL, wait=30.0))
+        while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
+            await asyncio.sleep(0.01)
+        before = published(server)
+        await asyncio.gather(*(submitted(queue, name) for name in "abcdefgh"))
+        assert published(server) - before == 1
+        waiting.cancel()
+
+    async def test_of_several_in_one_message_all_are_heard(self, queue: TaskQueue, server: Server) -> None:
+        records = [await submitted(queue, name) for name in "abc"]
+        watching = [asyncio.create_task(following(queue.watch(name, after=1))) for name in "abc"]
+        while server.client.pubsub_numsub("{unfuse}:news") != [(b"{unfuse}:news", 1)]:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*(queue.commit(change(record, events=(Event("retrying"),))) for record in records))
+        events = await asyncio.wait_for(asyncio.gather(*watching), SWEEP_S / 2)
+        assert [event.type for event in events if event] == ["retrying"] * 3
+
+    async def test_those_of_an_earlier_version_hear_one_for_each(self, queue: TaskQueue, server: Server) -> None:
+        """Given somebody who listens as an earlier version does, then that one hears of pools and requests as ever."""
+        with server.client.pubsub() as earlier:
+            earlier.subscribe("{unfuse}:changes")
+            assert earlier.get_message(timeout=5.0)["type"] == "subscribe"
+            record = await submitted(queue, "a")
+            lease = await leased(queue)
+            await queue.progress(lease.claim, [Event("progress", stage="s", step=1, steps=2)])
+            await queue.commit(change(record, status="cancelled"))
+            heard = []
+            while message := earlier.get_message(timeout=0.5):
+                heard.append(message["data"])
+        assert heard == [b"pool:p", *[b"request:a"] * 3]
+
+    async def test_what_an_earlier_version_does_is_heard(self, queue: TaskQueue, server: Server) -> None:
+        record = await submitted(queue, "a")
+        watching = asyncio.create_task(following(queue.watch("a", after=1)))
+        while server.client.pubsub_numsub("{unfuse}:changes") != [(b"{unfuse}:changes", 1)]:
+            await asyncio.sleep(0.01)
+        earlier = Yesterdays.at(server.url)
+        await earlier.commit(change(record, events=(Event("retrying"),)))
+        event = await asyncio.wait_for(watching, SWEEP_S / 2)
+        assert event is not None and event.type == "retrying"
+        await earlier.close()
+
+
+def published(server: Server) -> int:
+    counted = server.client.info("commandstats")
+    return int(counted.get("cmdstat_publish", {"calls": 0})["calls"])
