@@ -1,5 +1,6 @@
 """Frames to files and back."""
 
+import gc
 import io
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.examples import examples
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import Media
-from unfuse.stages.media import encode
+from unfuse.stages.media import encode, record
 
 
 def scene(frames: int, width: int, height: int) -> NDArray[np.uint8]:
@@ -99,6 +100,37 @@ def test_mp4_is_the_same_every_time_leaves_no_file_and_begins_with_its_index(
     assert list(tmp_path.iterdir()) == []
     (data,) = made
     assert data.index(b"moov") < data.index(b"mdat")
+
+
+@pytest.mark.parametrize("form", ["png", "webp", "mp4"])
+def test_frames_that_come_a_few_at_a_time_make_the_same_files(form: str) -> None:
+    frames, params = scene(7, 32, 32), {"output_format": form, "fps": 8}
+    recording = record({**params})
+
+    parts = [recording.add(frames[begin:end]) for begin, end in ((0, 1), (1, 5), (5, 7))]
+
+    assert [media.data for media in recording.finish()] == [media.data for media in encode(frames, {**params})]
+    assert [bool(part) for part in parts] == [form == "mp4"] * 3
+
+
+def test_a_video_that_is_given_up_leaves_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    video = record({"output_format": "mp4", "fps": 8})
+    video.add(scene(3, 32, 32))
+    assert list(tmp_path.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) > before
+
+    del video
+    gc.collect()
+
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_video_without_frames_is_refused() -> None:
+    with pytest.raises(PermanentError, match="at least one frame"):
+        record({"output_format": "mp4", "fps": 8}).finish()
 
 
 @pytest.mark.parametrize(("params", "sentence"), [
