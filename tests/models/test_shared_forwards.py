@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.models import conftest as c
-from unfuse.stages.base import OneStep, Stage, StageInput, SteppedStage
+from unfuse.stages.base import JointStage, OneStep, Stage, StageInput, SteppedStage
 from unfuse.worker.exactness import difference
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
@@ -75,7 +75,7 @@ def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.L
     sizes: dict[str, set[int]] = {}
     for name, stage in stages(undivided.folder(kind), dtype).items():
         tasks = [StageInput(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
-        if isinstance(stage, SteppedStage) or stage.likeness(tasks[0]) is not None:
+        if isinstance(stage, JointStage) or stage.likeness(tasks[0]) is not None:
             outputs, blame = compared(stage, tasks)
             assert not any(blame.values()), (name, blame)
             sizes[name] = {size for _, size in blame}

@@ -2,7 +2,10 @@
 
 import io
 import math
+import weakref
+from collections.abc import Iterator
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.stages.base import StageInput
-from unfuse.stages.vae_decode import VaeDecode, to_pixels
+from unfuse.stages.vae_decode import CausalDecoder, Decoding, VaeDecode, to_pixels
 
 PARAMS: Params = {"output_format": "png"}
 
@@ -23,12 +26,13 @@ class Same:
     latents = (1, 3, None, None, None)
 
     def __init__(self) -> None:
-        self.weight = torch.ones(1, requires_grad=True)
+        self.weight, self.calls = torch.ones(1, requires_grad=True), list[int]()
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         return latents
 
     def decode(self, grid: Tensor) -> Tensor:
+        self.calls.append(len(grid))
         return self.weight * grid
 
 
@@ -88,7 +92,116 @@ def test_a_batch_of_one_size_is_decoded_together_and_each_gets_its_own_file() ->
     forms = ("png", "webp", "png")
     tasks = [StageInput({"output_format": f}, {"latents": v}) for f, v in zip(forms, videos, strict=True)]
 
-    outputs = VaeDecode(Same()).run(tasks)
+    decoder = Same()
+    stage = VaeDecode(decoder)
+    states = [stage.start(task) for task in tasks]
+    assert stage.step(states) == states
+    outputs = [stage.finish(state) for state in states]
 
+    assert decoder.calls == [3]
     assert [output.media[0].content_type for output in outputs] == ["image/png", "image/webp", "image/png"]
     assert np.array_equal(np.asarray(Image.open(io.BytesIO(outputs[2].media[0].data))), to_pixels(videos[2][0])[0])
+
+
+class Frames(Same):
+    """A decoder that makes a piece for each frame of its latents; `held` are the pieces that still exist."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: weakref.WeakSet[Tensor] = weakref.WeakSet()
+        self.most = 0
+
+    def pieces(self, grid: Tensor) -> int:
+        return grid.shape[2]
+
+    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+        for number in range(grid.shape[2]):
+            pixels = self.decode(grid[:, :, number : number + 1])
+            self.held.add(pixels)
+            self.most = max(self.most, len(self.held))
+            yield pixels
+            del pixels
+
+
+def begun(stage: VaeDecode, task: StageInput) -> Decoding:
+    stage.verify(task)
+    state = stage.start(task)
+    assert stage.progress(state) == (0, task.tensors["latents"].shape[2])  # type: ignore[union-attr]
+    return state
+
+
+@pytest.mark.parametrize("form", ["png", "mp4"])
+def test_pieces_come_to_the_files_of_the_whole(form: str) -> None:
+    params: Params = {"output_format": form, "fps": 8}
+    tasks = [StageInput(params, {"latents": torch.rand(1, 3, frames, 16, 32) * 2 - 1}) for frames in (1, 4)]
+
+    assert VaeDecode(Frames()).run(tasks) == [VaeDecode(Same()).run([task])[0] for task in tasks]
+
+
+def test_pixels_of_one_step_exist_at_a_time() -> None:
+    decoder = Frames()
+    VaeDecode(decoder).run([StageInput(PARAMS, {"latents": torch.rand(1, 3, 6, 8, 8)})])
+    assert decoder.most == 1
+
+
+def test_requests_that_are_decoded_in_turns_get_their_own_parts_and_files() -> None:
+    stage, params = VaeDecode(Frames()), {"output_format": "mp4", "fps": 8}
+    tasks = [StageInput({**params}, {"latents": torch.rand(1, 3, 3, 16, 32) * 2 - 1}) for _ in range(2)]
+    states, parts = [begun(stage, task) for task in tasks], ([b""], [b""])
+
+    for number in range(1, 4):
+        assert stage.step(states) == states
+        for state, own in zip(states, parts, strict=True):
+            assert stage.progress(state) == (number, 3)
+            own.append(stage.part(state))
+
+    files = [stage.finish(state).media[0].data for state in states]
+    assert files == [stage.run([task])[0].media[0].data for task in tasks]
+    assert files[0] != files[1]
+    for file, own in zip(files, parts, strict=True):
+        assert all(own[1:])
+        with av.open(io.BytesIO(file)) as whole, av.open(io.BytesIO(b"".join(own))) as live:
+            for shown, streamed in zip(whole.decode(video=0), live.decode(video=0), strict=True):
+                assert np.array_equal(shown.to_ndarray(), streamed.to_ndarray())
+
+
+def test_a_request_that_fails_in_the_middle_fails_alone() -> None:
+    stage = VaeDecode(Frames())
+    good, bad = (torch.zeros(1, 3, 2, 8, 8) for _ in range(2))
+    bad[0, 0, 1, 0, 0] = math.nan
+    states = [begun(stage, StageInput(PARAMS, {"latents": latents})) for latents in (good, bad)]
+
+    assert stage.step(states) == states
+    made, error = stage.step(states)
+
+    assert made is states[0]
+    assert isinstance(error, PermanentError)
+
+
+def test_pictures_of_a_decoder_of_videos_are_decoded_together() -> None:
+    decoder = Frames()
+    stage = VaeDecode(decoder)
+    states = [begun(stage, StageInput(PARAMS, {"latents": torch.rand(1, 3, 1, 8, 8)})) for _ in range(3)]
+
+    assert stage.step(states) == states
+    assert decoder.calls == [3]
+    assert [stage.progress(state) for state in states] == [(1, 1)] * 3
+
+
+@pytest.mark.parametrize("decoder", [Same, Frames])
+def test_one_of_several_whose_pixels_are_no_numbers_fails_alone(decoder: type[Same]) -> None:
+    stage = VaeDecode(decoder())
+    good, bad = torch.zeros(1, 3, 1, 8, 8), torch.full((1, 3, 1, 8, 8), math.nan)
+    states = [stage.start(StageInput(PARAMS, {"latents": latents})) for latents in (bad, good)]
+
+    error, made = stage.step(states)
+
+    assert isinstance(error, PermanentError)
+    assert made is states[1]
+    (picture,) = stage.finish(states[1]).media
+    assert np.array_equal(np.asarray(Image.open(io.BytesIO(picture.data))), to_pixels(good[0])[0])
+
+
+def test_what_kind_of_decoder_it_is_shows() -> None:
+    assert isinstance(Frames(), CausalDecoder)
+    assert not isinstance(Same(), CausalDecoder)

@@ -9,7 +9,7 @@ a guidance scale of its own if one is given. With `expand_timesteps` (the 5B) ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader, with_encoders
-from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels
+from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, text_stage
 from unfuse.stages.base import need
@@ -279,7 +279,7 @@ class WanDenoiser(FlowDenoiser):
 
 
 class WanVae(GridVae):
-    """The VAE; a VaeDecoder."""
+    """The VAE; a CausalDecoder: a latent frame needs those before it, of which its layers keep what they need."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader, "z_dim")
@@ -287,6 +287,31 @@ class WanVae(GridVae):
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels of latents that were normalised per channel."""
         return decoded(self.vae, grid)
+
+    def pieces(self, grid: Tensor) -> int:
+        """A piece for each latent frame; one where the VAE works in tiles: it decodes each to its end."""
+        return 1 if self.vae.use_tiling else grid.shape[2]
+
+    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+        """What AutoencoderKLWan does in its loop over latent frames, with layers' memory of the request's own."""
+        import torch
+        from diffusers.models.autoencoders.autoencoder_kl_wan import unpatchify
+
+        vae = self._here()
+        mean, scale = norm(vae, grid)
+        latents = vae.post_quant_conv(grid / scale + mean)
+        vae.clear_cache()
+        memory, vae._feat_map, patch = vae._feat_map, [], vae.config.patch_size
+        for number in range(grid.shape[2]):
+            frame = latents[:, :, number : number + 1]
+            pixels = self._here().decoder(frame, feat_cache=memory, feat_idx=[0], first_chunk=number == 0)
+            yield torch.clamp(pixels if patch is None else unpatchify(pixels, patch_size=patch), min=-1.0, max=1.0)
+
+    def _here(self) -> Any:
+        """The VAE, on its device: one that rests elsewhere comes by itself only when its `decode` is called."""
+        if (hook := getattr(self.vae, "_hf_hook", None)) is not None:
+            hook.pre_forward(self.vae)
+        return self.vae
 
 
 class Wan(DiffusersFamily):

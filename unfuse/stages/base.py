@@ -153,6 +153,13 @@ class SteppedStage(Stage, Generic[State]):
         """A small picture of what the state is becoming; None from a stage without previews."""
         return None
 
+    def part(self, state: State) -> bytes:
+        """What a step added to a result that can be read while it grows; b"" from a stage without such.
+
+        It is asked for after each step but the last one, after which the result is there.
+        """
+        return b""
+
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""
         outputs = []

@@ -1,19 +1,25 @@
-"""VAE decoding: latents become pixels, and pixels an encoded file. Pixels never leave this stage."""
+"""VAE decoding: latents become pixels, and pixels an encoded file. Pixels never leave this stage.
+
+A VAE that decodes a video from its beginning to its end does so in steps. Of its pixels those of one step exist at a
+time: they are encoded as they come, and clients may have what that makes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.stages.base import Stage, StageInput, StageOutput, need, need_tensor
-from unfuse.stages.media import encode, need_format
+from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need, need_tensor
+from unfuse.stages.media import Recording, need_format, record
 
 
 class VaeDecoder(Protocol):
@@ -33,27 +39,89 @@ class VaeDecoder(Protocol):
         ...
 
 
-class VaeDecode(Stage):
-    """`latents` in, media out, in the request's `output_format`: one video, or one picture a frame."""
+@runtime_checkable
+class CausalDecoder(VaeDecoder, Protocol):
+    """A decoder that can make a request's pixels in pieces, from the first frame to the last."""
+
+    def pieces(self, grid: Tensor) -> int:
+        """How many pieces the pixels of a request come in, by its grid."""
+        ...
+
+    def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
+        """These pieces (1, 3, frames, height, width): joined along frames, they are what `decode` makes, bit for bit.
+
+        Between two of them, others may be decoded.
+        """
+        ...
+
+
+@dataclass
+class Decoding:
+    """A request that is decoded in so many `steps`. `part` is what the last one added to the stream of its file."""
+
+    grid: Tensor
+    steps: int
+    pieces: Iterator[Tensor]
+    recording: Recording
+    done: int = 0
+    part: bytes = b""
+
+
+class VaeDecode(SteppedStage[Decoding]):
+    """`latents` in, media out, in the request's `output_format`: one video, or one picture a frame.
+
+    Requests whose pixels come in pieces have a step for each; those of others are decoded at once, together with their
+    mates. A state cannot be saved, as its encoder's cannot: another attempt makes the same bytes from the beginning.
+    """
 
     kind = "vae_decode"
 
     def __init__(self, decoder: VaeDecoder) -> None:
         self._decoder = decoder
 
+    @override
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless latents of the right shape and a known format are there."""
         need_tensor(task, "latents", self._decoder.latents)
         need_format(need(task.params, "output_format", str))
 
+    @override
+    def start(self, task: StageInput) -> Decoding:
+        grid = self._decoder.unpack(_latents(task), task.params)
+        recording = record(task.params)
+        if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.pieces(grid)) > 1:
+            return Decoding(grid, pieces, self._decoder.decode_pieces(grid), recording)
+        return Decoding(grid, 1, iter(()), recording)
+
+    @override
     @torch.no_grad()
-    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Decode all at once, and encode each."""
-        grids = [self._decoder.unpack(_latents(task), task.params) for task in batch]
-        pixels = self._decoder.decode(torch.cat(grids))
-        return [
-            StageOutput(media=encode(to_pixels(video), task.params)) for video, task in zip(pixels, batch, strict=True)
-        ]
+    def step(self, batch: Sequence[Decoding]) -> list[Decoding | Exception]:
+        if batch[0].steps > 1:
+            return [_added(state, state.pieces) for state in batch]
+        whole = iter(self._decoder.decode(torch.cat([state.grid for state in batch])).chunk(len(batch)))
+        return [_added(state, whole) for state in batch]
+
+    @override
+    def progress(self, state: Decoding) -> tuple[int, int]:
+        return state.done, state.steps
+
+    @override
+    def part(self, state: Decoding) -> bytes:
+        return state.part
+
+    @override
+    def finish(self, state: Decoding) -> StageOutput:
+        return StageOutput(media=state.recording.finish())
+
+
+def _added(state: Decoding, pixels: Iterator[Tensor]) -> Decoding | Exception:
+    """The state with the next of these pixels in its file; an error if they cannot be made or encoded."""
+    try:
+        state.part = state.recording.add(to_pixels(next(pixels)[0]))
+    except Exception as error:  # the others of the batch go on
+        return error
+    state.done += 1
+    return state
 
 
 def _latents(task: StageInput) -> Tensor:
