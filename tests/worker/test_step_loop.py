@@ -16,7 +16,7 @@ import torch
 from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import ArenaFull, PermanentError, TransientError
+from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
@@ -87,6 +87,18 @@ class Count(SteppedStage["tuple[StageInput, int]"]):
         x = state[0].tensors["x"]
         assert x is not None
         return StageOutput({"x": x + state[1], "nothing": None})
+
+
+class Grow(Count):
+    """A final stage, whose result can be read while it grows."""
+
+    kind = "vae_decode"
+
+    def part(self, state: tuple[StageInput, int]) -> bytes:
+        return b"" if state[1] == self.fail_at else f"part {state[1]};".encode()
+
+    def finish(self, state: tuple[StageInput, int]) -> StageOutput:
+        return StageOutput(media=(Media("text/plain", b"whole"),))
 
 
 class Print(Stage):
@@ -516,6 +528,112 @@ def test_nobody_who_did_not_ask_gets_a_preview(tmp_path: Path) -> None:
     lease = loop.run(steps=4)
     loop.outcome(lease)
     assert all(message.previews == () for message in loop.sent if isinstance(message, Stepped))
+
+
+def growing(folder: Path, fail_at: int = -1) -> tuple[Bench, Grow]:
+    grow = Grow(fail_at=fail_at)
+    return Bench(folder, {"print": grow, "count": Count()}, 1), grow
+
+
+def names(folder: Path) -> set[str]:
+    """What is kept of all requests."""
+    return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfuse.worker.step_loop.REPORT_S", 0.0)
+    loop, _ = growing(tmp_path)
+    lease, told = loop.run("print", steps=4), list[int]()
+
+    def send(message: FromCompute) -> None:
+        if isinstance(message, Stepped):
+            told.append(message.step)
+            for step in range(1, min(message.step, 3) + 1):
+                assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
+        loop.sent.append(message)
+
+    loop.loop._send = send
+    assert isinstance(loop.outcome(lease), Done)
+    assert told == [0, 1, 2, 3, 4]
+    assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}
+    assert loop.results.read(lease.task.request, 0) == b"whole"
+
+
+def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:
+    loop, _ = growing(tmp_path, fail_at=2)
+    assert isinstance(loop.outcome(loop.run("print", steps=4)), Done)
+    assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-3", "0"}
+
+
+def test_after_a_part_that_cannot_be_stored_none_follows_and_the_result_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = growing(tmp_path)
+    attach = loop.results.attach
+
+    def full(request: str, name: str, data: bytes, *, durable: bool = True) -> None:
+        if name == "part-1-2":
+            raise ResultsUnavailable("no room")
+        attach(request, name, data, durable=durable)
+
+    monkeypatch.setattr(loop.results, "attach", full)
+    lease = loop.run("print", steps=4)
+    assert isinstance(loop.outcome(lease), Done)
+    assert names(tmp_path) == {"attached-part-1-1", "0"}
+    assert loop.results.read(lease.task.request, 0) == b"whole"
+
+
+def test_a_task_that_is_dropped_takes_its_parts_along_and_no_other_s(tmp_path: Path) -> None:
+    loop, _ = growing(tmp_path)
+    lease = loop.run("print", steps=4)
+    loop.results.attach(lease.task.request, "part-11-1", b"of a later attempt")
+    loop.turn()
+    loop.turn()
+    assert {"attached-part-1-1", "attached-part-1-2"} <= names(tmp_path)
+
+    loop.inbox.put(Cancel(lease.claim))
+
+    assert isinstance(loop.outcome(lease), Stopped)
+    assert names(tmp_path) == {"attached-part-11-1"}
+
+
+def test_a_task_is_dropped_also_when_its_parts_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, _ = growing(tmp_path)
+    lease = loop.run("print", steps=4)
+    loop.turn()
+
+    def away(request: str, beginning: str = "") -> None:
+        raise ResultsUnavailable("cannot be reached")
+
+    monkeypatch.setattr(loop.results, "detach", away)
+    loop.inbox.put(Cancel(lease.claim))
+    assert isinstance(loop.outcome(lease), Stopped)
+
+
+def test_who_ends_requests_in_many_steps_goes_before_the_others_and_behind_what_takes_one(tmp_path: Path) -> None:
+    order: list[str] = []
+
+    class Noted(Count):
+        def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+            order.append("count")
+            return super().step(batch)
+
+    class NotedGrow(Grow):
+        def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+            order.append("grow")
+            return super().step(batch)
+
+    loop = Bench(tmp_path, {"print": NotedGrow(), "count": Noted(), "once": Noted()}, 1)
+    long, last = loop.run("count", steps=3), loop.run("print", steps=4)
+    loop.turn()
+    short = loop.run("once", steps=1)
+    for lease in (short, last, long):
+        assert isinstance(loop.outcome(lease), Done)
+    assert order == ["grow", "count", *["grow"] * 3, *["count"] * 3]
 
 
 def test_a_stage_gets_the_uploads_it_names(tmp_path: Path) -> None:

@@ -59,6 +59,10 @@ class Refusal(UnfuseError):
         self.status, self.code, self.param, self.headers = status, code, param, dict(headers or {})
 
 
+class BrokenOff(Exception):
+    """A response cannot be sent to its end: the connection closes before that, so that the client notices."""
+
+
 def envelope(error: Refusal) -> dict[str, object]:
     """The body of an error reply."""
     kind = {401: "authentication_error", 429: "rate_limit_error"}.get(error.status)
@@ -146,6 +150,8 @@ class Edge:
         with structlog.contextvars.bound_contextvars(x_request_id=name):
             try:
                 await self._app(scope, receive, named)
+            except BrokenOff as error:
+                log.info("broken off", path=scope["path"], reason=str(error))
             except ClientDisconnect:
                 log.info("the client left before it had sent its request")
             except Exception as error:

@@ -29,7 +29,7 @@ from unfuse.server.metrics import Metrics
 from unfuse.server.reuse import Reuse
 from unfuse.server.view import request_object
 from unfuse.stages.adapters import Loras
-from unfuse.stores.results import ResultStore
+from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
 
 PICTURES_AT_ONCE = 2
@@ -129,8 +129,7 @@ class Gateway(Observer):
             told |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
         log.info("ended", request=context.id, **told, seconds=seconds)
-        if not context.dead:
-            self.release(context)
+        self.release(context, PART if context.dead else "")
 
     def dispatched(self, pool: str) -> None:
         """Count a task that this scheduler gave to a worker."""
@@ -165,16 +164,16 @@ class Gateway(Observer):
         """A request as the caller sees it."""
         return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
 
-    def release(self, context: RequestContext) -> None:
-        """Delete in the background the attachments of a request that has ended."""
-        if context.params.keys() & {"image", "preview_every"}:
+    def release(self, context: RequestContext, beginning: str = "") -> None:
+        """Delete in the background the attachments of a request that has ended whose names begin like that."""
+        if context.video or context.params.keys() & {"image", "preview_every"}:
             request = context.id
-            self._releasing[request] = asyncio.create_task(self._release(request))
+            self._releasing[request] = asyncio.create_task(self._release(request, beginning))
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
 
-    async def _release(self, request: str) -> None:
-        with self.background.besides("letting go of an upload"):
-            await to_thread.run_sync(self.results.detach, request)
+    async def _release(self, request: str, beginning: str) -> None:
+        with self.background.besides("letting go of attachments"):
+            await to_thread.run_sync(self.results.detach, request, beginning)
 
     async def load(self, request: str, tenant: str | None) -> Record:
         """A request of this tenant, or of any (None). Raises NotFound if it is unknown or another tenant's."""

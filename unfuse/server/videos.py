@@ -10,7 +10,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 from PIL import Image
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from unfuse.core.errors import InvalidParameter, NotFound
 from unfuse.core.media import VIDEO
@@ -23,6 +23,7 @@ from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
 from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.live import Live
 from unfuse.server.requests import listed
 from unfuse.server.view import video_object
 
@@ -72,12 +73,24 @@ async def delete(id: str, gateway: Served, sees: Sight) -> dict[str, object]:
 
 @router.get("/{id}/content", response_class=FileResponse)
 async def content(
-    id: str, gateway: Served, sees: Sight, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
+    id: str,
+    gateway: Served,
+    sees: Sight,
+    variant: Literal["video", "thumbnail", "spritesheet"] = "video",
+    stream: bool = False,
 ) -> Response:
-    """The file of a video, or a range of its bytes; or its first frame, as WebP."""
+    """The file of a video, or a range of its bytes; or its first frame, as WebP.
+
+    With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
+    """
     record = await _load(gateway, id, sees)
     if variant == "spritesheet":
         raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
+    if stream and (variant != "video" or record.context.params["output_format"] != "mp4"):
+        raise InvalidParameter("what can be streamed is a video as mp4: leave stream out", "stream")
+    if stream and (record.context.status == "completed" or not record.context.over):
+        live = Live(gateway, record.context).content()
+        return StreamingResponse(live, media_type="video/mp4", headers={"cache-control": "no-store"})
     if record.context.status != "completed":
         message = f"{id} has no content, it is {record.status}: ask for it once it is completed"
         raise Refusal(409, "not_completed", message, headers={"x-should-retry": "false"})

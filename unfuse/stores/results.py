@@ -22,6 +22,7 @@ from unfuse.stores.blobs import BlobStore, open_blobs
 from unfuse.stores.disk import DiskBlobs
 
 ATTACHED = "attached-"
+PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
 REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
 
@@ -71,11 +72,11 @@ class ResultStore(ABC):
         """The attachment of that name. Raises NotFound."""
         return self._read(request, _attachment(name), name)
 
-    def detach(self, request: str) -> None:
-        """Delete the attachments of a request, but not its results. Idempotent."""
+    def detach(self, request: str, beginning: str = "") -> None:
+        """Delete a request's attachments whose names begin like that, but not its results. Idempotent."""
         with _unavailable():
             for entry in self._blobs.entries(_folder(request)):
-                if entry.name.startswith(ATTACHED):
+                if entry.name.startswith(ATTACHED + beginning):
                     self._blobs.remove(request, entry.name)
 
     def delete(self, request: str) -> None:
@@ -143,6 +144,16 @@ class RemoteResults(ResultStore):
         folder = tempfile.mkdtemp(prefix="unfuse-results-")
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         return DiskResults(DiskBlobs(f"disk:{folder}?fsync=no"))
+
+
+def part_name(attempt: int, step: int) -> str:
+    """The attachment with what a step of an attempt at a video's last stage added to its stream; steps count from 1."""
+    return f"{parts_of(attempt)}{step}"
+
+
+def parts_of(attempt: int) -> str:
+    """What the names of an attempt's parts begin with."""
+    return f"{PART}{attempt}-"
 
 
 def open_results(url: str) -> ResultStore:

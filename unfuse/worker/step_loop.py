@@ -26,6 +26,7 @@ from unfuse.worker.checkpoints import Policy, pack, unpack
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Shares, StateSaved, Stepped, Stopped, Waits
 from unfuse.worker.exactness import Exactness, difference
 from unfuse.worker.failure import failure
+from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import How, Job, Turn
 
@@ -227,7 +228,7 @@ class StepLoop:
         return mates[:best], "together"
 
     def _place(self, job: Job) -> tuple[int, bool, bool, int]:
-        """Urgent ones first, then what takes one step, and of that what ends requests: so the others share as large a
+        """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
         forward as they can, and slots bound how long they wait. Pools take turns.
         """
         task = job.lease.task
@@ -297,7 +298,8 @@ class StepLoop:
             job.key = *job.key[:-1], self._likeness(job.stage, job.state)
             step, steps = job.stage.progress(job.state)
             if step < steps:
-                self._preview(job, step)
+                show_preview(self._results, job, step)
+                show_part(self._results, job, step)
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)
@@ -308,18 +310,6 @@ class StepLoop:
         self._jobs.pop(job.claim, None)
         _close(job.inputs)
         self._send(failure(job.claim, error))
-
-    def _preview(self, job: Job, step: int) -> None:
-        """Store a preview every `preview_every` steps, if the request asked for it. An error is only logged."""
-        every, task = job.lease.task.params.get("preview_every"), job.lease.task
-        if not isinstance(every, int) or every < 1 or step % every:
-            return
-        try:
-            if media := job.stage.preview(job.state):
-                self._results.attach(task.request, f"preview-{task.stage}-{step}", media.data, durable=False)
-                job.previews.append(step)
-        except Exception as error:  # a preview that fails must not fail the task
-            log.warning("no preview", request=task.request, stage=task.stage, step=step, reason=str(error))
 
     def _keep(self, job: Job) -> None:
         """Save a job's state, if it has made a step since the last time. An error is only logged."""
@@ -389,6 +379,7 @@ class StepLoop:
         if job := self._jobs.pop(message.claim, None):
             if message.save:
                 self._keep(job)
+            withdraw_parts(self._results, job)
             _close(job.inputs)
             self._send(Stopped(message.claim))
         elif self._parked.pop(message.claim, None):

@@ -58,6 +58,8 @@ class Job:
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
     previews: list[int] = field(default_factory=list)
+    part: int | None = 0
+    """The last step whose part is stored; None after one could not be: none can follow."""
 
     @property
     def claim(self) -> Claim:
