@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, stored, tasks
+from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, stored, stream, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
@@ -60,6 +60,11 @@ def test_adapters_are_timed_as_they_come_and_go(folders: dict[str, Path], tmp_pa
     for steps_of in found["steps"].values():
         assert steps_of.keys() == {"none was ever loaded", "none, beside loaded ones", "rank-1", "rank-2"}
     assert all(taken > 0 for taken in found["change_ms"].values())
+
+
+@pytest.mark.parametrize("how", stream.HOWS)
+def test_decoding_is_measured_in_pieces_and_at_once(how: str) -> None:
+    assert stream.decode("tiny", how, 5, 32)["seconds"] > 0
 
 
 def test_company_that_keeps_its_slots_has_each_request_in_one() -> None:
