@@ -145,9 +145,6 @@ class Renewal(msgspec.Struct, frozen=True):
 EXACT = 2**53
 """Every backend stores integers up to this one exactly."""
 
-UNLIMITED = Limits(EXACT, EXACT)
-"""Room for any request, for one that is over when it comes."""
-
 _NUMBERS = {
     kind: attrgetter(
         *(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float, float | None))

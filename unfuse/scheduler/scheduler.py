@@ -19,7 +19,7 @@ from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import UNLIMITED, Limits, TaskQueue
+from unfuse.queues.base import EXACT, Limits, TaskQueue
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
@@ -35,6 +35,9 @@ from unfuse.scheduler.upkeep import Upkeep
 from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.observers import Observers
 from unfuse.supervision.supervisor import Supervisor
+
+UNLIMITED = Limits(EXACT, EXACT)
+"""Room for a request that is over when it comes."""
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
