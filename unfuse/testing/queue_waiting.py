@@ -184,9 +184,21 @@ async def what_raises_has_claimed_nothing(queue: TaskQueue, clock: ManualClock) 
     assert (await queue.commit_and_lease(change(record), "w", wanted("p", slots=0), TTL))[1] == []
 
 
+async def a_repeat_tells_how_its_request_stands(queue: TaskQueue, clock: ManualClock) -> None:
+    """With what is leased with it, whatever else it would have changed."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    await queue.commit(done(record, lease, push=(task("a", "t"),)))
+    over = done(record, lease, status="completed")
+    repeated, leases = await queue.commit_and_lease(over, "w", wanted("p"), TTL)
+    assert [run.stage for run in repeated.running] == [one.task.stage for one in leases] == ["t"]
+    assert repeated == await queue.load("a")
+
+
 WAITING_RULES = (
     an_outcome_and_an_ask_are_one_call,
     what_raises_has_claimed_nothing,
+    a_repeat_tells_how_its_request_stands,
     a_push_wakes_who_waits,
     each_push_finds_its_waiter,
     time_and_hand_backs_wake_too,

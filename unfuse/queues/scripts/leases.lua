@@ -129,8 +129,8 @@ end
 function verbs.commit_and_lease()
   local answer = verbs.commit()
   if answer.err then return answer end
-  local claims = serve(A.ask)
-  local stands = #claims > 0 and not A.over and sound(stored, A.id) or answer
+  local claims, is_repeat = serve(A.ask), answer[1] -- of which this change tells nothing
+  local stands = #claims > 0 and (is_repeat or not A.over) and sound(stored, A.id) or answer
   return {{answer[1], stands[2], stands[3], answer[4]}, exact(now), claims, exact(wall)}
 end
 
