@@ -125,7 +125,10 @@ def with_compute(worker: int) -> list[psutil.Process]:
     return [*family_of(worker), *computes_of(worker)]
 
 
-@pytest.mark.parametrize("whom", [computes_of, with_compute], ids=["compute", "worker"])
+@pytest.mark.parametrize(
+    "whom",
+    [pytest.param(computes_of, id="compute"), pytest.param(with_compute, id="worker", marks=pytest.mark.nightly)],
+)
 def test_a_killed_decoder_s_stream_goes_on_with_equal_bytes(
     server: Server, undisturbed: bytes, whom: Callable[[int], list[psutil.Process]]
 ) -> None:

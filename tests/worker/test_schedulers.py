@@ -262,7 +262,7 @@ async def test_poison_ends_dead_by_itself_and_its_company_is_not_charged(model: 
 
 async def test_drained_beside_a_scheduler_that_is_gone_it_finishes_and_tells_the_other(model: Path) -> None:
     async with town(model) as found:
-        worker = found.work()
+        worker = found.work(drain_timeout=10.0)
         request = await found.submit()
         await found.until_steps(request)
         await found.kill(0)
