@@ -5,8 +5,6 @@ from __future__ import annotations
 import http.client
 import io
 import json
-import os
-import shutil
 import signal
 import socket
 import urllib.request
@@ -20,7 +18,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from tests.integration.test_video import FLAGS
+from tests.integration.test_video import page_of
 from tools.server import Server, computes_of, family_of, serving, until
 from tools.tiny import SERVING, build
 
@@ -250,18 +248,7 @@ FOLLOWS = """url => new Promise((ended, failed) => {
 
 
 def test_a_browser_shows_frames_while_the_video_is_made_and_they_are_the_file_s(server: Server) -> None:
-    browser = shutil.which("chromium")
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError:
-        browser = None
-    if browser is None and not os.environ.get("CI"):
-        pytest.skip("no browser: install Debian's chromium and PyPI's playwright")
-    assert browser is not None, "CI has chromium and playwright: .ci/run installs the one, the test extra the other"
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
-        page = chromium.new_page()
-        page.goto(f"{server.url}/health")
+    with page_of(server) as page:
         id = film(server, seed=7)
         url = f"/v1/videos/{id}/content"
         page.evaluate(PLAYS, url)
@@ -274,7 +261,6 @@ def test_a_browser_shows_frames_while_the_video_is_made_and_they_are_the_file_s(
         assert status(server, id) == "completed"
         other = film(server, seed=8, num_frames=17)
         width, end = page.evaluate(FOLLOWS, f"/v1/videos/{other}/content?stream=1")
-        chromium.close()
     assert live == file
     assert len(set(file)) > SEEN / 2
     assert (width, end) == (128, pytest.approx(17 / 16, abs=0.01))

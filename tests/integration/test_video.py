@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +114,9 @@ PLAY = """async url => {
 }"""
 
 
-def test_a_browser_plays_it(server: Server) -> None:
+@contextmanager
+def page_of(server: Server) -> Iterator[Any]:
+    """A page of a real browser, at this server."""
     browser = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright
@@ -121,13 +125,18 @@ def test_a_browser_plays_it(server: Server) -> None:
     if browser is None and not os.environ.get("CI"):
         pytest.skip("no browser: install Debian's chromium and PyPI's playwright")
     assert browser is not None, "CI has chromium and playwright: .ci/run installs the one, the test extra the other"
-    id = made(server, num_frames=17, num_inference_steps=5)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=FLAGS)
         page = chromium.new_page()
         page.goto(f"{server.url}/health")
-        width, height, now, duration = page.evaluate(PLAY, f"/v1/videos/{id}/content")
+        yield page
         chromium.close()
+
+
+def test_a_browser_plays_it(server: Server) -> None:
+    id = made(server, num_frames=17, num_inference_steps=5)
+    with page_of(server) as page:
+        width, height, now, duration = page.evaluate(PLAY, f"/v1/videos/{id}/content")
     assert (width, height) == (128, 128)
     assert now == duration
     assert duration == pytest.approx(17 / 8, abs=0.01)
