@@ -252,7 +252,8 @@ def test_a_browser_shows_frames_while_the_video_is_made_and_they_are_the_file_s(
         id = film(server, seed=7)
         url = f"/v1/videos/{id}/content"
         page.evaluate(PLAYS, url)
-        until(lambda: kept(server, id), "the first part")
+        with content(server, id, "?stream=1") as answer:
+            begun(answer)  # readers have been told of a frame
         with stopped(decoder_of(server, id)):
             assert status(server, id) == "in_progress"
             page.evaluate("() => window.first")
