@@ -10,7 +10,6 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 
 import zmq
-import zmq.asyncio
 
 from unfuse.core.codec import MAX_BYTES
 from unfuse.core.errors import ConfigError, UsageError
@@ -104,9 +103,9 @@ def host_towards(*addresses: str) -> str:
         raise ConfigError(f"there is no route from here to {outward[0]}: {error.strerror}") from error
 
 
-def open_socket(kind: int, context: zmq.asyncio.Context | None = None) -> zmq.asyncio.Socket:
+def open_socket(kind: int, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """A ZMQ socket whose memory is bounded: message size, messages in flight, and nothing kept after close."""
-    opened = (context or zmq.asyncio.Context.instance()).socket(kind)
+    opened = context.socket(kind)
     opened.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
     opened.setsockopt(zmq.SNDHWM, HIGH_WATER)
     opened.setsockopt(zmq.RCVHWM, HIGH_WATER)

@@ -7,13 +7,13 @@ import itertools
 
 import structlog
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ProtocolError
 from unfuse.core.messages import ToScheduler, ToWorker
-from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, endpoint, keys_for, open_socket
+from unfuse.wire.mailbox import Mailbox
 
 LOST: dict[int, str] = {
     zmq.EVENT_DISCONNECTED: "the connection was closed",
@@ -35,16 +35,12 @@ class Dealer:
         self._lost = ""
         self._numbers = itertools.count(1)
         self._waiting: dict[bytes, asyncio.Future[ToWorker]] = {}
-        self._socket = open_socket(zmq.DEALER)
+        self._socket = open_socket(zmq.DEALER, zmq.Context.instance())
         if keys:
             keys.secure(self._socket, server=False)
-        self._monitor = self._socket.get_monitor_socket(sum(LOST))
+        self._monitor = Mailbox(self._socket.get_monitor_socket(sum(LOST)), self._notice)
         self._socket.connect(there)
-        background = Supervisor()
-        self._tasks = [
-            background.forever("receiving from the scheduler", self._read),
-            background.forever("watching the connection", self._watch),
-        ]
+        self._mailbox = Mailbox(self._socket, self._hear)
 
     async def call(self, message: ToScheduler, timeout: float) -> ToWorker:
         """Send a message and return its answer. Raises TimeoutError after `timeout` seconds, and ConnectionError."""
@@ -54,22 +50,21 @@ class Dealer:
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout):
-                await self._socket.send_multipart([number, encode(message)])
+                self._mailbox.send([number, encode(message)])
                 answer: ToWorker = await future
                 return answer
+        except zmq.ZMQError as error:
+            raise ConnectionError(f"nothing can be sent: {error.strerror}") from error
         finally:
             del self._waiting[number]
 
     async def close(self, linger: float = 0.0) -> None:
         """Close the connection; messages are still sent for up to `linger` seconds. Idempotent."""
         self._lose("we left")
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         if not self._socket.closed:
             self._socket.disable_monitor()
             self._monitor.close()
-            self._socket.close(linger=round(linger * 1000))
+            self._mailbox.close(linger)
 
     def _lose(self, reason: str) -> None:
         self._lost = self._lost or reason
@@ -77,13 +72,11 @@ class Dealer:
             if not future.done():
                 future.set_exception(ConnectionError(self._lost))
 
-    async def _watch(self) -> None:
+    def _notice(self, frames: list[bytes]) -> None:
         """Notice a lost connection. ZMQ would connect again silently, and answers to earlier messages never come."""
-        event = await recv_monitor_message(self._monitor)
-        self._lose(LOST[event["event"]])
+        self._lose(LOST[parse_monitor_message(frames)["event"]])
 
-    async def _read(self) -> None:
-        frames = await self._socket.recv_multipart()
+    def _hear(self, frames: list[bytes]) -> None:
         try:
             number, body = frames
             answer: ToWorker = decode(body, ToWorker)

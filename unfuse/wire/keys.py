@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from shutil import rmtree
 
 import msgspec
 import structlog
 import zmq
-import zmq.asyncio
 from zmq.utils import z85
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.log_throttle import LogThrottle
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.wire.mailbox import Mailbox
 
 SIDES = ("scheduler", "worker")
 """The two sides. Each has a file with its own secret key and the other side's public key."""
@@ -34,7 +31,7 @@ class Keys(msgspec.Struct, frozen=True):
     secret: str
     peer: str
 
-    def secure(self, socket: zmq.asyncio.Socket, server: bool) -> None:
+    def secure(self, socket: zmq.Socket[bytes], server: bool) -> None:
         """Make a socket encrypt, before it binds or connects. A server also needs `authenticate`."""
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, zmq.curve_public(self.secret.encode()))
@@ -45,22 +42,21 @@ class Keys(msgspec.Struct, frozen=True):
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.peer.encode())
 
-    def authenticate(self, context: zmq.asyncio.Context) -> asyncio.Task[None]:
-        """Before bind: start the task that answers ZMQ whether a connection is admitted."""
-        asked = context.socket(zmq.REP)
+    def authenticate(self, context: zmq.Context[zmq.Socket[bytes]]) -> Mailbox:
+        """Before bind: answer ZMQ whether a connection is admitted, until that is closed."""
+        asked, throttle = context.socket(zmq.REP), LogThrottle()
         asked.bind("inproc://zeromq.zap.01")
-        return Supervisor().forever("admitting workers", partial(self._admit, asked, LogThrottle()))
 
-    async def _admit(self, asked: zmq.asyncio.Socket, throttle: LogThrottle) -> None:
-        """Admit connections with the peer's key, by ZAP (ZeroMQ's RFC 27)."""
-        version, number, *question = await asked.recv_multipart()
-        known = False
-        try:
+        def admit(asking: list[bytes]) -> None:
+            """Admit connections with the peer's key, by ZAP (ZeroMQ's RFC 27)."""
+            version, number, *question = asking
             known = question[3:] == [b"CURVE", z85.decode(self.peer)]
-        finally:  # each question must be answered before the next one comes
-            await asked.send_multipart([version, number, b"200" if known else b"400", b"", b"", b""])
-        if not known and (times := throttle.count_if_due("key")):
-            log.warning("refused a connection without the workers' key", times=times)
+            door.send([version, number, b"200" if known else b"400", b"", b"", b""])
+            if not known and (times := throttle.count_if_due("key")):
+                log.warning("refused a connection without the workers' key", times=times)
+
+        door = Mailbox(asked, admit)
+        return door
 
 
 def make(folder: Path) -> None:

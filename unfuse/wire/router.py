@@ -13,15 +13,14 @@ from typing import Any
 
 import structlog
 import zmq
-import zmq.asyncio
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.log_throttle import LogThrottle
 from unfuse.core.messages import Refused, ToScheduler, ToWorker
-from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import Trust, keys_for, open_socket, unix_path
 from unfuse.wire.listener import BoundedListener, listen
+from unfuse.wire.mailbox import Mailbox
 from unfuse.wire.unix_socket import private_socket
 
 MAX_PENDING = 64
@@ -60,11 +59,12 @@ class Router:
     ) -> None:
         keys = keys_for(address, trust)
         self._answer, self._undelivered = answer, undelivered
-        self._context = zmq.asyncio.Context()  # of its own, because a context has only one ZAP handler
+        self._context = zmq.Context[zmq.Socket[bytes]]()  # of its own, because a context has only one ZAP handler
         self._socket = open_socket(zmq.ROUTER, self._context)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._door: Mailbox | None = None
         self._pending: Counter[bytes] = Counter()
         self._throttle = LogThrottle()
         if path := unix_path(address):
@@ -75,7 +75,7 @@ class Router:
             listener, self.address = listen(address)
             if keys:
                 keys.secure(self._socket, server=True)
-                self._tasks.add(keys.authenticate(self._context))
+                self._door = keys.authenticate(self._context)
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
             self._socket.bind(f"ipc://{self._inside}")
         except (ConfigError, zmq.ZMQError) as error:
@@ -84,30 +84,34 @@ class Router:
                 raise
             raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
         self._listener = BoundedListener(listener, self._inside)
-        self._reader = Supervisor().forever("receiving from workers", self._read)
+        self._mailbox = Mailbox(self._socket, self._hear)
 
     async def close(self) -> None:
         """Stop listening. Messages without an answer are dropped."""
-        for task in (self._reader, *self._tasks):
+        self._mailbox.close()
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(self._reader, *self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._listener.close()
         self._leave()
 
     def _leave(self) -> None:
+        if self._door:
+            self._door.close()
         self._context.destroy(linger=0)
         self._inside.unlink(missing_ok=True)
         if self._made:
             shutil.rmtree(self._made, ignore_errors=True)
 
-    async def _read(self) -> None:
-        match await self._socket.recv_multipart():
+    def _hear(self, frames: list[bytes]) -> None:
+        """Decode a message and answer it in a task of its own. What is not a message is refused at once."""
+        match frames:
             case [peer, number, body] if len(number) <= MAX_NUMBER:
-                await self._take(peer, number, body)
-        await asyncio.sleep(0)  # after each message others have a turn, since the gateway shares this loop
+                task = asyncio.create_task(self._take(peer, number, body))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     async def _take(self, peer: bytes, number: bytes, body: bytes) -> None:
-        """Decode a message and answer it in a task of its own. What is not a message is refused at once."""
         try:
             if self._pending[peer] >= MAX_PENDING:
                 raise ProtocolError(f"more than {MAX_PENDING} messages wait for an answer")
@@ -118,11 +122,6 @@ class Router:
             await self._send(peer, number, Refused(str(error)))
             return
         self._pending[peer] += 1
-        task = asyncio.create_task(self._serve(peer, number, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _serve(self, peer: bytes, number: bytes, message: ToScheduler) -> None:
         try:
             reply = await self._reply(peer, message)
         finally:
@@ -148,7 +147,7 @@ class Router:
     async def _send(self, peer: bytes, number: bytes, reply: ToWorker) -> None:
         """Send without waiting; a reply that cannot be sent is undelivered."""
         try:
-            await self._socket.send_multipart([peer, number, encode(reply)], flags=zmq.NOBLOCK)
+            self._mailbox.send([peer, number, encode(reply)])
         except zmq.ZMQError:
             await self._undelivered(self._named(peer), reply)
 

@@ -1,0 +1,55 @@
+"""A ZMQ socket in an event loop: what comes is handed over at once, and sending never waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import zmq
+
+
+class Mailbox:
+    """Hands every message of a socket to `hear`, one a turn of the running loop, so that others have theirs between.
+
+    From now on the socket is read and closed here alone. An error of `hear` is the loop's to report.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], hear: Callable[[list[bytes]], object]) -> None:
+        self._socket, self._hear = socket, hear
+        self._loop = asyncio.get_running_loop()
+        self._next: asyncio.Handle | None = None
+        self._fd = int(socket.get(zmq.FD))
+        self._loop.add_reader(self._fd, self._look)
+        self._look()
+
+    def send(self, frames: Sequence[bytes]) -> None:
+        """Send a message. Raises ZMQError if it cannot be sent now."""
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        finally:
+            self._look()  # sending may have taken the word that something is there to be read
+
+    def close(self, linger: float = 0.0) -> None:
+        """Close the socket; what was sent goes on for up to `linger` seconds. Idempotent."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._fd)
+            if self._next:
+                self._next.cancel()
+            self._socket.close(linger=round(linger * 1000))
+
+    def _look(self) -> None:
+        """Read in a turn of its own if something is there: its descriptor tells of a change, and only once."""
+        if self._next is None and int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            self._next = self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._next = None
+        try:
+            message = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        try:
+            self._hear(message)
+        finally:
+            if not self._socket.closed:
+                self._look()
