@@ -26,6 +26,7 @@ from unfuse.core.messages import (
     Progress,
     Pulse,
     Refused,
+    Steps,
     Stranger,
     ToWorker,
     Welcome,
@@ -139,6 +140,26 @@ async def test_progress_is_published_step_by_step_and_answers_a_cancelled_task()
         assert reply.lease_lost
         seen = [event async for event in dispatcher.scheduler.queue.watch(request)]
         assert [event.step for event in seen if event.type == "progress"] == [1, 2, 3, 4]
+
+
+async def test_steps_of_several_tasks_come_together_and_whose_lease_is_lost_is_named() -> None:
+    async with dispatching() as (dispatcher, _):
+        requests = [await submit(dispatcher) for _ in range(3)]
+        leases = [*await granted(dispatcher), *await granted(dispatcher)]
+        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        (other,) = await granted(dispatcher, peer=OTHER)
+        both = [Progress(lease.claim, 2, 9, 1) for lease in leases]
+        assert await dispatcher.answer(PEER, Steps(tuple(both))) == Pulse((), ())
+        await dispatcher.scheduler.cancel(requests[0])
+        claims = [lease.claim for lease in (*leases, other)]
+        gone = await dispatcher.answer(PEER, Steps(tuple(Progress(claim, 3, 9, 3) for claim in claims)))
+        assert gone == Pulse((claims[0], claims[2]), ())
+        steps = []
+        for request in requests:
+            await dispatcher.scheduler.cancel(request)
+            events = [event async for event in dispatcher.scheduler.queue.watch(request)]
+            steps.append([event.step for event in events if event.type == "progress"])
+        assert steps == [[1, 2], [1, 2, 3], []]
 
 
 async def test_a_message_that_lists_endless_steps_is_cut_to_the_newest() -> None:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.worker import outside
@@ -24,8 +25,10 @@ from unfuse.core.messages import (
     Granted,
     Hello,
     Places,
+    Progress,
     Pulse,
     Refused,
+    Steps,
     ToScheduler,
     ToWorker,
     Welcome,
@@ -38,6 +41,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
+from unfuse.worker import telling
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker
 
@@ -63,6 +67,7 @@ class Town:
         self.routers: list[Router] = []
         self.workers: dict[asyncio.Task[None], Worker] = {}
         self.refuse_first: type | None = None
+        self.gathers = True
         self.heard: list[tuple[int, ToScheduler]] = []
         self.granted: dict[type, list[str]] = {Ask: [], Done: []}
         """The stages that workers were given, by what they had said."""
@@ -79,6 +84,8 @@ class Town:
                 return Refused("the scheduler failed on this message")
             try:
                 reply = await dispatcher.answer(peer, message)
+                if isinstance(reply, Welcome):
+                    return msgspec.structs.replace(reply, gathers=self.gathers)
                 if isinstance(reply, Granted):
                     self.granted[type(message)] += [lease.task.stage for lease in reply.leases]
                 return reply
@@ -178,6 +185,32 @@ async def test_a_killed_scheduler_costs_the_tasks_that_run_nothing(model: Path) 
         assert found.said(1, Done)
         untouched(await found.over(await found.submit(steps=2)))  # and it works on there
         await found.drained()
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+async def test_steps_of_one_moment_are_told_in_one_message_where_the_scheduler_takes_that(
+    gathers: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given tasks that step at one time, then a scheduler of the version before hears of each by itself; either way
+    every step is published before its stage is over, and one that is cancelled ends."""
+    monkeypatch.setattr(telling, "GATHER_S", 0.1)
+    async with town(model, 1) as found:
+        found.gathers = gathers
+        found.work()
+        requests = [await found.submit(f"number {n}", steps=12) for n in range(3)]
+        cancelled = await found.submit("another", steps=1000)
+        for request in requests:
+            untouched(await found.over(request))
+            events = [event async for event in found.queue.watch(request)]
+            steps = [event.step for event in events if (event.type, event.stage) == ("progress", "denoise.0")]
+            assert steps == [*range(1, 13)]
+            kinds = [event.type for event in events if event.stage == "denoise.0"]
+            assert kinds.index("stage_completed") > max(n for n, kind in enumerate(kinds) if kind == "progress")
+        await found.schedulers[0].cancel(cancelled)
+        await found.drained()
+        together = [message for _, message in found.heard if isinstance(message, Steps)]
+        assert any(len({step.claim for step in message.progress}) > 1 for message in together) == gathers
+        assert found.said(0, Progress) or gathers
 
 
 async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_the_one_before(model: Path) -> None:

@@ -158,6 +158,12 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     previews: tuple[int, ...] = ()
 
 
+class Steps(msgspec.Struct, frozen=True, tag=True):
+    """Progress of several tasks, for a scheduler that `gathers`. The answer, a Pulse, says whose lease is lost."""
+
+    progress: Annotated[tuple[Progress, ...], Meta(max_length=4096)]
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A task is complete: the object that it made, or the results that it wrote.
 
@@ -205,7 +211,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
-    of their outcome into the names of their pools.
+    of their outcome into the names of their pools. A scheduler that `gathers` understands Steps.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -214,6 +220,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     beat: float
     outcome: dict[str, str] = {}
     by_outcome: bool = False
+    gathers: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -249,5 +256,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Saved | Done | Failed | Bye
+ToScheduler = Hello | Ask | Beat | Progress | Steps | Saved | Done | Failed | Bye
 ToWorker = Welcome | Granted | Pulse | Accepted | Stranger | Refused

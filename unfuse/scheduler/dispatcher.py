@@ -29,6 +29,7 @@ from unfuse.core.messages import (
     Pulse,
     Refused,
     Saved,
+    Steps,
     Stranger,
     ToScheduler,
     ToWorker,
@@ -77,6 +78,7 @@ class _Peer:
     ask: asyncio.Task[list[Lease]] | None = None
     claims: set[Claim] = field(default_factory=set)
     leaves: bool = False
+    silent_at: float = 0.0
     withdraw_alarm: Callable[[], None] = lambda: None
     keep: dict[str, int] = field(default_factory=dict)
     held: int = 0
@@ -116,8 +118,9 @@ class Dispatcher(Observer):
         self._dispatch = dispatch
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
-            tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}), by_outcome=True
-        )
+            tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
+            by_outcome=True, gathers=True,
+        )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
         self._backpressure_until = 0.0
@@ -133,12 +136,17 @@ class Dispatcher(Observer):
         known = self._peers.get(peer)
         if known is None:
             return Stranger()
-        self._heard(peer, known)
+        self._heard(known)
         match message:
             case Ask():
                 return await self._ask(known, message)
             case Beat():
                 return await self._beat(known, message)
+            case Steps():
+                return Pulse(tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ())
+            case Progress():
+                lost = not await self._stepped(known, message)
+                return Refused("it is not leased to this worker (any more)", lease_lost=True) if lost else Accepted()
             case Bye():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)
@@ -193,20 +201,24 @@ class Dispatcher(Observer):
         for identity in [identity for identity, other in self._peers.items() if other.worker.id == worker.id]:
             self._leave(identity)
         self._peers[peer] = _Peer(msgspec.structs.replace(hello, worker=worker, secret=b""))
-        self._heard(peer, self._peers[peer])
+        self._heard(self._peers[peer])
+        self._watch(peer)
         self._backpressure = None
         await self.scheduler.upkeep.joined()
         return self._welcome
 
-    def _heard(self, identity: bytes, peer: _Peer) -> None:
+    def _heard(self, peer: _Peer) -> None:
         """A worker lives; when nothing more comes for some beats, it is set aside."""
-        peer.withdraw_alarm()
-        silent_until = self._clock.now() + BEATS_MISSED * self._welcome.beat
-        peer.withdraw_alarm = self._clock.call_at(silent_until, partial(self._set_aside, identity))
+        peer.silent_at = self._clock.now() + BEATS_MISSED * self._welcome.beat
 
-    def _set_aside(self, identity: bytes) -> None:
-        log.warning("worker set aside until it is heard again", worker=self._peers[identity].worker.id)
-        self._leave(identity)
+    def _watch(self, identity: bytes) -> None:
+        """Set a worker aside that is silent by now; look again at any other when it would be."""
+        peer = self._peers[identity]
+        if peer.silent_at > self._clock.now():
+            peer.withdraw_alarm = self._clock.call_at(peer.silent_at, partial(self._watch, identity))
+        else:
+            log.warning("worker set aside until it is heard again", worker=peer.worker.id)
+            self._leave(identity)
 
     def _leave(self, identity: bytes) -> None:
         """Forget a connection; who was given work through it keeps that."""
@@ -308,17 +320,13 @@ class Dispatcher(Observer):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
         return Pulse(ended, tuple(over))
 
-    async def _report(
-        self, peer: _Peer, message: Progress | Saved | Done | Failed
-    ) -> Accepted | Granted | Refused | None:
+    async def _report(self, peer: _Peer, message: Saved | Done | Failed) -> Accepted | Granted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         for _ in range(QUEUE_TRIES):
             try:
                 match message:
-                    case Progress():
-                        await self._progress(peer, message)
                     case Saved():
                         await self.scheduler.save(message, worker)
                     case Done():
@@ -331,14 +339,13 @@ class Dispatcher(Observer):
                 log.info("report refused", reason=str(error), **about)
                 return Refused(str(error), lease_lost=True)
             except TransientError:
-                if isinstance(message, Progress):
-                    return Accepted()
                 await asyncio.sleep(QUEUE_PAUSE_S)
                 continue
             return Accepted()
         return None
 
-    async def _progress(self, peer: _Peer, message: Progress) -> None:
+    async def _stepped(self, peer: _Peer, message: Progress) -> bool:
+        """Publish steps; False if the lease is not this worker's (any more). While the queue is away they are lost."""
         claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
         stage, attempt, steps = claim.stage, claim.attempt, message.steps
         events = [
@@ -346,5 +353,9 @@ class Dispatcher(Observer):
             for step in range(max(1, message.first, last - MAX_STEPS + 1), last + 1)
             for kind in PROGRESS[: 1 + (step in message.previews)]
         ]
-        if not await self._owns(peer, claim) or not await self._queue.progress(claim, events):
-            raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker} (any more)")
+        try:
+            return await self._owns(peer, claim) and await self._queue.progress(claim, events)
+        except (NotFound, Damaged):
+            return False
+        except TransientError:
+            return True

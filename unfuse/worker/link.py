@@ -47,6 +47,11 @@ class Link:
         self.heard = 0
         """How many answers have come, from all schedulers."""
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the scheduler that answers now understands Steps."""
+        return self._welcome is not None and self._welcome.gathers
+
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None

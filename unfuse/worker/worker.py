@@ -28,7 +28,6 @@ from unfuse.core.messages import (
     Granted,
     Hello,
     Places,
-    Progress,
     Pulse,
     Refused,
     ToScheduler,
@@ -49,6 +48,7 @@ from unfuse.worker.orphan import free_when_orphaned
 from unfuse.worker.registration import Served, decide_served
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.task_log import about, log_outcome
+from unfuse.worker.telling import Telling
 
 WAIT_S = 20.0
 """Seconds that an Ask waits at the scheduler for tasks."""
@@ -106,6 +106,7 @@ class Worker:
         self._executor: Executor | None = None
         self._saved_states: SavedStates | None = None
         self._background = Supervisor()
+        self._telling = Telling(self._link, self._background, self._cancel)
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError if it cannot start."""
@@ -260,21 +261,15 @@ class Worker:
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
-                self._background.once("reporting a step", partial(self._progress, message))
+                self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
         elif isinstance(message, StateSaved):
             if self._saved_states:
                 self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
         else:
+            self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
-
-    async def _progress(self, stepped: Stepped) -> None:
-        answer = await self._link.call(
-            Progress(stepped.claim, stepped.step, stepped.steps, stepped.first, stepped.previews)
-        )
-        if isinstance(answer, Refused) and answer.lease_lost:
-            await self._cancel(stepped.claim)
 
     async def _cancel(self, claim: Claim, save: bool = False) -> None:
         if self._executor and not (self._objects and self._objects.copies.cancel(claim)):
