@@ -30,7 +30,7 @@ from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import How, Job, Turn
 
-REPORT_S = 0.05
+REPORT_S = 0.1
 """The least seconds between two progress messages of a task; each has all steps since the last."""
 
 ROOM_S = 2.0
