@@ -15,7 +15,7 @@ DAY := not nightly and not gpu
 # the processes that tests start read what was compiled before, also where images are built without it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test system lint bench nightly soak clean
+.PHONY: demo quick test system lint bench gpu nightly soak clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
@@ -40,6 +40,12 @@ lint: $(VENV)/installed-test
 
 bench: $(VENV)/installed-test
 	@for name in $(BENCHES); do echo "== bench/$$name.py"; $(BIN)/python -m bench.$$name || exit 1; done
+
+# on a machine with a CUDA device, piece by piece: to be said again until nothing is left. Installs nothing where a Python
+# that has all is named
+GPU_PYTHON ?= $(BIN)/python
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(VENV)/installed-test)
+	$(GPU_PYTHON) -m bench.gpu_run $(GPU)
 
 # what is left: every combination of what by day is met in pairs, long histories, ten times as many examples of properties,
 # the whole of the chaos drills

@@ -2,16 +2,23 @@
 
     python -m bench.gpu [--kind wan] [--kind flux] [--part PART]... [--folder DIR] [--device cuda:0] [--tiny] [--keep]
 
+`make gpu` runs all of it piece by piece, each in under ten minutes, and what is done already no second time.
+
 Wan 2.1 1.3B and a model of FLUX.1's size, in bfloat16, the VAE in float32. Each is written to DIR (15 and 34 GB, one
 after the other, removed again unless --keep), so that everything below loads and runs what a server would. Parts:
 
 stages    loading, seconds of each stage, peak memory of each against all in one process
 batching  seconds of a step for 1 to 8 pictures together, guidance halves apart and fused
 bytes     whether a picture's latents depend on its mates, as in bench/steps.py
+verdicts  the same of every stage, as the probe of exact pools compares it: equal, or the function that is to blame
 offload   a whole request with weights resident, and resting in pinned memory (model, sequential)
 copies    host to device and back through an arena's memory, as it is, registered with CUDA, and torch's pinned memory
 compare   `unfuse compare`: latency, memory and bytes of three processes against one pipeline
 many      servers with 16 clients for small pictures of Wan, exact against batched
+layouts   the same with all stages in a worker, split, and as `serve` chooses
+stream    when a client has a video's first frame, as in bench/stream.py
+families  the verdicts of a tiny model of each family, in float32 and bfloat16
+products  whether padding, or tiles of a fixed size, make a layer's product the same in every batch, and what they cost
 
 --tiny runs all of it on the CPU with tiny models. JSON goes to standard output, a table to standard error.
 """
@@ -22,12 +29,11 @@ import argparse
 import gc
 import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -36,22 +42,27 @@ from typing import Any, get_args
 import msgspec
 import torch
 
-from bench.load import closed_loop
-from bench.model import PROMPTS, Case, Halves, Made, Model
-from bench.report import NO_CACHE, show
+from bench import gpu_exact
+from bench.gpu_served import Served
+from bench.model import Case, Halves, Made, Model
+from bench.report import show
 from bench.steps import independence
 from tools import tiny
-from tools.server import Server, environment, serving
 from unfuse.arena.arena import Arena
 from unfuse.core.compute import ComputeOptions, Offload
-from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.errors import UnfuseError
 from unfuse.models.folder import INDEX
 from unfuse.service.machine import look
 
 MIB, GIB = 1 << 20, 1 << 30
-PARTS = ("stages", "batching", "bytes", "offload", "copies", "compare", "many")
+PARTS = ("stages", "batching", "bytes", "verdicts", "offload", "compare")
+MANY = ("many", "layouts", "stream")
+"""Parts of models that are small enough to be there twice."""
+
+ONCE = ("copies", "families", "products")
+"""Parts that are not of a model of real size."""
+
 BATCHES = (1, 2, 4, 8)
-CLIENTS = 16
 RUNS = 3
 STEPS = 5
 """Steps that are timed of a batch."""
@@ -75,8 +86,7 @@ class Subject:
     components: dict[str, Build] = field(default_factory=dict)
     parameters: dict[str, int] = field(default_factory=dict)
     gigabytes: int = 0
-    many: bool = False
-    """Whether many small pictures at once are measured: it takes the model twice on one device."""
+    parts: tuple[str, ...] = PARTS
 
 
 def umt5_xxl() -> Any:
@@ -152,7 +162,7 @@ REAL = (
     Subject(
         "wan", ("apart", "fused"), (832, 480, 17), 10,
         components={"text_encoder": umt5_xxl, "transformer": wan_1_3b, "vae": wan_vae},
-        parameters={"text_encoder": 5681, "transformer": 1419, "vae": 127}, gigabytes=15, many=True,
+        parameters={"text_encoder": 5681, "transformer": 1419, "vae": 127}, gigabytes=15, parts=PARTS + MANY,
     ),
     Subject(
         "flux", ("apart",), (1024, 1024, 1), 8,
@@ -165,7 +175,7 @@ REAL = (
 """Sizes as published, by Wan-AI/Wan2.1-T2V-1.3B-Diffusers and black-forest-labs/FLUX.1-dev."""
 
 TINY = (
-    Subject("wan", ("apart", "fused"), (48, 32, 5), 6, sides=(32, 64), many=True),
+    Subject("wan", ("apart", "fused"), (48, 32, 5), 6, sides=(32, 64), parts=PARTS + MANY),
     Subject("flux", ("apart",), (32, 32, 1), 6, sides=(32, 64)),
 )
 
@@ -176,16 +186,19 @@ def build(subject: Subject, folder: Path, device: str) -> float:
     Tokenizers and noise schedulers are the tiny model's.
     """
     began = time.monotonic()
-    tiny.build(subject.kind, folder, serving=not subject.components)
+    unfinished = folder.with_suffix(".new")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    tiny.build(subject.kind, unfinished, serving=not subject.components)
     for name, make in subject.components.items():
-        shutil.rmtree(folder / name)
+        shutil.rmtree(unfinished / name)
         model = created(make, device)
-        model.save_pretrained(folder / name, max_shard_size="8GB")
+        model.save_pretrained(unfinished / name, max_shard_size="8GB")
         del model
         forget()
-    tokenizer = folder / "tokenizer" / "tokenizer_config.json"
+    tokenizer = unfinished / "tokenizer" / "tokenizer_config.json"
     if "text_encoder_2" in subject.components:  # CLIP's tokenizer: the tiny one ends after 20 tokens
         tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"model_max_length": 77}))
+    unfinished.rename(folder)
     return time.monotonic() - began
 
 
@@ -299,6 +312,14 @@ class InProcess:
         side = self.subject.sides[0]
         return independence(self.case((side, side, 1), self.subject.steps), self.subject.halves[-1], trials=3)
 
+    def verdicts(self) -> dict[str, Any]:
+        """Of small pictures, and of the request as a pair."""
+        width, height, frames = self.subject.request
+        side = self.subject.sides[0]
+        small = gpu_exact.verdicts(self.model, gpu_exact.SIZES, width=side, height=side, num_frames=1)
+        pair = gpu_exact.verdicts(self.model, (2,), width=width, height=height, num_frames=frames)
+        return {"small": small, "request": pair}
+
     def offload(self) -> dict[str, Any]:
         """The whole request, one stage after the other in this process; the first one brings what rests."""
         if self.device == "cpu":
@@ -371,51 +392,6 @@ def _rate(target: torch.Tensor, source: torch.Tensor) -> float:
     return len(source) / GIB / median(seconds[2:])
 
 
-def compare(subject: Subject, folder: Path, device: str) -> dict[str, Any]:
-    """What `unfuse compare` says: diffusers, unfuse and their ratio by measure, and how many requests were equal."""
-    width, height, frames = subject.request
-    video = ["--frames", str(frames)] if frames > 1 else []
-    request = ["--size", f"{width}x{height}", "--steps", str(subject.steps), *video]
-    return _compare(folder, device, *request, "--rounds", str(RUNS), "--levels", "1,4")
-
-
-def many(subject: Subject, folder: Path, device: str) -> dict[str, Any]:
-    """Small pictures for 16 clients, from a server that gives each its own forwards and from one that batches."""
-    if not subject.many:
-        return {}
-    side, rates = subject.sides[0], dict[str, list[float]]()
-    call = {"prompt": PROMPTS[0], "size": f"{side}x{side}", "num_inference_steps": subject.steps}
-    with ExitStack() as stack:
-        servers = {}
-        for batching in ("exact", "batched"):
-            data = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            options = (str(folder), "--device", device, "--batching", batching)
-            servers[batching] = stack.enter_context(serving(data, *options, *NO_CACHE))
-        for server in servers.values():
-            server.ready()
-        for _ in range(RUNS + 1):
-            for batching, server in servers.items():
-
-                def ask(seed: int, server: Server = server) -> None:
-                    server.post("/v1/images/generations", call | {"seed": seed})
-
-                wall, _ = closed_loop(ask, CLIENTS, 2 * CLIENTS)
-                rates.setdefault(batching, []).append(2 * CLIENTS / wall)
-    found = {batching: {"requests_per_s": round(median(each[1:]), 2)} for batching, each in rates.items()}
-    return found | {"batched_over_exact": round(median(rates["batched"][1:]) / median(rates["exact"][1:]), 2)}
-
-
-def _compare(folder: Path, device: str, *options: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "unfuse", "compare", str(folder), "--json", "--device", device, *options]
-    with tempfile.TemporaryDirectory() as data:
-        done = subprocess.run(command, env=environment(Path(data)), capture_output=True, text=True)
-    if done.returncode:
-        raise PermanentError(done.stderr[-2000:])
-    said = json.loads(done.stdout)
-    rows = {row.pop("measure"): row for row in said["figures"]}
-    return rows | {"equal": f"{said['equal']} of {said['requests']}"}
-
-
 def measure(subject: Subject, folder: Path, device: str, parts: tuple[str, ...]) -> dict[str, Any]:
     """Those parts, in this process first; what fails is said in its place, so that the rest is measured too."""
     found: dict[str, Any] = {}
@@ -427,10 +403,10 @@ def measure(subject: Subject, folder: Path, device: str, parts: tuple[str, ...])
                 found[part] = _tried(getattr(whole, part))
         del whole
         forget()
-    outside = {"compare": compare, "many": many}
+    served = Served(folder, device, subject.request, subject.steps, subject.sides[0])
     for part in parts:
-        if part in outside:
-            found[part] = _tried(lambda part=part: outside[part](subject, folder, device))
+        if hasattr(Served, part):
+            found[part] = _tried(getattr(served, part))
     return found
 
 
@@ -447,8 +423,8 @@ def placed(wanted: Path | None, subject: Subject, keep: bool) -> Iterator[Path]:
     """A folder for the model, which goes again unless it is to be kept."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = (wanted or Path(temporary)) / subject.kind
-        folder.mkdir(parents=True, exist_ok=True)
-        gigabytes = shutil.disk_usage(folder).free / 1e9
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        gigabytes = shutil.disk_usage(folder.parent).free / 1e9
         if gigabytes < subject.gigabytes and not (folder / INDEX).exists():
             raise SystemExit(
                 f"{folder} has {gigabytes:.0f} GB free, {subject.gigabytes} are needed: give another --folder"
@@ -476,6 +452,10 @@ def tables(figures: dict[str, Any]) -> Iterator[Table]:
         ["host memory", "bytes", "to the device", "from it"],
         [[m, s, *r.values()] for m, s, r in rates],
     )
+    for model, verdicts in given(figures, "families").items():
+        yield f"{model}, tiny: verdicts", ["stage, batch", "verdict"], [[*row] for row in verdicts.items()]
+    columns = ["product", "sizes with equal bytes", "over as they come"]
+    yield "Products", columns, named(given(figures, "products"))
     for kind in (subject.kind for subject in REAL):
         found = figures.get(kind, {})
         stages = named(given(found, "stages", "each"))
@@ -490,6 +470,10 @@ def tables(figures: dict[str, Any]) -> Iterator[Table]:
             ["offload", "seconds", "peak, MiB", "over resident"],
             named(given(found, "offload")),
         )
+        for which, sizes in given(found, "verdicts").items():
+            yield f"{kind}: verdicts, {which}", ["stage, batch", "verdict"], [[*row] for row in sizes.items()]
+        for part, column in {"many": "--batching", "layouts": "--workers"}.items():
+            yield f"{kind}: 16 clients", [column, "pictures a second"], named(given(found, part))
         columns = ["measure", "diffusers", "unfuse", "ratio"]
         yield f"{kind}: {found.get('compare', {}).get('equal')} equal", columns, named(given(found, "compare"))
 
@@ -511,9 +495,6 @@ def markdown(figures: dict[str, Any]) -> str:
         if rows:
             lines += ["", title, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
             lines += [f"| {' | '.join(map(readable, row))} |" for row in rows]
-    for kind, found in figures.items():
-        if ratio := found.get("many", {}).get("batched_over_exact"):
-            lines += ["", f"{kind}: pictures of 16 clients, batched over exact: {ratio}"]
     return "\n".join([*lines, ""])
 
 
@@ -522,24 +503,31 @@ def main() -> None:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     words.add_argument("--kind", action="append", choices=[subject.kind for subject in REAL])
-    words.add_argument("--part", action="append", choices=PARTS)
+    words.add_argument("--part", action="append", choices=(*PARTS, *MANY, *ONCE))
     words.add_argument("--folder", type=Path)
     words.add_argument("--device", default="cuda:0")
     words.add_argument("--tiny", action="store_true")
     words.add_argument("--keep", action="store_true")
     asked = words.parse_args()
-    device, parts = "cpu" if asked.tiny else asked.device, tuple(asked.part or PARTS)
+    device, parts = "cpu" if asked.tiny else asked.device, tuple(asked.part or (*PARTS, *MANY, *ONCE))
     if device != "cpu" and not torch.cuda.is_available():
         raise SystemExit("no CUDA device: --tiny shows that this runs")
     figures: dict[str, Any] = {}
     if "copies" in parts:
         figures["copies"] = copies(device, 16 * MIB if asked.tiny else 512 * MIB)
+    if "families" in parts:
+        with tempfile.TemporaryDirectory() as root:
+            figures["families"] = gpu_exact.families(Path(root), device)
+    if "products" in parts:
+        layers = {"64 to 128": (64, 128)} if asked.tiny else gpu_exact.LAYERS
+        figures["products"] = gpu_exact.products(device, layers)
     for subject in TINY if asked.tiny else REAL:
-        if asked.kind and subject.kind not in asked.kind:
+        wanted = tuple(part for part in parts if part in subject.parts)
+        if not wanted or (asked.kind and subject.kind not in asked.kind):
             continue
         with placed(asked.folder, subject, asked.keep) as folder:
             seconds = 0.0 if (folder / INDEX).exists() else build(subject, folder, device)
-            figures[subject.kind] = {"built_s": round(seconds, 1)} | measure(subject, folder, device, parts)
+            figures[subject.kind] = {"built_s": round(seconds, 1)} | measure(subject, folder, device, wanted)
     show(
         "gpu",
         tiny=asked.tiny,

@@ -112,9 +112,9 @@ def test_a_component_takes_the_place_of_the_tiny_one(tmp_path: Path) -> None:
 
     components = {"text_encoder": longer, "text_encoder_2": deeper}
     subject = gpu.Subject("flux", ("apart",), (32, 32, 1), 2, components=components)
-    gpu.build(subject, tmp_path, "cpu")
+    gpu.build(subject, tmp_path / "model", "cpu")
 
-    model = Model(tmp_path)
+    model = Model(tmp_path / "model")
     made = model.encode(model.params(1, max_sequence_length=16))
     assert isinstance(made["prompt_embeds"], Tensor) and made["prompt_embeds"].shape == (1, 16, tiny.TEXT_DIM)
 
