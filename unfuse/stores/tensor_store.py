@@ -25,7 +25,7 @@ from unfuse.stores.base import (
     StoreOptions,
     open_backend,
 )
-from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import WIDE, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
@@ -284,7 +284,7 @@ def _consistent(ref: ObjectRef) -> bool:
 
 
 def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Mapping[str, Value]) -> tuple[int, ...]:
-    """Copy the tensors to their places, with zeros between them; hash each chunk while it is in the CPU's cache."""
+    """Copy the tensors to their places, with zeros between them; hash each piece while it is in the CPU's cache."""
     checksums = Checksums(memory)
     for meta in metas:
         value, end = tensors[meta.name], meta.offset + meta.nbytes
@@ -293,8 +293,8 @@ def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Ma
         if value is not None and source is None:
             copy_into(memory[meta.offset : end], value)
         elif source is not None:
-            for start in range(meta.offset, end, checksums.chunk):
-                stop = min(start + checksums.chunk, end)
+            for start in range(meta.offset, end, PIECE):
+                stop = min(start + PIECE, end)
                 memory[start:stop] = source[start - meta.offset : stop - meta.offset]
                 checksums.filled(stop)
         if gap := -end % ALIGNMENT:
