@@ -1,7 +1,7 @@
 """The tensor store against the memory and the disk below it, everything interleaved in one run.
 
 put: by the process that owns the memory, and by another that writes into it (as a worker's compute process does),
-against a loop that copies and hashes chunk by chunk. get: from another process, over sizes. spill and restore: a store
+against a loop that copies and hashes piece by piece. get: from another process, over sizes. spill and restore: a store
 that moves one object to disk to take another and reads it back verified, against a file written and read by hand, both
 without fsync and from the page cache. `python -m bench.stores [FOLDER]`
 """
@@ -26,6 +26,7 @@ from bench.report import ratio, show, spread, table
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.core.request import new_request_id
+from unfuse.stores.checksums import PIECE
 from unfuse.stores.tensor_store import TensorStore
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -42,12 +43,16 @@ def timed(work: object, *arguments: object) -> float:
 
 
 def copy_and_hash(memory: NDArray[np.uint8], source: NDArray[np.uint8]) -> list[int]:
-    """What a put cannot do without: each chunk copied, and hashed while it is in the cache."""
-    step, sums = chunk_bytes(source.nbytes), []
-    for start in range(0, source.nbytes, step):
-        stop = min(start + step, source.nbytes)
-        memory[start:stop] = source[start:stop]
-        sums.append(xxhash.xxh3_64_intdigest(memory[start:stop].data))
+    """What a put cannot do without: each piece copied, and hashed while it is in the cache."""
+    chunk, sums, hasher, view = chunk_bytes(source.nbytes), [], xxhash.xxh3_64(), memory.data
+    for first in range(0, source.nbytes, chunk):
+        last = min(first + chunk, source.nbytes)
+        for start in range(first, last, PIECE):
+            stop = min(start + PIECE, last)
+            memory[start:stop] = source[start:stop]
+            hasher.update(view[start:stop])
+        sums.append(hasher.intdigest())
+        hasher.reset()
     return sums
 
 

@@ -71,6 +71,20 @@ def test_who_trims_is_called_once_there_is_something() -> None:
     os.close(extents.fd)
 
 
+def test_who_trims_is_called_again_only_after_there_was_nothing_more_to_trim() -> None:
+    clock, called = Time(), []
+    extents = Extents(64 * MIB, "x", clock)
+    extents.spared = lambda: called.append(1)
+    for _ in range(3):
+        extents.free(extents.allocate(EXTENT))
+    assert called == [1]
+    clock.now += SPARE_S
+    assert extents.trim() is None
+    extents.free(extents.allocate(EXTENT))
+    assert called == [1, 1]
+    os.close(extents.fd)
+
+
 def test_a_machine_without_memory_is_said_and_nothing_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     extents = Extents(64 * MIB, "x")
     monkeypatch.setattr(module, "available_memory", lambda: 3 * MIB)
@@ -180,6 +194,21 @@ def test_a_kernel_that_does_not_know_the_advice_is_written_to_all_the_same(monke
     object = arena.create(3 * MIB, "r")
     arena.writable(object)[:] = 7
     assert (arena.view[object.offset : object.offset + object.nbytes] == 7).all()
+    arena.close()
+
+
+def test_what_was_spare_before_an_arena_is_served_is_given_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SPARE_S", 0.05)
+    arena = Arena(64 * MIB)
+    arena.abort(arena.create(20 * MIB, "r").id)
+    server = ArenaServer(arena, b"token", tmp_path, "w")
+    until = time.monotonic() + 60
+    while arena.held and time.monotonic() < until:
+        time.sleep(0.01)
+    assert arena.held == 0
+    server.close()
     arena.close()
 
 

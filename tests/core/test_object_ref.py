@@ -10,6 +10,7 @@ from unfuse.core.object_ref import (
     MAX_CHUNKS,
     MAX_DIMS,
     MAX_TENSORS,
+    PACKED,
     ObjectRef,
     TensorMeta,
     chunk_bytes,
@@ -44,6 +45,11 @@ def test_a_known_layout() -> None:
     assert [(meta.offset, meta.nbytes) for meta in metas] == [(0, 30), (64, 0), (64, 4), (128, 65)]
     assert total == 256
     assert lay_out([]) == ((), 0)
+
+
+def test_a_tensor_of_four_bits_takes_whole_blocks() -> None:
+    metas, _ = lay_out([(str(size), PACKED, (size,)) for size in (0, 1, 32, 33)] + [("rows", PACKED, (3, 32))])
+    assert [meta.nbytes for meta in metas] == [0, 18, 18, 36, 54]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 
@@ -14,7 +15,7 @@ from tests.transfer.conftest import OPTIONS
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern
-from unfuse.transfer import open_engine
+from unfuse.transfer import movers as movers_module, open_engine
 from unfuse.transfer.movers import Movers
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
@@ -117,7 +118,8 @@ class Walk:
         self._left = 1
 
 
-def test_an_owner_s_sessions_take_turns_and_its_threads_go_with_the_last() -> None:
+def test_an_owner_s_sessions_take_turns_and_its_threads_go_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
     movers, order, over = Movers(1), list[str](), threading.Event()
     gate = threading.Event()
     movers.add("owner", Walk(lambda: gate.wait(60), 1))
@@ -134,7 +136,10 @@ def test_an_owner_s_sessions_take_turns_and_its_threads_go_with_the_last() -> No
     movers.join()
 
 
-def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessions() -> None:
+def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(movers_module, "SPARE_S", 0.01)
     movers, gate, begun = Movers(2), threading.Event(), threading.Semaphore(0)
 
     def step() -> None:
@@ -151,6 +156,37 @@ def test_threads_are_as_many_as_an_owner_may_have_and_never_more_than_its_sessio
     gate.set()
     while movers._owners:
         pass
+    movers.stop()
+    movers.join()
+
+
+def test_a_thread_without_a_session_takes_the_next_one_and_ends_when_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers_module, "SPARE_S", 600.0)
+    movers, who, done = Movers(2), list[threading.Thread](), threading.Semaphore(0)
+
+    def step() -> None:
+        who.append(threading.current_thread())
+        done.release()
+
+    for number in range(1, 6):
+        movers.add("owner", Walk(step, 1))
+        assert done.acquire(timeout=60)
+        while movers._owners["owner"].sessions:
+            pass
+        assert len(who) == number
+    assert len(set(who)) == 1
+    movers.stop()
+    movers.join()
+    assert not who[0].is_alive()
+
+
+def test_no_session_is_forgotten_that_comes_just_when_a_thread_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(movers_module, "SPARE_S", 0.001)
+    movers, done = Movers(1), threading.Semaphore(0)
+    for number in range(500):
+        time.sleep(0.0008 + number % 9 * 0.0001)
+        movers.add("owner", Walk(done.release, 1))
+        assert done.acquire(timeout=60)
     movers.stop()
     movers.join()
 

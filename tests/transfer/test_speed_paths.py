@@ -1,10 +1,12 @@
-"""How long an owner holds what is pulled: over tcp until it is sent, by one-sided reads until the reader has it."""
+"""How long an owner holds what is pulled: over tcp until it is sent, by one-sided reads until the reader has it; and
+that its word waits for the bytes, where it sends any."""
 
 import ctypes
 import socket
 from collections.abc import Iterator
 from contextlib import closing
 
+import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -16,7 +18,7 @@ from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferEngine
 from unfuse.transfer.onesided import OneSidedEngine
 from unfuse.transfer.owner_messages import Coming, Ping, Pong, Pull
-from unfuse.transfer.tcp_connection import Connection
+from unfuse.transfer.tcp_connection import Connection, Owner as TcpOwner, send
 
 MUCH = 40 << 20
 """More than the kernel takes before anybody reads."""
@@ -83,6 +85,33 @@ def test_what_an_owner_sent_does_not_change_when_its_room_is_used_again(tcp: tup
         soon(lambda: owner.used() == 0, "it is held though it is sent")
         owner.put(2, 10_000)
         assert reader.socket.recv(10_000, socket.MSG_WAITALL) == bytes(pattern(1, 10_000))
+
+
+class Peer:
+    """Notes how what is sent to it is sent."""
+
+    def __init__(self) -> None:
+        self.flags: list[int] = []
+
+    def sendall(self, data: bytes, flags: int = 0) -> None:
+        self.flags.append(flags)
+
+
+def test_an_owner_s_word_waits_for_the_bytes_that_it_sends_and_for_nothing_else(tcp: tuple[ArenaOwner, str]) -> None:
+    owner, address = tcp
+    ref, peer = owner.put(1, 100), Peer()
+    arena = owner.arena
+    sending = TcpOwner(arena, OPTIONS, lambda peer, *_: peer.sendall(b"bytes"), sends=True)
+    waiting = TcpOwner(arena, OPTIONS, lambda *_: None)
+    sending._serve_pull(peer, all_of(ref))  # type: ignore[arg-type]
+    sending._serve_pull(peer, msgspec.structs.replace(all_of(ref), stop=0))  # type: ignore[arg-type]
+    waiting._serve_pull(peer, all_of(ref))  # type: ignore[arg-type]
+    sending.close()
+    waiting.close()
+    assert peer.flags == [socket.MSG_MORE, 0, 0, 0, 0]
+    with closing(Connection(address, OPTIONS)) as reader:
+        send(reader.socket, all_of(ref))
+        assert len(reader.socket.recv(1000)) > 100, "they come in one piece"
 
 
 def test_what_a_reader_takes_itself_is_held_until_it_says_that_it_is_there(one_sided: tuple[ArenaOwner, str]) -> None:

@@ -15,13 +15,14 @@ import pytest
 
 from tests.transfer.conftest import SECRET
 from unfuse.core.errors import ArenaFull, ObjectLost
-from unfuse.core.messages import Done, Granted, Moved, Places
+from unfuse.core.messages import Done, Failed, FailureKind, Granted, Moved, Places
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.testing.transfer_owner import soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
+from unfuse.worker import copies
 from unfuse.worker.objects import Objects
 
 PIECE = 64 * 1024
@@ -230,6 +231,37 @@ async def test_a_task_that_is_cancelled_does_not_wait_for_its_inputs(far: Object
     near.copies.let_go(lease.claim)
     near.store.delete(full)
     await freed(near)
+
+
+@pytest.mark.parametrize("kind, reason", [("crash", ""), ("hand_back", "compute")])
+async def test_a_task_whose_compute_process_died_finds_its_inputs_when_it_comes_again(
+    kind: FailureKind, reason: str, far: Objects, near: Objects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given inputs that were brought, when compute dies, then they are kept, for a while, and do not come twice."""
+    monkeypatch.setattr(copies, "KEPT_S", 600.0)
+    first = reading(made(far))
+    again, last = (msgspec.structs.replace(first, token=token) for token in (b"again", b"last"))
+    assert await near.copies.bring(first, granted(far))
+    near.settle(first, Failed(first.claim, kind, "it died", reason=reason))
+    brought = await near.copies.bring(again, granted(far))
+    assert brought and read(near, brought.task.inputs[0]) == {7}
+    assert near.copies.counters.take() == {"tcp": Moved(PIECE, pytest.approx(0, abs=60))}
+    near.copies.let_go(first.claim)
+    near.settle(again, Failed(again.claim, "transient", "it failed"))
+    await freed(near)
+
+    monkeypatch.setattr(copies, "KEPT_S", 0.0)
+    assert await near.copies.bring(last, granted(far))
+    near.settle(last, Failed(last.claim, kind, "it died", reason=reason))
+    await freed(near)
+
+
+async def test_what_is_kept_for_a_task_goes_with_its_request(far: Objects, near: Objects) -> None:
+    lease = reading(made(far))
+    assert await near.copies.bring(lease, granted(far))
+    near.settle(lease, Failed(lease.claim, "crash", "it died"))
+    await near.release(["req_a"])
+    assert near.usage().used == 0
 
 
 async def test_without_room_for_long_the_task_is_told(far: Objects, near: Objects) -> None:

@@ -29,7 +29,8 @@ class Extents:
     """The room of an arena, of which only EXTENTs that hold objects, or lately did, take memory.
 
     An extent is allocated for real before an object is placed in it, so that no write ever fails for want of memory.
-    `fd` is a file without a name. `spared` is called when there is something for `trim`. No lock: the caller has one.
+    `fd` is a file without a name. `spared` is called when there is something for `trim`, and not again until that
+    returned None. No lock: the caller has one.
     """
 
     def __init__(self, capacity: int, name: str, now: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +39,7 @@ class Extents:
         self._placed: dict[int, int] = {}
         self._objects = Counter[int]()
         self._spare: dict[int, float] = {}
-        self._is_whole = False
+        self._is_whole = self._trims = False
         self.spared: Callable[[], object] = bool
         self.given_back = 0
         """How often extents were given back: maps of those are empty again."""
@@ -72,14 +73,14 @@ class Extents:
     def free(self, offset: int) -> None:
         """Take back what `allocate` returned. Raises KeyError for any other offset."""
         self._buddy.free(offset)
-        waits = bool(self._spare)
         for extent in extents_of(offset, self._placed.pop(offset)):
             self._objects[extent] -= 1
             if not self._objects[extent]:
                 del self._objects[extent]
                 if not self._is_whole:
                     self._spare[extent] = self._now()
-        if self._spare and not waits:
+        if self._spare and not self._trims:
+            self._trims = True
             self.spared()
 
     def usage(self) -> Usage:
@@ -97,7 +98,9 @@ class Extents:
         for extent in due:
             del self._spare[extent]
         self.given_back += bool(due)
-        return next((since - over for since in self._spare.values()), None)
+        rest = next((since - over for since in self._spare.values()), None)
+        self._trims = rest is not None
+        return rest
 
     def fill(self) -> None:
         """Take all memory now, and give none back. Raises ArenaFull if there is not that much."""

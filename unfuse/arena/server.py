@@ -102,7 +102,7 @@ class ArenaServer:
         os.close(self._spared)
 
     def _serve(self) -> None:
-        due: float | None = None
+        due = self._trim()
         while True:
             rest = None if due is None else max(0.0, due - time.monotonic())
             ready = [key for key, _ in self._selector.select(0 if self._behind else rest)]

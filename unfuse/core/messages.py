@@ -30,9 +30,9 @@ class Places(msgspec.Struct, frozen=True):
     """Where workers keep things: URLs of the result store, the tensor store and the store of durable copies.
 
     Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
-    the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to the type that its
-    32-bit floats are narrowed to: bf16 or fp16. `checkpoint` says when running stages are saved. `loras` is the folder
-    of adapters ("": none).
+    the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to how its floats are
+    narrowed: bf16, fp16 or int4. `checkpoint` says when running stages are saved. `loras` is the folder of adapters
+    ("": none).
     """
 
     results: str

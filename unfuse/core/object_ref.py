@@ -24,6 +24,14 @@ DTYPES: dict[str, int] = {
 }
 """Tensor types that stages may hand on, with bytes per element."""
 
+PACKED = "q4"
+"""The type of a tensor that was narrowed to four bits a number: blocks of BLOCK numbers, the last one filled up."""
+
+BLOCK = 32
+"""Numbers that share a scale; one block takes BLOCK_BYTES, the scale's two and half a byte for each number."""
+
+BLOCK_BYTES = 2 + BLOCK // 2
+
 ALIGNMENT = 64
 """Tensors start at multiples of this many bytes: a cache line, and enough for every vector load."""
 
@@ -96,9 +104,9 @@ def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[
     for name, dtype, shape in tensors:
         if len(shape) > MAX_DIMS or any(side < 0 for side in shape):
             raise ValueError(f"tensor {name!r} has shape {shape}")
-        if dtype != "none" and dtype not in DTYPES:
+        if dtype not in ("none", PACKED) and dtype not in DTYPES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}: stages can hand on {', '.join(DTYPES)}")
-        size = 0 if dtype == "none" else DTYPES[dtype] * prod(shape)
+        size = -(-prod(shape) // BLOCK) * BLOCK_BYTES if dtype == PACKED else DTYPES.get(dtype, 0) * prod(shape)
         metas.append(TensorMeta(name, dtype, shape, offset, size))
         offset += -(-size // ALIGNMENT) * ALIGNMENT
     if len(metas) > MAX_TENSORS or len({meta.name for meta in metas}) != len(metas):

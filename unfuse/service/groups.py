@@ -96,8 +96,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     encode: Annotated[
         tuple[str, ...],
         says(
-            "Hand on what a kind of stage makes in half the bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
-            "floats as 16. Results are no longer those of the undivided pipeline, bit for bit."
+            "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
+            "floats as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are "
+            "no longer those of the undivided pipeline, bit for bit."
         ),
     ] = ()
     loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""

@@ -104,8 +104,10 @@ def places(settings: Settings) -> Places:
         url.replace("DATA_DIR", settings.data_dir) for url in (serve.results, serve.store, serve.durable)
     )
     encodings = dict(entry.partition("=")[::2] for entry in serve.encode)
-    if wrong := set(encodings.values()) - {"bf16", "fp16"}:
-        raise ConfigError(f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16 or KIND=fp16, like denoise=bf16")
+    if wrong := set(encodings.values()) - {"bf16", "fp16", "int4"}:
+        raise ConfigError(
+            f"--encode {min(wrong) or serve.encode[0]}: write KIND=bf16, KIND=fp16 or KIND=int4, like denoise=bf16"
+        )
     if serve.loras and not Path(serve.loras).is_dir():
         raise ConfigError(f"--loras {serve.loras}: there is no such folder")
     loras, spill = str(Path(serve.loras).resolve()) if serve.loras else "", settings.spill

@@ -13,28 +13,36 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
+PIECE = 256 * 1024
+"""Bytes that are written and then hashed, before the next: a core still has them in a cache of its own."""
+
+
 class Checksums:
-    """Computes the checksums of `memory` while it is filled from front to back, chunk by chunk."""
+    """Computes the checksums of `memory` while it is filled from front to back."""
 
     def __init__(self, memory: NDArray[np.uint8]) -> None:
-        self._memory = memory
+        self._bytes, self._chunk = memory.data, chunk_bytes(memory.nbytes)
+        self._hasher = xxhash.xxh3_64()
+        self._hashed, self._next = 0, min(self._chunk, memory.nbytes)
         self._values: list[int] = []
-        self.chunk = chunk_bytes(memory.nbytes)
 
-    def filled(self, end: int) -> None:
-        """Compute the checksums of all complete chunks; the first `end` bytes are written."""
-        while (len(self._values) + 1) * self.chunk <= end:
-            self._add()
+    def filled(self, end: int, least: int = PIECE) -> None:
+        """The first `end` bytes are written: hash those that are new, if they are at least so many."""
+        if end - self._hashed < least:
+            return
+        while self._hashed < end:
+            stop = min(end, self._next)
+            self._hasher.update(self._bytes[self._hashed : stop])
+            self._hashed = stop
+            if stop == self._next:
+                self._values.append(self._hasher.intdigest())
+                self._hasher.reset()
+                self._next = min(stop + self._chunk, self._bytes.nbytes)
 
     def finish(self) -> tuple[int, ...]:
         """All bytes are written: return the checksum of every chunk."""
-        while len(self._values) * self.chunk < self._memory.nbytes:
-            self._add()
+        self.filled(self._bytes.nbytes, 0)
         return tuple(self._values)
-
-    def _add(self) -> None:
-        start = len(self._values) * self.chunk
-        self._values.append(xxhash.xxh3_64_intdigest(self._memory[start : start + self.chunk].data))
 
 
 def checksums_of(memory: NDArray[np.uint8]) -> tuple[int, ...]:

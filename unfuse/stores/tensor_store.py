@@ -15,7 +15,7 @@ from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ArenaFull, ObjectLost
-from unfuse.core.object_ref import ALIGNMENT, ObjectRef, TensorMeta, lay_out
+from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, lay_out
 from unfuse.stores.base import (
     DEFAULT_CAPACITY,
     SPILL_CAPACITY,
@@ -25,9 +25,10 @@ from unfuse.stores.base import (
     StoreOptions,
     open_backend,
 )
-from unfuse.stores.checksums import Checksums, checksums_of
+from unfuse.stores.checksums import PIECE, Checksums, checksums_of
+from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import NARROW, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import WIDE, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 from unfuse.supervision.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
     from unfuse.stores.tensors import Value
 
-
-_NARROWED = frozenset(NARROW.values())
 
 LOOK_AGAIN_S = 0.005
 """Seconds between two tries of a `put` that waits for room."""
@@ -155,7 +154,8 @@ class TensorStore:
     ) -> ObjectRef:
         """Store one stage's output, copying each tensor once.
 
-        With an `encoding` ("bf16" or "fp16"), 32-bit floats are stored in 16 bits and read as 32 bits again. Waits up
+        With an `encoding` ("bf16" or "fp16"), 32-bit floats are stored in 16 bits and read as 32 bits again; with
+        "int4", floats of 32 and 16 bits are stored in four, in blocks that share a scale. Waits up
         to `wait` seconds for room. Raises ArenaFull if there is none, TransientError if the store fails, ObjectLost if
         the request was released meanwhile, TypeError or ValueError for values that stages cannot hand on.
         """
@@ -163,7 +163,7 @@ class TensorStore:
         if encoding != "none":
             tensors = {name: narrowed(value, encoding) for name, value in wide.items()}
         metas, nbytes = lay_out((name, *describe(value)) for name, value in tensors.items())
-        narrow = {name for name in tensors if tensors[name] is not wide[name]}
+        narrow = {name: describe(wide[name])[0] for name in tensors if tensors[name] is not wide[name]}
         draft = self._create(nbytes, request, wait)
         try:
             checksums = _write(draft.memory, metas, tensors)
@@ -180,7 +180,7 @@ class TensorStore:
             attempt=attempt,
             generation=draft.generation,
             nbytes=nbytes,
-            tensors=tuple(replace(meta, wide="float32") if meta.name in narrow else meta for meta in metas),
+            tensors=tuple(replace(meta, wide=narrow[meta.name]) if narrow.get(meta.name) else meta for meta in metas),
             checksums=checksums,
             key=draft.key,
             created_at=self._clock.wall(),
@@ -274,7 +274,8 @@ class TensorStore:
 def _consistent(ref: ObjectRef) -> bool:
     """Whether a ref's tensors are where `lay_out` puts them, so that none extends into another object."""
     try:
-        if any(meta.wide not in ("", "float32") or meta.wide and meta.dtype not in _NARROWED for meta in ref.tensors):
+        narrow = (meta for meta in ref.tensors if meta.wide or meta.dtype == PACKED)
+        if any(meta.wide not in WIDE.get(meta.dtype, ()) for meta in narrow):
             return False
         stored = tuple(replace(meta, wide="") if meta.wide else meta for meta in ref.tensors)
         return lay_out((meta.name, meta.dtype, meta.shape) for meta in stored) == (stored, ref.nbytes)
@@ -283,16 +284,17 @@ def _consistent(ref: ObjectRef) -> bool:
 
 
 def _write(memory: NDArray[np.uint8], metas: tuple[TensorMeta, ...], tensors: Mapping[str, Value]) -> tuple[int, ...]:
-    """Copy the tensors to their places, with zeros between them; hash each chunk while it is in the CPU's cache."""
+    """Copy the tensors to their places, with zeros between them; hash each piece while it is in the CPU's cache."""
     checksums = Checksums(memory)
     for meta in metas:
         value, end = tensors[meta.name], meta.offset + meta.nbytes
+        value = value.data if isinstance(value, Packed) else value
         source = None if value is None else flat_bytes(value)
         if value is not None and source is None:
             copy_into(memory[meta.offset : end], value)
         elif source is not None:
-            for start in range(meta.offset, end, checksums.chunk):
-                stop = min(start + checksums.chunk, end)
+            for start in range(meta.offset, end, PIECE):
+                stop = min(start + PIECE, end)
                 memory[start:stop] = source[start - meta.offset : stop - meta.offset]
                 checksums.filled(stop)
         if gap := -end % ALIGNMENT:

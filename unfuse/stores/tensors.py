@@ -8,34 +8,45 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from unfuse.core.object_ref import TensorMeta
+from unfuse.core.object_ref import PACKED, TensorMeta
+from unfuse.stores.four_bits import Packed, pack, unpack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    Value: TypeAlias = NDArray[Any] | Tensor | None
+    Value: TypeAlias = NDArray[Any] | Tensor | Packed | None
 
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The numpy types for the bits of types that numpy lacks."""
 
-NARROW = {"bf16": "bfloat16", "fp16": "float16"}
-"""Encodings of 32-bit floats, and the types that they narrow them to."""
+NARROW = {"bf16": "bfloat16", "fp16": "float16", "int4": PACKED}
+"""Encodings of floats, and the types that they narrow them to."""
+
+WIDE: dict[str, tuple[str, ...]] = {
+    "bfloat16": ("float32",),
+    "float16": ("float32",),
+    PACKED: ("float32", "bfloat16", "float16"),
+}
+"""What each of these is narrowed from."""
 
 
 def narrowed(value: Value, encoding: str) -> Value:
-    """A tensor of 32-bit floats rounded to 16 bits. Other tensors, and those that would overflow, are not changed."""
-    if value is None or describe(value)[0] != "float32":
+    """A tensor of floats rounded to fewer bits. Other tensors, and those that would overflow, are not changed."""
+    narrow = NARROW[encoding]
+    if value is None or isinstance(value, Packed) or describe(value)[0] not in WIDE[narrow]:
         return value
+    if narrow == PACKED:
+        return pack(_floats(value)) or value
     if isinstance(value, np.ndarray):
         if encoding == "bf16":
             raise TypeError("numpy has no bfloat16: encode the outputs of this stage as fp16")
         with np.errstate(over="ignore"):
-            narrow = value.astype(np.float16)
-        return value if np.isinf(narrow).sum() > np.isinf(value).sum() else narrow
+            rounded = value.astype(np.float16)
+        return value if np.isinf(rounded).sum() > np.isinf(value).sum() else rounded
     import torch
 
-    half = value.to(getattr(torch, NARROW[encoding]))
+    half = value.to(getattr(torch, narrow))
     return value if half.isinf().sum() > value.isinf().sum() else half
 
 
@@ -45,6 +56,8 @@ def describe(value: Value) -> tuple[str, tuple[int, ...]]:
         return "none", ()
     if isinstance(value, np.ndarray):
         return _name(value.dtype), value.shape
+    if isinstance(value, Packed):
+        return PACKED, value.shape
     torch = sys.modules.get("torch")  # there is no torch tensor where torch was never imported
     if torch is not None and isinstance(value, torch.Tensor):
         return str(value.dtype).removeprefix("torch."), tuple(value.shape)
@@ -86,6 +99,9 @@ def numpy_over(memory: NDArray[np.uint8], meta: TensorMeta) -> NDArray[Any] | No
     if meta.dtype == "none":
         return None
     part = memory[meta.offset : meta.offset + meta.nbytes]
+    if meta.dtype == PACKED:
+        wide = unpack(part, meta.shape)
+        return _bits_of_bfloat16(wide) if meta.wide in RAW else wide.astype(meta.wide, copy=False)
     found = part.view(RAW.get(meta.dtype, meta.dtype)).reshape(meta.shape)
     if meta.wide and meta.dtype in RAW:
         return (found.astype(np.uint32) << 16).view(np.float32)
@@ -96,8 +112,26 @@ def torch_over(memory: NDArray[np.uint8], meta: TensorMeta) -> Tensor | None:
     """As numpy_over, for torch. The memory is read-only, which torch does not know: writing to it ends the process."""
     if meta.dtype == "none":
         return None
-    found = _torch_over(memory[meta.offset : meta.offset + meta.nbytes], meta.dtype, meta.shape)
+    part = memory[meta.offset : meta.offset + meta.nbytes]
+    if meta.dtype == PACKED:
+        import torch
+
+        return torch.from_numpy(unpack(part, meta.shape)).to(getattr(torch, meta.wide))
+    found = _torch_over(part, meta.dtype, meta.shape)
     return found.float() if meta.wide else found
+
+
+def _floats(value: NDArray[Any] | Tensor) -> NDArray[np.float32]:
+    if isinstance(value, np.ndarray):
+        return value.astype(np.float32, copy=False)
+    wide: NDArray[np.float32] = value.detach().float().cpu().numpy()
+    return wide
+
+
+def _bits_of_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The nearest of each, ties to even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
 
 
 def _torch_over(memory: NDArray[np.uint8], dtype: str, shape: tuple[int, ...]) -> Tensor:

@@ -5,8 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 from heapq import heappop, heappush
+from math import inf
 from threading import Condition, Lock, Thread, current_thread
 from typing import Protocol
+
+SPARE_S = 10.0
+"""Seconds for which a thread without a session waits for the next: starting one delays a pull by a third of a ms."""
 
 
 class Stepwise(Protocol):
@@ -20,7 +24,7 @@ class Stepwise(Protocol):
 
 
 class Movers:
-    """At most `most` threads for each owner, and no more than it has sessions; they start and end with the sessions.
+    """At most `most` threads for each owner; one more comes with a session that finds none, and goes SPARE_S after it.
 
     The sessions of an owner take turns, each when its next step is due.
     """
@@ -37,7 +41,7 @@ class Movers:
             threads = self._owners.setdefault(owner, _OwnerThreads(self._lock))
             threads.sessions += 1
             threads.schedule(session, 0)
-            if len(threads.running) < self._most:
+            if len(threads.running) < min(self._most, threads.sessions):
                 thread = Thread(target=self._run, args=(owner, threads), name="transfer", daemon=True)
                 threads.running.append(thread)
                 thread.start()
@@ -72,13 +76,17 @@ class Movers:
                     threads.schedule(session, delay)
 
     def _next(self, owner: str, threads: _OwnerThreads) -> Stepwise | None:
-        """Wait for the next session that is due; None if this thread must end, as there are more than sessions."""
+        """Wait for the next session that is due; None if this thread must end, having been one too many for long."""
         with self._lock:
-            while not self._stopped and len(threads.running) <= threads.sessions:
-                wait = threads.due[0][0] - time.monotonic() if threads.due else None
-                if wait is not None and wait <= 0:
+            ends = inf
+            while not self._stopped:
+                now, due = time.monotonic(), threads.due[0][0] if threads.due else inf
+                if due <= now:
                     return heappop(threads.due)[2]
-                threads.changed.wait(wait)
+                ends = min(ends, now + SPARE_S) if len(threads.running) > threads.sessions else inf
+                if ends <= now:
+                    break
+                threads.changed.wait(None if due == ends == inf else min(due, ends) - now)
             if not self._stopped:
                 threads.running.remove(current_thread())
                 if not threads.running:

@@ -32,7 +32,7 @@ class TcpEngine(TransferEngine):
 
     @override
     def serve(self, arena: Arena) -> str:
-        self._owner = Owner(arena, self.options, partial(_send, arena.view))
+        self._owner = Owner(arena, self.options, partial(_send, arena.view), sends=True)
         return self._owner.address
 
     @override

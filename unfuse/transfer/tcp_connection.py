@@ -57,12 +57,14 @@ Deliver = Callable[[socket.socket, Extent, Pull], object]
 class Owner:
     """Serves peers that prove the secret, each connection in a thread of its own, at `address` until `close`.
 
-    `deliver` sends the bytes of a Pull, or waits for the peer's Got; the object is held until it returns. A peer that
-    has proved the secret gets `about`.
+    `deliver` sends the bytes of a Pull (it `sends`), or waits for the peer's Got; the object is held until it returns.
+    A peer that has proved the secret gets `about`.
     """
 
-    def __init__(self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"") -> None:
-        self._arena, self._options, self._deliver, self._about = arena, options, deliver, about
+    def __init__(
+        self, arena: Arena, options: TransferOptions, deliver: Deliver, about: bytes = b"", *, sends: bool = False
+    ) -> None:
+        self._arena, self._options, self._deliver, self._about, self._sends = arena, options, deliver, about, sends
         host = options.host
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -141,8 +143,9 @@ class Owner:
 
     def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
         extent = hold_for(self._arena, pull)
+        together = self._sends and pull.stop > pull.start  # then the reader is woken once, when bytes are there
         try:
-            send(peer, Coming(extent.offset + pull.start))
+            send(peer, Coming(extent.offset + pull.start), socket.MSG_MORE if together else 0)
             self._deliver(peer, extent, pull)
         finally:
             self._arena.unhold(pull.id)
@@ -239,9 +242,9 @@ def hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def write(connection: socket.socket, data: bytes) -> None:
+def write(connection: socket.socket, data: bytes, flags: int = 0) -> None:
     """Send bytes as one message."""
-    connection.sendall(frame(data))
+    connection.sendall(frame(data), flags)
 
 
 def read(connection: socket.socket) -> bytes:
@@ -249,9 +252,9 @@ def read(connection: socket.socket) -> bytes:
     return read_message(partial(receive_exactly, connection), MAX_MESSAGE)
 
 
-def send(connection: socket.socket, message: ToOwner | FromOwner) -> None:
+def send(connection: socket.socket, message: ToOwner | FromOwner, flags: int = 0) -> None:
     """Send a message."""
-    write(connection, encode(message))
+    write(connection, encode(message), flags)
 
 
 def prove(secret: str, side: bytes, owners: bytes, readers: bytes) -> bytes:

@@ -24,6 +24,9 @@ from unfuse.transfer.sinks import ArenaSink
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
 
+KEPT_S = 30.0
+"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -95,6 +98,10 @@ class Copies:
         """The id of the object that this one is a copy of; its own id if it is no copy."""
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
+
+    def keep(self, claim: Claim) -> None:
+        """A task has ended with its compute process: drop its copies later, if it has not begun here again by then."""
+        asyncio.get_running_loop().call_later(KEPT_S, self.let_go, claim)
 
     def let_go(self, claim: Claim) -> None:
         """A task has ended: drop the copies that no other task uses."""

@@ -84,13 +84,15 @@ class Objects:
     def settle(self, lease: Lease, message: Outcome) -> Outcome:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
 
-        If the report names a lost copy, it gets the id of the original, which is the one that the scheduler knows.
+        Copies stay for a while if its compute process died, since it may come here again. If the report names a lost
+        copy, it gets the id of the original, which is the one that the scheduler knows.
         """
         if isinstance(message, Failed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
         elif isinstance(message, Done):
             self.made(message, lease.task.kind)
-        self.copies.let_go(message.claim)
+        crashed = isinstance(message, Failed) and (message.kind == "crash" or message.reason == "compute")
+        (self.copies.keep if crashed else self.copies.let_go)(message.claim)
         return message
 
     def made(self, done: Done, kind: str) -> None:
