@@ -187,13 +187,15 @@ def in_use(forwards: list[Forward]) -> int:
 
 
 @settings(deadline=None)
-@given(curves(2.0), loads(3.0), BUSY)
-@example({1: 0.92, 2: 0.92, 4: 0.92, 8: 1.5}, [Load(1.0, 2.0, 0.0), Load(1.0, 2.0, 0.0)], (8,))
-@example({1: 1.5, 2: 1.5, 4: 1.5, 8: 1.5}, [Load(1.0, 2.0, 0.0)], (8, 1))
-@example({1: 0.86, 2: 0.86, 4: 0.86, 8: 1.5}, [Load(1.0, 2.0, 0.0), Load(1.0, 3.0, 0.0)], (8,))
+@given(st.tuples(curves(2.0), st.just((8,))) | st.tuples(curves(0.8), BUSY), loads(3.0))
+@example(({1: 0.92, 2: 0.92, 4: 0.92, 8: 1.5}, (8,)), [Load(1.0, 2.0, 0.0), Load(1.0, 2.0, 0.0)])
+@example(({1: 0.75, 2: 0.75, 4: 0.75, 8: 0.75}, (8, 1)), [Load(1.0, 2.0, 0.0)])
+@example(({1: 0.86, 2: 0.86, 4: 0.86, 8: 1.5}, (8,)), [Load(1.0, 2.0, 0.0), Load(1.0, 3.0, 0.0)])
 def test_ten_seconds_after_any_load_the_best_size_is_in_use(
-    cost: dict[int, float], loads: list[Load], busy: tuple[int, ...]
+    case: tuple[dict[int, float], tuple[int, ...]], loads: list[Load]
 ) -> None:
+    """Where not always as many wait as can share a forward, forwards are shorter: else there are too few to tell."""
+    cost, busy = case
     device = Device(8, cost)
     ended, waiting = disturbed(device, loads, busy)
     device.work(30, waiting)

@@ -17,11 +17,11 @@ SAMPLES = 5
 CHANGED = 1.5
 """A forward that takes so many times what is usual for its size, or a part of it so small, may mean another load."""
 
-RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.1
+RETRY_S, RETRY, LEAST = 1.0, 1.6, 0.5
 """A size that is not used is tried again after so many seconds of forwards, and not before so many times what it loses,
 times the square of how many forwards of it are remembered: soon at first, and once it is known for a fortieth of the
-time. It loses what its tasks take longer than in the best size, and at least this share of a forward: what is level
-needs no haste.
+time. It loses what its tasks take longer than in the best size, and counts for at least this share of a forward: what
+is level needs no haste.
 """
 
 MAX_KEYS = 256
