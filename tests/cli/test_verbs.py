@@ -245,11 +245,11 @@ def test_doctor_shows_layouts_the_chosen_one_first_and_why(unfuse: Run, monkeypa
     assert re.search(
         r"\nlayout all=2: it fits, and splitting would give \S+× the rate \(a guess: .*\); --workers all=2", out
     )
-    assert re.search(r"LAYOUT +RATE +REFUSAL\nall=2 +1 +-\n", out)
+    assert re.search(r"LAYOUT +RATE +GAVE +REFUSAL\nall=2 +1 +- +-\n", out)
     assert "cpu: 592.4 MiB of" in out  # what both map counts once
     out = unfuse("doctor", *arguments, "--memory-limit", "300MiB")[1]
     assert "taken apart, since a worker with all stages does not fit: it would take 302.4 MiB" in out
-    assert re.search(r"all=2 +1 +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
+    assert re.search(r"all=2 +1 +- +it would take 302.4 MiB, and --memory-limit allows 300.0 MiB\n", out)
     out = unfuse("doctor", *arguments, "--device-memory", "cpu=400MiB")[1]
     assert re.search(r"\nlayout all=1: it fits, and the split does not; ", out)
     assert re.search(r"\nall=2 .*the models do not fit: cpu would hold 592.4 MiB .* and has 400.0 MiB free", out)
@@ -295,7 +295,8 @@ def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
 
 def test_doctor_says_the_same_as_json(unfuse: Run) -> None:
     found = json.loads(unfuse("doctor", "unfuse/shapes", "--json", "--device", "cpu", "--dtype", "bfloat16")[1])
-    assert found["layouts"][0] == {"layout": found["verdict"].split()[1].rstrip(":"), "rate": 1.0, "refusal": ""}
+    chosen = found["verdict"].split()[1].rstrip(":")
+    assert found["layouts"][0] == {"layout": chosen, "rate": 1.0, "gave": None, "refusal": ""}
     rows = {row["name"]: row for row in found["models"]["unfuse/shapes"]}
     assert rows["transformer"]["memory"] == 2 * rows["transformer"]["parameters"]
     assert {row["role"] for row in found["placement"]} == {"all"}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tools.server import environment, unfuse
+from tools.server import environment, serving, unfuse
 
 
 @pytest.mark.nightly
@@ -28,3 +29,29 @@ def test_both_sides_are_measured_and_make_the_same(tmp_path: Path, more: tuple[s
     measures = {row["measure"]: row for row in found["figures"]}
     assert {"latency of one, s", "requests a second, 2 at once", "largest process", "all processes"} <= measures.keys()
     assert all(row["diffusers"] > 0 and row["unfuse"] > 0 and row["ratio"] > 0 for row in found["figures"])
+
+
+def said(folder: Path, *command: str) -> Any:
+    ran = subprocess.run(unfuse(*command), env=environment(folder), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_what_layouts_gave_is_kept_and_decides_how_many_workers_serve_starts(tmp_path: Path) -> None:
+    short = ("--rounds", "1", "--levels", "2", "--steps", "2")
+    rows = said(tmp_path, "compare", "unfuse/shapes", "--layouts", "--threads", "1", *short, "--json")
+    gave = {row["layout"]: row["requests a second"] for row in rows}
+    assert "all=1" in gave
+    assert all(rate > 0 for rate in gave.values())
+    shown = said(tmp_path, "doctor", "unfuse/shapes", "--threads", "1", "--json")["layouts"]
+    assert {one["layout"]: one["gave"] for one in shown if one["gave"]} == pytest.approx(gave, abs=0.001)
+
+    file = tmp_path / "scaling.json"
+    ((circumstances, rates),) = json.loads(file.read_text()).items()
+    file.write_text(json.dumps({circumstances: rates | {"all=1": 1000.0}}))
+    with serving(tmp_path, "unfuse/shapes", "--threads", "1") as server:
+        server.ready()
+        assert [worker["role"] for worker in server.get("/v1/workers")["data"]] == ["all"]
+        assert "layout all=1: measured here, 1e+03 requests a second" in server.log()
+    others = said(tmp_path, "doctor", "unfuse/shapes", "--threads", "2", "--json")["layouts"]
+    assert not any(one["gave"] for one in others), "with other threads"

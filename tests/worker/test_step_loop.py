@@ -171,16 +171,14 @@ def bench(folder: Path, batch: int = 1, **options: Any) -> tuple[Bench, Count]:
 class Large(BatchSizes):
     """For whom a larger batch always pays off, whatever was measured."""
 
-    def measured(self, key: Hashable, size: int, seconds: float) -> None:
-        for known in range(1, size + 1):
-            super().measured(key, known, 1.0)
+    def size(self, key: Hashable, waiting: int) -> int:
+        return min(waiting, self._of(key).most)
 
 
 def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     """A loop that has found out that four at a time pay off."""
     loop, count = bench(folder, batch=4, **options)
     loop.loop._sizes = Large(4)
-    loop.loop._sizes.measured(("count", "None", None), 4, 1.0)
     return loop, count
 
 
@@ -234,8 +232,6 @@ def exact(folder: Path, stage: Shared, batch: int = 4) -> Bench:
     own = loop.store, loop.results, loop.inbox, loop.sent.append
     loop.loop = StepLoop({"count": stage}, *own, batch, exactness=sure)
     loop.loop._sizes = Large(batch)
-    for likeness in range(3):
-        loop.loop._sizes.measured(("count", stage.batch_key({}), likeness), batch, 1.0)
     return loop
 
 
@@ -270,6 +266,17 @@ def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
     assert sum(len(batch) == 4 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
     assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
+    assert loop.loop._sizes.size(("count", stage.batch_key({}), 0), 4) <= 2, "and nobody asks for the larger one again"
+
+
+def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon_compared(tmp_path: Path) -> None:
+    stage = Shared()
+    loop = exact(tmp_path, stage, batch=7)
+    own = loop.store, loop.results, loop.inbox, loop.sent.append
+    loop.loop = StepLoop({"count": stage}, *own, batch=7, exactness=Exactness(tmp_path / "exactness.json"))
+    for lease in [loop.run(tag=tag, steps=40 + tag) for tag in range(7)]:
+        loop.outcome(lease)
+    assert {1, 2, 4} >= {len(batch) for batch in stage.batches} > {1}
 
 
 def test_only_what_is_alike_shares_a_forward_and_nothing_where_a_stage_cannot_tell(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from unfuse.service.size import Size
 if TYPE_CHECKING:
     from unfuse.service.comparison import Figures
 
+LAYOUTS = "Measure instead what one worker of all stages gives, two, and so on, for --workers auto to choose by."
+
 
 @takes(*PLACING, *COMPUTE)
 @asks("size", "num_inference_steps", "num_frames")
@@ -32,6 +34,7 @@ def compare(
     rounds: Annotated[int, typer.Option(help="Requests whose latency is measured.", min=1)] = 5,
     prompt: Annotated[str, typer.Option(help="What to show.")] = "a red circle on white",
     image: Annotated[Path | None, typer.Option(help="Reference image, for a model that takes one.")] = None,
+    layouts: Annotated[bool, typer.Option("--layouts", help=LAYOUTS)] = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
@@ -39,18 +42,35 @@ def compare(
 
     The undivided pipeline gets as many CPU threads as suit it best and takes requests one by one; it ends before
     unfuse starts. Pictures are made unless --frames are asked for.
+
+    What --layouts finds is kept in the data folder, and `serve` goes by it. With other threads, bytes may be others.
     """
     asked["prompt"] = prompt
     check_bounds(asked, medium_for(asked))
     terminal.open_log()
-    loaded = load({**flags, **terminal.flags, "serve.models": [model]}, config)
-    from unfuse.service.comparison import Pipeline, Pools, measure
+    told = {**flags, **terminal.flags, "serve.models": [model]}
+    loaded = load(told, config)
+    from unfuse.service.comparison import Pipeline, Pools, measure, measure_layouts, most_at_once
     from unfuse.service.local import own_pools
     from unfuse.service.options import options
+    from unfuse.service.resources import means
     from unfuse.service.service import plan
 
     planned = plan(options(loaded))
     card, counts = planned.models[0].card, [int(level) for level in levels.split(",")]
+
+    def most_with(workers: str) -> float:
+        with (
+            progress_on(terminal, lambda: f"measuring {workers}"),
+            own_pools(load({**told, "serve.workers": workers}, config), terminal) as client,
+        ):
+            return most_at_once(Pools(client, image), card, asked, rounds, max(counts))
+
+    if layouts:
+        rates = measure_layouts(planned, means(loaded.settings), most_with)
+        rows = [{"layout": workers, "requests a second": rate} for workers, rate in rates.items()]
+        show.listing(rows, ["layout", "requests a second"], "nothing was measured", json)
+        return
     with (
         progress_on(terminal, lambda: "measuring diffusers, undivided"),
         Pipeline(planned, image, terminal.relay) as pipeline,

@@ -133,7 +133,7 @@ def _print_plan(plan: Plan, data_dir: str) -> None:
         tell(plan, typer.echo)
     typer.echo()
     if plan.layouts:
-        show.as_table(layouts_of(plan), ["layout", "rate", "refusal"], "no layout")
+        show.as_table(layouts_of(plan), ["layout", "rate", "gave", "refusal"], "no layout")
         typer.echo()
     if batches := _batches(plan, data_dir):
         show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")

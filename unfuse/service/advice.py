@@ -36,12 +36,19 @@ def gains(plan: Plan) -> Iterator[tuple[str, int]]:
 
 
 def layouts_of(plan: Plan) -> list[dict[str, Any]]:
-    """The layouts among which `serve` would choose, by predicted rate: that of the chosen one is 1."""
+    """The layouts among which `serve` would choose, by predicted rate (that of the chosen one is 1), and the requests a
+    second that they `gave` when that was measured.
+    """
     if plan.layouts is None:
         return []
     whole = plan.layouts.chosen.rate or 1.0
     return [
-        {"layout": layout.workers, "rate": round(layout.rate / whole, 2), "refusal": layout.refusal}
+        {
+            "layout": layout.workers,
+            "rate": round(layout.rate / whole, 2),
+            "gave": round(layout.gave, 3) or None,
+            "refusal": layout.refusal,
+        }
         for layout in plan.layouts.found
     ]
 

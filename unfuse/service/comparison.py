@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, Self
@@ -18,14 +18,16 @@ from typing_extensions import override
 from unfuse.client import Client
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
-from unfuse.core.errors import PermanentError
+from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import medium_for
 from unfuse.core.plan import Params
 from unfuse.launch.base import Hear
 from unfuse.launch.output import Output
 from unfuse.models.undivided import Undivided
+from unfuse.service.layout import Means
 from unfuse.service.machine import gpus
 from unfuse.service.plan import Plan
+from unfuse.service.scaling import Scaling, circumstances
 
 Digests = tuple[str, ...]
 """The SHA-256 of each file of a request."""
@@ -144,23 +146,50 @@ class Pools(Side):
 
 def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
-    medium, free = medium_for(asked), _free()
-
-    def cases(first: int, count: int) -> list[Case]:
-        given = [asked | {"seed": seed} for seed in range(first, first + count)]
-        return [Case(one, check(card, one, medium)[0]) for one in given]
+    free = _free()
 
     def seconds(first: int, count: int) -> float:
         began = time.perf_counter()
-        side.make(cases(first, count))
+        side.make(_cases(card, asked, first, count))
         return time.perf_counter() - began
 
-    digests = side.make(cases(0, rounds), alike=True)
+    digests = side.make(_cases(card, asked, 0, rounds), alike=True)
     seconds(0, 1)
     latency = median(seconds(seed, 1) for seed in range(rounds))
     throughput = {count: count / seconds(0, count) for count in counts}
     peaks, shared = side.memory()
     return Figures(latency, throughput, max(peaks), sum(peaks) + shared, max(0, free - _free()), digests)
+
+
+def measure_layouts(plan: Plan, means: Means, measured: Callable[[str], float]) -> dict[str, float]:
+    """The requests a second that each layout of whole workers gave when it was `measured`, in the plan's order.
+
+    They are remembered for whoever chooses a layout under these circumstances. Raises ConfigError where none is chosen.
+    """
+    if plan.layouts is None:
+        raise ConfigError("--layouts measures those that --workers auto chooses among: leave out where workers run")
+    rates = {layout.workers: measured(layout.workers) for layout in plan.layouts.whole}
+    cards = [model.card for model in plan.models]
+    Scaling(means.scaling).keep(circumstances(cards, plan.wanted.compute, plan.devices, means.cores), rates)
+    return rates
+
+
+def most_at_once(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, count: int) -> float:
+    """Requests a second with so many at once, the median of some rounds after a first one, which finds out what may
+    share a forward.
+    """
+    found = []
+    for number in range(rounds + 1):
+        began = time.perf_counter()
+        side.make(_cases(card, asked, number * count, count))
+        found.append(count / (time.perf_counter() - began))
+    return median(found[1:])
+
+
+def _cases(card: ModelCard, asked: dict[str, Any], first: int, count: int) -> list[Case]:
+    """So many requests, of seeds from the first on."""
+    given = [asked | {"seed": seed} for seed in range(first, first + count)]
+    return [Case(one, check(card, one, medium_for(asked))[0]) for one in given]
 
 
 def _peak(pid: int) -> int:

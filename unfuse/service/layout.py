@@ -15,6 +15,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL
 from unfuse.launch.placement import CPU, PROCESS, Device, Needs, Placed, Wanted, devices_of, parse_workers, place
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
+from unfuse.service.scaling import Scaling, circumstances
 
 SPLIT = "split"
 
@@ -23,25 +24,32 @@ THREADS = 4
 is never waiting for another, and on few cores two threads are slow as soon as anything else runs there."""
 
 
+EQUAL = 0.95
+"""A layout that gave so much of what the best one gave is as good: rates of two runs differ by that."""
+
+
 class Means(msgspec.Struct, frozen=True):
-    """What there is to compute with, beside devices: cores, what a worker may take of host memory (0: any), and the
-    file of what stages took.
+    """What there is to compute with, beside devices: cores, what a worker may take of host memory (0: any), the file of
+    what stages took, and that of what layouts gave.
     """
 
     cores: int = 1
     memory_limit: int = 0
     costs: Path | None = None
+    scaling: Path | None = None
 
 
 class Layout(msgspec.Struct, frozen=True):
     """A layout, as `--workers` has it: predicted requests a time, and why it cannot be ("" if it can).
 
-    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other.
+    The rate is that of as many cores, or GPUs, as would do nothing but compute one request after the other. `gave` is
+    how many requests a second it did when that was measured; 0: it was not.
     """
 
     workers: str
     rate: float
     refusal: str = ""
+    gave: float = 0.0
 
     def of(self, wanted: Wanted) -> Wanted:
         """The workers of this layout."""
@@ -63,6 +71,12 @@ class Layouts(msgspec.Struct, frozen=True):
         return next(able, None) or next(layout for layout in self.found if layout.workers == SPLIT)
 
     @property
+    def whole(self) -> list[Layout]:
+        """Those that can be in which every worker has all stages."""
+        whole = (layout for layout in self.found if layout.workers.rpartition("=")[0] == ALL)
+        return [layout for layout in whole if not layout.refusal]
+
+    @property
     def why(self) -> str:
         """One line: what was chosen, why, what the other way would give, and the flag that fixes it."""
         chosen, basis = self.chosen, "measured" if self.measured else "a guess: nothing was measured here yet"
@@ -71,6 +85,9 @@ class Layouts(msgspec.Struct, frozen=True):
         if is_split:
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
             reason = f"taken apart, since a worker with all stages does not fit: {refused}"
+        elif chosen.gave:
+            others = (f"{one.workers} {one.gave:.2g}" for one in self.found if one.gave and one is not chosen)
+            reason = f"measured here, {chosen.gave:.2g} requests a second ({', '.join(others) or 'no other was'})"
         elif split.refusal:
             reason = "it fits, and the split does not"
         else:
@@ -83,22 +100,26 @@ def layouts(
 ) -> Layouts:
     """The layouts that could serve these models, by predicted rate; of equal ones, what is whole first.
 
-    They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what was
-    measured says only how much better one is, so a restart changes nothing.
+    They stand in the order of what is guessed without any measurement, by models, memory and cores alone: what requests
+    took says only how much better one is, so a restart changes nothing. If somebody had layouts themselves measured,
+    the best of these go before all others.
     """
     cards = list(cards)
+    gave = Scaling(means.scaling).of(circumstances(cards, wanted.compute, devices, means.cores))
     (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
     found: list[tuple[float, Layout]] = []
     for workers in _names(needs, wanted, devices, means.cores):
-        layout = Layout(workers, 0.0)
+        layout = Layout(workers, 0.0, gave=gave.get(workers, 0.0))
         try:
             placed = place(needs, layout.of(wanted), devices)
         except ConfigError as error:
             found.append((0.0, replace(layout, refusal=str(error))))
             continue
-        layout = Layout(workers, rate(placed, shares, wanted, means), _too_large(placed, means.memory_limit))
+        refusal = _too_large(placed, means.memory_limit)
+        layout = replace(layout, rate=rate(placed, shares, wanted, means), refusal=refusal)
         found.append((rate(placed, guessed, wanted, means), layout))
-    ordered = sorted(found, key=lambda one: -round(one[0], 3))
+    enough = EQUAL * max((layout.gave for _, layout in found if not layout.refusal), default=0.0)
+    ordered = sorted(found, key=lambda one: (not one[1].gave or one[1].gave < enough, -round(one[0], 3)))
     return Layouts(tuple(layout for _, layout in ordered), measured)
 
 

@@ -11,8 +11,8 @@ from unfuse.service.layout import Means
 from unfuse.service.machine import cpus
 from unfuse.service.size import Size
 
-COSTS = "costs.json"
-"""The file in the data folder with what stages took."""
+COSTS, SCALING = "costs.json", "scaling.json"
+"""The files in the data folder with what stages took, and with what layouts gave."""
 
 
 def resources(settings: Settings) -> dict[str, int]:
@@ -37,8 +37,8 @@ def device_memory(settings: Settings) -> dict[str, int]:
 
 def means(settings: Settings) -> Means:
     """What there is to compute with on this machine, by these settings."""
-    costs = Path(settings.data_dir, COSTS)
-    return Means(max(1, int(cpus(Path("/sys/fs/cgroup")))), settings.worker.memory_limit, costs)
+    costs, scaling = (Path(settings.data_dir, name) for name in (COSTS, SCALING))
+    return Means(max(1, int(cpus(Path("/sys/fs/cgroup")))), settings.worker.memory_limit, costs, scaling)
 
 
 def counts(flag: str, given: tuple[str, ...], example: str) -> dict[str, int]:

@@ -81,7 +81,8 @@ class StepLoop:
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._stages, self._store, self._results, self._plain = stages, store, results, plain
         self._inbox, self._send = inbox, send
-        self._sizes, self._turns, self._turn = BatchSizes(batch), dict[str, int](), 0
+        few = 1 << (batch.bit_length() - 1)  # of few sizes, comparisons are soon done
+        self._sizes, self._turns, self._turn = BatchSizes(few if exactness else batch), dict[str, int](), 0
         self._arrived: dict[Claim, Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
@@ -213,13 +214,13 @@ class StepLoop:
             return [first], "alone"
         same = first.key, first.priority, False
         mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
-        size = self._sizes.size(first.key, len(mates))
         if self._exactness is None:
-            return mates[:size], "together"
-        likeness, size = first.key[-1], 1 << (size.bit_length() - 1)  # of few sizes, comparisons are soon done
+            return mates[: self._sizes.size(first.key, len(mates))], "together"
+        likeness, size = first.key[-1], self._sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
         best = 0 if likeness is None else self._exactness.largest(first.key, size)
         if best < size and likeness is not None:
             self._tell(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
+            self._sizes.too_large(first.key, size)
         if best == 0 or (best == 1 and not first.stage.differs_alone):
             return [first], "alone"
         if self._exactness.must_compare(first.key, best):
