@@ -27,6 +27,7 @@ from unfuse.service import service
 from unfuse.supervision import supervisor
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.counters import TransferCounters
+from unfuse.wire import mailbox
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import make, read
 from unfuse.wire.router import Router
@@ -42,6 +43,7 @@ CLAIM = Claim("a", "s", 1, b"t")
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "PAUSE_S", 0.0)
+    monkeypatch.setattr(mailbox, "PAUSE_S", 0.0)
 
 
 def once(whole: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -89,7 +91,8 @@ async def line(folder: Path) -> AsyncIterator[tuple[Router, Dealer]]:
 async def test_router_and_dealer_hear_on(tmp_path: Path) -> None:
     async with line(tmp_path / "keys") as (router, dealer):
         assert await dealer.call(Bye(), 30) == Accepted()
-        router._socket, dealer._socket = Failing(router._socket), Failing(dealer._socket)
+        for end in (router, dealer):
+            end._mailbox._socket = Failing(end._mailbox._socket)  # type: ignore[assignment]
         with capture_logs() as logs:
             for _ in range(3):
                 assert await dealer.call(Bye(), 30) == Accepted()

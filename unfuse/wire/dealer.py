@@ -38,9 +38,10 @@ class Dealer:
         self._socket = open_socket(zmq.DEALER, zmq.Context.instance())
         if keys:
             keys.secure(self._socket, server=False)
-        self._monitor = Mailbox(self._socket.get_monitor_socket(sum(LOST)), self._notice)
+        monitor = self._socket.get_monitor_socket(sum(LOST))
+        self._monitor = Mailbox(monitor, "watching the connection", self._notice)
         self._socket.connect(there)
-        self._mailbox = Mailbox(self._socket, self._hear)
+        self._mailbox = Mailbox(self._socket, "receiving from the scheduler", self._hear)
 
     async def call(self, message: ToScheduler, timeout: float) -> ToWorker:
         """Send a message and return its answer. Raises TimeoutError after `timeout` seconds, and ConnectionError."""

@@ -50,12 +50,15 @@ class Keys(msgspec.Struct, frozen=True):
         def admit(asking: list[bytes]) -> None:
             """Admit connections with the peer's key, by ZAP (ZeroMQ's RFC 27)."""
             version, number, *question = asking
-            known = question[3:] == [b"CURVE", z85.decode(self.peer)]
-            door.send([version, number, b"200" if known else b"400", b"", b"", b""])
+            known = False
+            try:
+                known = question[3:] == [b"CURVE", z85.decode(self.peer)]
+            finally:  # each question must be answered before the next one comes
+                door.send([version, number, b"200" if known else b"400", b"", b"", b""])
             if not known and (times := throttle.count_if_due("key")):
                 log.warning("refused a connection without the workers' key", times=times)
 
-        door = Mailbox(asked, admit)
+        door = Mailbox(asked, "admitting workers", admit)
         return door
 
 

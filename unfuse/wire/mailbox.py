@@ -7,15 +7,21 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from unfuse.supervision.supervisor import Supervisor
+
+PAUSE_S = 0.2
+"""Seconds before a socket that could not be read is read again."""
+
 
 class Mailbox:
     """Hands every message of a socket to `hear`, one a turn of the running loop, so that others have theirs between.
 
-    From now on the socket is read and closed here alone. An error of `hear` is the loop's to report.
+    From now on the socket is read and closed here alone. Errors are logged as those of `what`, and it goes on.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], hear: Callable[[list[bytes]], object]) -> None:
-        self._socket, self._hear = socket, hear
+    def __init__(self, socket: zmq.Socket[bytes], what: str, hear: Callable[[list[bytes]], object]) -> None:
+        self._socket, self._what, self._hear = socket, what, hear
+        self._background = Supervisor()
         self._loop = asyncio.get_running_loop()
         self._next: asyncio.Handle | None = None
         self._fd = int(socket.get(zmq.FD))
@@ -48,8 +54,11 @@ class Mailbox:
             message = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return
-        try:
+        except Exception as error:  # such as no memory, which there may be again
+            self._background.log(self._what, error)
+            self._next = self._loop.call_later(PAUSE_S, self._read)
+            return
+        with self._background.besides(self._what):
             self._hear(message)
-        finally:
-            if not self._socket.closed:
-                self._look()
+        if not self._socket.closed:
+            self._look()

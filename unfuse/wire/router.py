@@ -84,7 +84,7 @@ class Router:
                 raise
             raise ConfigError(f"cannot listen on {self._inside}: {error.strerror}") from error
         self._listener = BoundedListener(listener, self._inside)
-        self._mailbox = Mailbox(self._socket, self._hear)
+        self._mailbox = Mailbox(self._socket, "receiving from workers", self._hear)
 
     async def close(self) -> None:
         """Stop listening. Messages without an answer are dropped."""
