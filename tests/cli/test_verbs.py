@@ -280,6 +280,7 @@ def test_doctor_says_what_is_shared_and_that_little_is_not_worth_two_processes(u
     assert "\ndo not split: " in out
 
 
+@pytest.mark.slow
 def test_doctor_tells_what_serve_would_refuse(unfuse: Run) -> None:
     arguments = ["unfuse/shapes", "--device", "cpu", "--arena", "100TiB"]
     text = unfuse("doctor", *arguments)[1]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +15,12 @@ from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
+from unfuse.launch.forks import Forks
+from unfuse.launch.placement import CPU
+from unfuse.models.source import PACKAGED
+from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
+from unfuse.service.machine import devices
 from unfuse.service.settings import load
 
 if TYPE_CHECKING:
@@ -46,10 +52,26 @@ def serve(
 
     SIGTERM and Ctrl-C stop accepting and finish what runs; a second one stops at once.
     """
-    from unfuse.service.options import options
-
     told = {**flags, "serve.models": models or None, **({"serve.workers": "none"} if no_workers else {})}
-    run(options(load(told, config)), terminal)
+    loaded = load(told, config)
+    with begun_early(loaded.settings) as forks:
+        from unfuse.service.options import options
+
+        run(options(loaded), terminal, forks)
+
+
+@contextmanager
+def begun_early(settings: Settings) -> Iterator[Forks | None]:
+    """The fork server, whose imports take longest, before anything heavy is imported here: for workers on CPUs, of
+    models that need not be downloaded. It is closed behind the block.
+    """
+    serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
+    local = all(model in PACKAGED or Path(model).expanduser().is_dir() for model in serve.models)
+    if serve.workers == "none" or not (on_cpu and local) or len(devices()) > 1:
+        yield None
+        return
+    with closing(Forks(serve.models)) as forks:
+        yield forks
 
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
@@ -64,7 +86,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
         say(f"{sums['device']}: {takes}; activations come on top")
 
 
-def run(options: ServeOptions, terminal: Terminal) -> None:
+def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
     """Serve until stopped by a signal."""
     stopped_by: list[int] = []
     loading = Loading(options.models)
@@ -81,7 +103,7 @@ def run(options: ServeOptions, terminal: Terminal) -> None:
         from unfuse.service.service import Service, plan
 
         async def serving() -> None:
-            service, loop = Service(options, found, terminal), asyncio.get_running_loop()
+            service, loop = Service(options, found, terminal, forks), asyncio.get_running_loop()
 
             def stop(number: int) -> None:
                 stopped_by.append(number)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import structlog
 from typing_extensions import override
 
 from unfuse.core.clock import Clock
-from unfuse.core.compute import compute_environment
 from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
+from unfuse.launch.forks import Forks, ForkServer
 from unfuse.launch.output import Output, pass_on
 from unfuse.launch.placement import CPU
 from unfuse.supervision.clock import SystemClock
@@ -41,8 +40,8 @@ class LocalLauncher(Launcher):
     """A set of `unfuse worker` processes. Their environment is ours, and the variables of their spec.
 
     They hold the reading end of a pipe whose writing end is ours: when this process ends, however it ends, the pipe
-    closes and they end too. They are a session of their own, so Ctrl-C is ours alone. For workers on CPUs there is one
-    more process, if there are `models`: it imports what these need, and compute processes are forked from it.
+    closes and they end too. They are a session of their own, so Ctrl-C is ours alone. With `forks`, which it closes,
+    there is a process more, from which compute processes of workers on CPUs are forked.
     """
 
     def __init__(
@@ -50,13 +49,12 @@ class LocalLauncher(Launcher):
         specs: Sequence[WorkerSpec],
         hear: Hear = pass_on,
         clock: Clock | None = None,
-        models: Sequence[str] = (),
+        forks: Forks | None = None,
     ) -> None:
-        self._specs, self._clock, self._models = specs, clock or SystemClock(), models
+        self._specs, self._clock, self._forks = specs, clock or SystemClock(), forks
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
-        self._forks, self._asked = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._processes: dict[int, asyncio.subprocess.Process] = {}
+        self._processes: dict[int, asyncio.subprocess.Process | ForkServer] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._stopping = False
         self._background = Supervisor()
@@ -64,15 +62,15 @@ class LocalLauncher(Launcher):
 
     @override
     def start(self) -> None:
-        numbers = range(len(self._specs) + any(map(self._forked, self._specs)))
+        numbers = range(len(self._specs) + (self._forks is not None))
         self._watching = [asyncio.create_task(self._keep(number)) for number in reversed(numbers)]
 
     @override
     async def stop(self, drain_timeout: float) -> None:
         self._stopping = True
         self._signal(signal.SIGTERM)
-        self._forks.close()  # the fork server ends when workers have closed it too
-        self._asked.close()
+        if self._forks:
+            self._forks.close()  # the fork server ends when workers have closed it too
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_timeout):
                 await asyncio.gather(*(asyncio.shield(watching) for watching in self._watching), return_exceptions=True)
@@ -110,32 +108,25 @@ class LocalLauncher(Launcher):
             log.warning(event, pid=process.pid, code=code, lived_s=lived, pause_s=pause)
             await asyncio.sleep(pause)
 
-    async def _spawn(self, number: int) -> asyncio.subprocess.Process:
+    async def _spawn(self, number: int) -> asyncio.subprocess.Process | ForkServer:
+        if self._forks and number == len(self._specs):
+            server = self._processes[number] = self._forks.server()
+            self._output.read(number, server.output)
+            return server
+        spec, handed = self._specs[number], {"--lifeline": self._lifeline}
+        if self._forks and spec.device == CPU:
+            handed["--fork-server"] = self._forks.asks
+        told = [text for flag, descriptor in handed.items() for text in (flag, str(descriptor))]
         writing = self._output.pipe(number)
-        arguments, handed, environment = self._command(number)
         try:
             process = self._processes[number] = await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, pass_fds=handed, stdin=asyncio.subprocess.DEVNULL, stdout=writing,
-                stderr=writing, env={**ORDER, **os.environ, **environment}, start_new_session=True,
+                sys.executable, "-m", "unfuse", "worker", *spec.arguments, *told, pass_fds=[*handed.values()],
+                stdin=asyncio.subprocess.DEVNULL, stdout=writing, stderr=writing,
+                env={**ORDER, **os.environ, **spec.environment}, start_new_session=True,
             )  # fmt: skip
             return process
         finally:
             os.close(writing)
-
-    def _command(self, number: int) -> tuple[list[str], list[int], Mapping[str, str]]:
-        """The arguments of Python, the descriptors that are handed on, and the variables of a process."""
-        if number == len(self._specs):
-            asked = self._asked.fileno()
-            command = ["-X", "faulthandler", "-m", "unfuse.worker.fork_server", str(asked), *self._models]
-            return command, [asked], {**self._specs[0].environment, **compute_environment(1)}
-        spec, handed = self._specs[number], {"--lifeline": self._lifeline}
-        if self._forked(spec):
-            handed["--fork-server"] = self._forks.fileno()
-        told = [text for flag, descriptor in handed.items() for text in (flag, str(descriptor))]
-        return ["-m", "unfuse", "worker", *spec.arguments, *told], [*handed.values()], spec.environment
-
-    def _forked(self, spec: WorkerSpec) -> bool:
-        return bool(self._models) and spec.device == CPU
 
     def _fail(self, code: int) -> None:
         if not self.failed.done():

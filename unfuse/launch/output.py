@@ -48,10 +48,14 @@ class Output:
     def pipe(self, number: int) -> int:
         """The writing end of a new pipe for the process of this number; the caller closes it."""
         reading, writing = os.pipe()
+        self.read(number, reading)
+        return writing
+
+    def read(self, number: int, reading: int) -> None:
+        """Read what the process of this number writes to the other end of this pipe, and close it at its end."""
         reader = threading.Thread(target=self._read, args=(number, os.fdopen(reading, "rb")), daemon=True)
         reader.start()
         self._readers = [*(thread for thread in self._readers if thread.is_alive()), reader]
-        return writing
 
     def close(self) -> None:
         """Pass on the lines that are left, after the processes have ended."""

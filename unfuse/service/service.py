@@ -18,6 +18,7 @@ from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
 from unfuse.launch.base import WorkerSpec
+from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import CPU, Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
@@ -119,10 +120,10 @@ def plan(options: ServeOptions) -> Plan:
 
 
 class Service:
-    """Gateway, scheduler and the workers of a plan: one `serve`."""
+    """Gateway, scheduler and the workers of a plan: one `serve`. It closes `forks`, which may have begun before it."""
 
-    def __init__(self, options: ServeOptions, plan: Plan, logs: Logs) -> None:
-        self._options, self._plan, self._logs = options, plan, logs
+    def __init__(self, options: ServeOptions, plan: Plan, logs: Logs, forks: Forks | None = None) -> None:
+        self._options, self._plan, self._logs, self._forks = options, plan, logs, forks
         self.addresses: list[str] = []
         """The control addresses, once they are open; a unix socket is first."""
         self._stop = asyncio.Event()
@@ -159,8 +160,7 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
-            folders = [str(model.folder) for model in self._plan.models]
-            launcher = LocalLauncher(self._specs(), self._logs.relay, models=folders)
+            launcher = LocalLauncher(self._specs(), self._logs.relay, forks=self._forked())
             launcher.start()
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
@@ -199,6 +199,14 @@ class Service:
                 await router.close()
             await scheduler.close()
             await queue.close()
+
+    def _forked(self) -> Forks | None:
+        """Where workers on CPUs have their compute processes from; None if there are no such workers."""
+        if all(worker.device != CPU for worker in self._plan.workers):
+            if self._forks:
+                self._forks.close()
+            return None
+        return self._forks or Forks([str(model.folder) for model in self._plan.models])
 
     def _arenas(self) -> Arenas:
         """The arenas of the workers that are started here."""

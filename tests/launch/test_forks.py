@@ -1,0 +1,87 @@
+"""The fork server before anybody asks it: it begins at once, and goes with who began it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.descriptors import descriptors, settled
+from tools.server import environment, family_of, unfuse, until
+from unfuse.launch.forks import Forks
+
+pytestmark = pytest.mark.slow
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def test_what_was_begun_and_not_taken_ends_with_its_socket() -> None:
+    settled()
+    before = len(descriptors())
+    forks = Forks(["/nowhere"])
+    begun = forks._begun
+    assert begun is not None and lives(begun.pid)
+
+    forks.close()
+    forks.close()
+
+    assert not psutil.pid_exists(begun.pid)
+    assert len(descriptors()) == before
+
+
+async def test_the_first_that_is_taken_is_the_one_that_began_and_each_says_why_it_can_fork_nobody() -> None:
+    forks = Forks(["/nowhere"])
+    begun = forks._begun
+    first, second = forks.server(), forks.server()
+    assert first is begun and second.pid != first.pid and first.returncode is None
+    forks.close()  # nobody holds the socket any more
+
+    codes = [await server.wait() for server in (first, second)]
+    assert codes == [server.returncode for server in (first, second)] == [0, 0]
+    for server in (first, second):
+        os.close(server.output)
+
+
+async def test_a_killed_one_is_said_to_be() -> None:
+    forks = Forks(["/nowhere"])
+    server = forks.server()
+    server.send_signal(signal.SIGKILL)
+    assert await server.wait() == -signal.SIGKILL
+    os.close(server.output)
+    forks.close()
+
+
+def test_a_server_that_cannot_serve_leaves_nobody_behind(tmp_path: Path) -> None:
+    """Given a model that is refused once the fork server has begun, then that has ended when the command has."""
+    (tmp_path / "model").mkdir()
+    command = unfuse("serve", str(tmp_path / "model"), "--port", "0")
+    process = subprocess.Popen(command, env=environment(tmp_path), stderr=subprocess.PIPE, text=True)
+    everyone: dict[int, psutil.Process] = {}
+
+    def forking() -> bool:
+        everyone.update({found.pid: found for found in family_of(process.pid)})
+        return len(everyone) > 1
+
+    until(lambda: forking() or process.poll() is not None, "the fork server to begin")
+    _, said = process.communicate(timeout=60)
+
+    assert process.returncode not in (0, None) and "model" in said
+    assert not any(lives(pid) for pid in everyone)
+
+
+def test_nothing_begins_where_workers_are_elsewhere(tmp_path: Path) -> None:
+    script = (
+        "from unfuse.cli.serve import begun_early; from unfuse.service.settings import load\n"
+        "for told in ({'serve.workers': 'none'}, {'serve.place': 'all=cuda:0'}, {'compute.device': 'cuda:1'}, "
+        "{'serve.models': ['owner/name']}):\n"
+        "    with begun_early(load(told).settings) as forks: assert forks is None, told\n"
+        "with begun_early(load({}).settings) as forks: assert forks is not None\n"
+    )
+    subprocess.run([sys.executable, "-c", script], env=environment(tmp_path), check=True)
