@@ -46,7 +46,8 @@ def on_terminal(
         if not typed and interrupt(written.decode(errors="replace")):
             typed = bool(os.write(terminal, b"\x03"))
     os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+    # at Ctrl-C a terminal drops what waits to be shown, which may end in the middle of a character
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode(errors="replace")
 
 
 def _read(terminal: int) -> bytes:
