@@ -21,6 +21,9 @@ from tools.server import Server, serving
 LAYOUTS = {"all stages in a worker": "all=1", "split": "split"}
 STEPS = 20, 100
 
+WARM = 40
+"""Requests before any counts: in its first seconds a server still does other things beside them."""
+
 
 def parts(server: Server, seed: int, steps: int) -> dict[str, float]:
     """Seconds of one request."""
@@ -53,9 +56,10 @@ def main() -> None:
             serving(Path(folder), *NO_CACHE, "--workers", layout, "--threads", "1") as server,
         ):
             server.ready()
+            for seed in range(WARM):
+                parts(server, seed, STEPS[0])
             for steps in STEPS:
-                each = [parts(server, seed, steps) for seed in range(given.requests + 3)][3:]
-                found[f"{name}, {steps} steps"] = each
+                found[f"{name}, {steps} steps"] = [parts(server, seed, steps) for seed in range(given.requests)]
     show("overhead", all=found)
     rows: dict[str, dict[str, object]] = {
         name: {part: round(1000 * median(one[part] for one in each), 1) for part in each[0]}
