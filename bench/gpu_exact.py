@@ -21,7 +21,7 @@ from bench.model import Made, Model
 from tools import tiny
 from unfuse.core.compute import ComputeOptions
 from unfuse.stages.base import JointStage, OneStep, Stage, StageInput, SteppedStage
-from unfuse.worker.exactness import difference
+from unfuse.worker.exactness import culprit, difference
 
 FAMILIES = ("wan", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image")
 DTYPES = ("float32", "bfloat16")
@@ -75,7 +75,8 @@ def verdict(stage: Stage, tasks: list[StageInput], size: int) -> str:
     states = [stepped.start(tasks[number % len(tasks)]) for number in range(size)]
     try:
         alone = [stepped.alone(state) for state in states]
-        return difference(stepped, states, alone, stepped.compute(states)) or "equal"
+        row = difference(alone, stepped.compute(states))
+        return "equal" if row is None else culprit(stepped, states, row)
     except torch.OutOfMemoryError:
         return "out of memory"
 

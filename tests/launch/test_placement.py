@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import assume, given, strategies as st
+from msgspec.structs import replace
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
@@ -175,9 +176,53 @@ def test_a_place_may_be_empty_and_spaced() -> None:
     assert parse_place(text) == {"encoder": (CPU,), "denoiser": ("cuda:0", "cuda:1")}
 
 
-def test_one_worker_on_several_devices_is_not_there_yet() -> None:
-    with pytest.raises(ConfigError, match="write denoiser=cuda:0,denoiser=cuda:1 for a worker on each"):
-        parse_place("denoiser=cuda:0+cuda:1")
+def spread(how: str, device: str = "auto", place: str = "", offload: str = "none") -> Wanted:
+    """Three workers, of which denoisers are spread so."""
+    plain = wanted(place, device, offload)
+    return replace(plain, compute=replace(plain.compute, parallel=f"denoiser={how}"))
+
+
+def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all_of_the_weights() -> None:
+    want = spread("ulysses:2+cfg:2")
+    placed = place(NEEDS, want, gpus(20, 48, 30, 47, 46))
+    assert seats(placed)[1] == ("denoiser", "cuda:1+cuda:3+cuda:4+cuda:2")
+    (denoiser,) = (worker for worker in placed if worker.role == "denoiser")
+    assert denoiser.takes(want) == {
+        **{f"cuda:{n}": 24 * GIB + CONTEXT for n in (1, 2, 3, 4)}, CPU: 4 * PROCESS
+    }  # fmt: skip
+    assert "cfg:2+ulysses:2 needs 4 GPUs, and there are 3: cuda:0, cuda:1, cuda:2" in refusal(
+        NEEDS, want, gpus(20, 48, 30)
+    )
+
+
+def test_ranks_on_a_cpu_share_weights_that_are_mapped() -> None:
+    want, shared = spread("ring:3"), Part("transformer", "float32", 24 * GIB, mapped=True)
+    for part, times in ((TRANSFORMER, 3), (shared, 1)):
+        (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
+        assert worker.device == "cpu+cpu+cpu"
+        assert worker.takes(want) == {CPU: 3 * PROCESS + times * 24 * GIB}
+
+
+def test_the_devices_of_ranks_are_those_named() -> None:
+    placed = place(NEEDS, spread("ring:2", place="denoiser=cuda:2+cuda:0,denoiser=cuda:1+cuda"), gpus(90, 80, 80))
+    assert [device for role, device in seats(placed) if role == "denoiser"] == ["cuda:2+cuda:0", "cuda:1+cuda:0"]
+    placed = place(NEEDS, spread("ring:2", device="cuda:0+cuda:1"), gpus(60, 80, 80))
+    assert seats(placed) == [("encoder", "cuda:1"), ("denoiser", "cuda:0+cuda:1"), ("decoder", "cuda:1")]
+
+
+@pytest.mark.parametrize(
+    ("want", "says"),
+    [
+        (spread("ring:2", place="denoiser=cuda:0+cuda:0"), "two ranks would have one GPU"),
+        (spread("ring:2", place="denoiser=cuda:0"), "is 1 ranks, and --parallel says denoiser=ring:2"),
+        (spread("ring:2", device="cpu+cpu+cpu"), "name 2 of them, like cpu[+]cpu or cuda:0[+]cuda:1"),
+        (spread("ring:2", place="denoiser=cuda:0+cuda:7"), "there is no device cuda:7 for the denoiser"),
+        (spread("ring:2", device="cpu+cpu", offload="model"), "needs a GPU"),
+    ],
+)
+def test_devices_that_do_not_fit_ranks_are_refused(want: Wanted, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        place(NEEDS, want, gpus(80, 80))
 
 
 def test_workers_may_have_several_roles() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.models import conftest as c
 from unfuse.stages.base import JointStage, OneStep, Stage, StageInput, SteppedStage
-from unfuse.worker.exactness import difference
+from unfuse.worker.exactness import culprit, difference
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
 """Of each tiny model one call that it can take."""
@@ -59,8 +59,8 @@ def compared(stage: Stage, tasks: list[StageInput]) -> tuple[list[Any], dict[tup
             alone = [stepped.alone(running[place]) for place in places]
             for size in range(1 if stepped.differs_alone else 2, len(places) + 1):
                 states = [running[place] for place in places[-size:]]
-                found = difference(stepped, states, alone[-size:], stepped.compute(states))
-                blame[key, size] = blame.get((key, size), "") or found
+                row = difference(alone[-size:], stepped.compute(states))
+                blame[key, size] = blame.get((key, size), "") or ("" if row is None else culprit(stepped, states, row))
             for place, made in zip(places, alone, strict=True):
                 running[place] = stepped.advance(running[place], made)
                 if len(set(stepped.progress(running[place]))) == 1:

@@ -189,3 +189,29 @@ def test_it_must_be_clear_whose_a_name_is() -> None:
     given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
     with pytest.raises(ConfigError, match="given 1 times for 2 models"):
         public_names(options(load(given, None, {})))
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({}, "add --batching batched"),
+        ({"compute.parallel": "denoiser=ring:2"}, "cannot be used with --parallel denoiser"),
+    ],
+)
+def test_skipping_blocks_by_default_is_refused_where_requests_would_be(more: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        options(load({"serve.feature_cache": 0.1, **more}, None, {}))
+
+
+@pytest.mark.parametrize(
+    ("spread", "says"),
+    [
+        ("denoiser=ulysses:5", "ulysses:5 does not divide 4: use ulysses:4"),
+        ("decoder=ulysses:2", "it cannot be spread by ulysses"),
+        ("painter=ring:2", "no stage has that role"),
+        ("denoiser=ring", "needs a number of ranks"),
+    ],
+)
+def test_a_spread_that_cannot_be_is_refused_before_anything_is_started(spread: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan(options(load({"serve.models": ["unfuse/shapes"], "compute.parallel": spread}, None, {})))

@@ -27,9 +27,9 @@ from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
 from unfuse.worker.batcher import BatchSizes
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stepped, Stopped, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stepped, Stopped, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
-from unfuse.worker.step_loop import StepLoop, Turn
+from unfuse.worker.step_loop import StepLoop
 
 
 class Count(SteppedStage["tuple[StageInput, int]"]):
@@ -451,7 +451,7 @@ def test_tasks_of_one_key_share_their_steps_and_join_and_leave_between_them(tmp_
 def test_pools_take_turns_so_that_none_waits_for_the_end_of_another_s_task(tmp_path: Path) -> None:
     """Given a long task, then what comes later of another stage is done beside it, and what is urgent before both."""
     loop, count = bench(tmp_path)
-    loop.loop._stages["other"] = other = Count()
+    loop.loop._intake._stages["other"] = other = Count()
     long = loop.run(tag=1, steps=9)
     loop.turn()
     short = loop.run("other", tag=2, steps=3)
@@ -468,7 +468,7 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
     loop, count = bench(tmp_path)
     long = loop.run(tag=1, steps=5)
     loop.turn()
-    loop.loop._stages["once"] = OneStep(Print())
+    loop.loop._intake._stages["once"] = OneStep(Print())
     first, shown = loop.run("once"), [loop.run("print") for _ in range(2)]
     for lease in shown:
         assert isinstance(loop.outcome(lease), Done)

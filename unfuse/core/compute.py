@@ -20,7 +20,13 @@ def compute_environment(threads: int) -> dict[str, str]:
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How compute processes run their stages."""
 
-    device: Annotated[str, Meta(description="Device to compute on, cpu or cuda:0; auto takes the best.")] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            description="Device to compute on, cpu or cuda:0; auto takes the best. Several, like cuda:0+cuda:1, are "
+            "those of a worker's ranks."
+        ),
+    ] = "auto"
     dtype: Annotated[
         str,
         Meta(
@@ -28,6 +34,17 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
         ),
     ] = "auto"
+    parallel: Annotated[
+        str,
+        Meta(
+            description="How the stages of a role are spread over ranks, a compute process and device each: "
+            "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, ring, ulysses."
+        ),
+    ] = ""
+    collective_s: Annotated[
+        float,
+        Meta(description="Most seconds that ranks wait for each other; then all of them are started again.", gt=0),
+    ] = 60.0
     threads: Annotated[int, Meta(description="CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
     offload: Annotated[
         Offload,

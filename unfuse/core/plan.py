@@ -26,7 +26,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes. Requests may share
-    forwards of a stage that `shares` also where each has to get the bytes that it has alone.
+    forwards of a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
+    these kinds, each with what their number must divide (0: nothing).
     """
 
     name: str
@@ -42,6 +43,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     work: Workload = Workload()
     needs: dict[str, Room] = {}
     shares: bool = False
+    spreads: dict[str, int] = {}
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -70,6 +72,12 @@ class Pipeline(msgspec.Struct, frozen=True):
         for stage in self.stages:
             if not stage.per_sample and any(producers[name].per_sample for name in stage.inputs):
                 raise ConfigError(f"stage {stage.name} runs once a request but reads a stage that runs once a picture")
+
+    def spread(self, kinds: Mapping[str, dict[str, int]]) -> Pipeline:
+        """The pipeline whose stages of these kinds may be spread so."""
+        return Pipeline(
+            tuple(msgspec.structs.replace(stage, spreads=kinds.get(stage.kind, stage.spreads)) for stage in self.stages)
+        )
 
     def producers(self) -> dict[str, StageSpec]:
         """The stage that makes each output, by the name of the output."""

@@ -17,7 +17,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.launch.base import Hear, Launcher, WorkerSpec
 from unfuse.launch.forks import Forks, ForkServer
 from unfuse.launch.output import Output, pass_on
-from unfuse.launch.placement import CPU
+from unfuse.launch.placement import only_cpu
 from unfuse.supervision.clock import SystemClock
 from unfuse.supervision.supervisor import Supervisor
 
@@ -114,7 +114,7 @@ class LocalLauncher(Launcher):
             self._output.read(number, server.output)
             return server
         spec, handed = self._specs[number], {"--lifeline": self._lifeline}
-        if self._forks and spec.device == CPU:
+        if self._forks and only_cpu([spec.device]):
             handed["--fork-server"] = self._forks.asks
         told = [text for flag, descriptor in handed.items() for text in (flag, str(descriptor))]
         writing = self._output.pipe(number)

@@ -12,6 +12,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
+from unfuse.core.spread import Spread, own_spreads, ranked
 
 CPU = "cpu"
 
@@ -96,37 +97,45 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A worker to start, and what it will hold."""
+    """A worker to start, and what it will hold. A `device` like cuda:0+cuda:1 has a rank on each of them."""
 
     role: str
     device: str
     parts: tuple[Part, ...]
 
+    @property
+    def devices(self) -> list[str]:
+        """The device of each rank."""
+        return self.device.split("+")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU."""
+        return only_cpu([self.device])
+
     def takes(self, wanted: Wanted) -> Counter[str]:
         """The bytes that it takes, by device, without activations."""
-        host, weights = PROCESS + wanted.arena, sum(part.bytes for part in self.parts)
-        if self.device == CPU:
-            return Counter({CPU: host + weights})
+        ranks, weights = len(self.devices), sum(part.bytes for part in self.parts)
+        host = ranks * PROCESS + wanted.arena
+        if self.on_cpu:
+            return Counter({CPU: host + sum(part.bytes * (1 if part.mapped else ranks) for part in self.parts)})
         offload = wanted.compute.offload
         if offload == "none":
-            return Counter({self.device: CONTEXT + weights, CPU: host})
+            return Counter(dict.fromkeys(self.devices, CONTEXT + weights) | {CPU: host})
         resident = max((part.resident(offload) for part in self.parts), default=0)
-        return Counter({self.device: CONTEXT + resident, CPU: host + weights})
+        return Counter(dict.fromkeys(self.devices, CONTEXT + resident) | {CPU: host + ranks * weights})
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:
-    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0,denoiser=cuda:1`. Raises ConfigError."""
+    """Devices by role, of `encoder=cuda:0,denoiser=cuda:0,denoiser=cuda:1`. Raises ConfigError.
+
+    `denoiser=cuda:0+cuda:1` is one worker, with a rank on each.
+    """
     found: dict[str, tuple[str, ...]] = {}
     for entry in filter(None, text.split(",")):
         role, _, devices = entry.partition("=")
         if not role.strip() or not devices.strip():
             raise ConfigError(f"--place {text}: {entry!r} is not ROLE=DEVICE")
-        if "+" in devices:
-            apart = ",".join(f"{role.strip()}={device}" for device in devices.split("+"))
-            raise ConfigError(
-                f"--place {text}: {devices} is one worker on several devices, which cannot be yet; write {apart} for "
-                "a worker on each"
-            )
         found[role.strip()] = (*found.get(role.strip(), ()), _device(devices))
     return found
 
@@ -144,10 +153,21 @@ def parse_workers(text: str) -> dict[str, int]:
 
 
 def devices_of(role: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[str, ...]:
-    """The devices a role may run on: those named for it, else `--device`, else every GPU, else the CPU."""
-    if role in wanted.place or wanted.compute.device != "auto":
-        return wanted.place.get(role) or (_device(wanted.compute.device),)
+    """The devices a role may run on: those named for it, else `--device`, else every GPU, else the CPU.
+
+    Where `--device` names ranks, roles that are not spread may run on any of them.
+    """
+    if role in wanted.place:
+        return wanted.place[role]
+    if wanted.compute.device != "auto":
+        named = _device(wanted.compute.device)
+        return (named,) if own_spreads(wanted.compute.parallel, roles_of(role)) else (*dict.fromkeys(named.split("+")),)
     return tuple(device.name for device in devices if device.name != CPU) or (CPU,)
+
+
+def only_cpu(devices: Iterable[str]) -> bool:
+    """Whether no GPU is among these, ranks' devices included."""
+    return all(device == CPU for names in devices for device in names.split("+"))
 
 
 def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
@@ -161,7 +181,7 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
     if not any(wanted.numbers(needs).values()):
         return ()
     placed = _arrange(needs, wanted, devices)
-    if wanted.compute.offload != "none" and all(worker.device == CPU for worker in placed):
+    if wanted.compute.offload != "none" and all(worker.on_cpu for worker in placed):
         raise ConfigError(f"--offload {wanted.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
     if short := _short(placed, wanted, devices):
         raise ConfigError(_refusal(short, placed, needs, wanted, devices))
@@ -178,7 +198,7 @@ def each_takes(placed: Sequence[Placed], wanted: Wanted) -> list[Counter[str]]:
     known: set[Part] = set()
     found = []
     for worker in placed:
-        mapped = {part for part in worker.parts if part.mapped and worker.device == CPU}
+        mapped = {part for part in worker.parts if part.mapped and worker.on_cpu}
         found.append(worker.takes(wanted) - Counter({CPU: sum(part.bytes for part in mapped & known)}))
         known |= mapped
     return found
@@ -190,17 +210,29 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
     counts = wanted.numbers(needs)
     for role in sorted(counts, key=lambda role: not wanted.goes_first(role)):
         able = devices_of(role, wanted, devices)
-        if missing := sorted({*able} - {*room}):
+        if missing := sorted({name for names in able for name in names.split("+")} - {*room}):
             raise ConfigError(f"there is no device {missing[0]} for the {role}; there are {', '.join(room)}")
-        named = wanted.place.get(role, ())
+        named, spreads = wanted.place.get(role, ()), own_spreads(wanted.compute.parallel, roles_of(role))
         for number in range(max(counts[role], len(named))):
-            name = named[number % len(named)] if named else max(able, key=lambda name: room[name])
-            worker = Placed(role, name, parts_of(role, needs))
+            name = named[number % len(named)] if named else _roomiest(able, room, spreads)
+            worker = Placed(role, "+".join(ranked(name, spreads)), parts_of(role, needs))
             placed.append(worker)
             for where, size in worker.takes(wanted).items():
                 room[where] -= size
     order = list(counts)
     return _together(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
+
+
+def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, Spread]) -> str:
+    """Where most is free: one device, or of GPUs as many as there are ranks."""
+    ordered = sorted(able, key=lambda name: -min(room[one] for one in name.split("+")))
+    size = next((spread.size for spread in spreads.values()), 1)
+    if size == 1 or ordered[0] == CPU or "+" in ordered[0]:
+        return ordered[0]
+    if size > len(ordered):
+        said = ",".join(f"{role}={spread}" for role, spread in spreads.items())
+        raise ConfigError(f"--parallel {said} needs {size} GPUs, and there are {len(ordered)}: {', '.join(able)}")
+    return "+".join(ordered[:size])
 
 
 def parts_of(role: str, needs: Needs) -> tuple[Part, ...]:
@@ -211,7 +243,7 @@ def parts_of(role: str, needs: Needs) -> tuple[Part, ...]:
 
 def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:
     """One worker for all roles of a GPU whose components take turns."""
-    gpus = dict.fromkeys(worker.device for worker in placed if worker.device != CPU)
+    gpus = dict.fromkeys(worker.device for worker in placed if not worker.on_cpu)
     for gpu in gpus if wanted.compute.offload == "model" else ():
         here = {worker.role: worker.parts for worker in placed if worker.device == gpu}
         if here.keys() == needs.keys() and len(here) > 1:
@@ -255,7 +287,7 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
         yield "one worker for each role", needs, replace(wanted, counts=counts)
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
     yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
-    roles = [role for role in numbers if devices_of(role, wanted, devices) != (CPU,)]
+    roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
     offloads: tuple[Offload, ...] = ("model", "sequential") if roles else ()
     for offload in offloads:
         yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
@@ -269,4 +301,5 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
 
 
 def _device(name: str) -> str:
-    return "cuda:0" if name.strip() == "cuda" else name.strip()
+    """One device, or those of ranks."""
+    return "+".join("cuda:0" if one.strip() == "cuda" else one.strip() for one in name.split("+"))

@@ -24,12 +24,14 @@ from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
+from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import DENOISE, VAE_DECODE
 
 if TYPE_CHECKING:
     import torch
 
+    from unfuse.parallel.group import Mesh
     from unfuse.stages.adapters import Adapters
     from unfuse.stages.denoise import Denoiser
     from unfuse.stages.text_encode import TextEncoder
@@ -51,6 +53,8 @@ class Runtime(msgspec.Struct, frozen=True):
     options: ComputeOptions = ComputeOptions()
     loras: str = ""
     """The folder of adapters (LoRA), if any."""
+    mesh: Mesh | None = None
+    """The ranks over which the stage is spread, if there are several."""
 
 
 class Family(ABC):
@@ -101,6 +105,8 @@ class DiffusersFamily(Family):
     takes_image = False
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
+    cut: Cut
+    """Where its transformers may be cut, to be spread over ranks."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
@@ -109,6 +115,7 @@ class DiffusersFamily(Family):
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
+        pipeline = pipeline.spread(self.spreads(model))
         return ModelCard(
             name=name,
             source=source_of(folder),
@@ -127,7 +134,7 @@ class DiffusersFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         model = ModelFolder(folder)
-        stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report))
+        stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
         stage.exact = runtime.options.batching == "exact"
         return stage
 
@@ -159,6 +166,12 @@ class DiffusersFamily(Family):
         """Settings in model_index.json that make equal components behave differently, by component."""
         return {}
 
+    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+        """By stage kind, the kinds by which a stage may be spread over ranks, and what their degrees must divide."""
+        with folder.reading("transformer"):
+            heads = int(folder.config("transformer")["num_attention_heads"])
+        return {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away"))}}
+
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
         """Defaults that the pipeline's call does not have, or has otherwise."""
@@ -181,8 +194,9 @@ class DiffusersFamily(Family):
         if kind in self.text_encoders:
             return TextEncode(self.text_encoders[kind](loader), kind)
         if kind == DENOISE.kind:
-            denoiser, options = self.denoiser(loader), loader.runtime.options
-            return Denoise(denoiser, options, Preview(lambda: self.vae(loader)), self._adapters(loader, denoiser))
+            denoiser, runtime = self.denoiser(loader), loader.runtime
+            preview, adapters = Preview(lambda: self.vae(loader)), self._adapters(loader, denoiser)
+            return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh)
         if kind == VAE_DECODE.kind:
             return VaeDecode(self.vae(loader))
         raise ConfigError(f"model {loader.folder.path} has no stage of kind {kind}")
@@ -265,9 +279,10 @@ class Loader:
     """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
     def __init__(
-        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None
-    ) -> None:
-        self.folder, self.runtime, self._classes, self._report = folder, runtime, classes, report
+        self, folder: ModelFolder, classes: Mapping[str, tuple[str, str]], runtime: Runtime, report: Report | None,
+        cut: Cut | None = None,
+    ) -> None:  # fmt: skip
+        self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut
 
     @property
     def device(self) -> torch.device:
@@ -292,6 +307,10 @@ class Loader:
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
         model = self._settle(model.eval())
+        if self.runtime.mesh and self._cut and component.startswith("transformer"):
+            from unfuse.parallel.spreading import spread
+
+            spread(model, self._cut, self.runtime.mesh)
         tensors = (*model.parameters(), *model.buffers())
         self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model

@@ -24,6 +24,7 @@ from unfuse.models.flow_matching import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage
+from unfuse.parallel.cut import Along, Cut
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -141,6 +142,14 @@ class Flux(PackedFamily):
     denoiser = FluxDenoiser
     vae = FluxVae
     packing = Shape.of
+    cut = Cut(
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        attention="attn",
+        order=("text", "image"),
+        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
+        leave=(Along(1, ()), Along(1, ("image",))),
+    )
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:

@@ -25,6 +25,7 @@ from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage
+from unfuse.parallel.cut import Along, Cut
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -169,6 +170,14 @@ class HunyuanVideo(DiffusersFamily):
     text_encoders = {"text_encode": LlamaText, "text_encode_2": partial(ClipText, end="_2")}
     denoiser = HunyuanVideoDenoiser
     vae = partial(HunyuanVideoVae, channels="latent_channels")
+    cut = Cut(
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        attention="attn",
+        order=("image", "text"),
+        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        follow={"freqs_cis": (Along(0, ("image",)),), "image_rotary_emb": (Along(0, ("image",)),)},
+        leave=(Along(1, ("image",)), Along(1, ())),
+    )
 
     @override
     def standard(self, folder: ModelFolder) -> Params:

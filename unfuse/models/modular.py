@@ -28,6 +28,7 @@ from unfuse.models.defaults import call_defaults
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS
+from unfuse.parallel.cut import Along, Cut
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
@@ -54,6 +55,8 @@ class Served(msgspec.Struct, frozen=True):
     """Library and known classes of each component."""
     embeds: dict[str, tuple[str, ...]]
     """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
+    cut: Cut
+    """Where its transformer may be cut."""
     unguided: float
     """The guidance scale up to which the pipeline has no second half, and so its guider."""
     negative: bool = False
@@ -140,7 +143,7 @@ class Modular(PackedFamily):
     takes_lora = False
 
     def __init__(self, served: Served) -> None:
-        self._served, self.source, self.classes = served, served.source, served.classes
+        self._served, self.source, self.classes, self.cut = served, served.source, served.classes, served.cut
         self.name = f"modular {served.source[1]}"
 
     @override
@@ -154,6 +157,13 @@ class Modular(PackedFamily):
     @override
     def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
         return dict.fromkeys(("text_encoder", "transformer"), "distilled") if index.get("is_distilled") else {}
+
+    @override
+    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+        """Halves of guidance are the blocks' own affair."""
+        return {
+            kind: {by: n for by, n in ways.items() if by != "cfg"} for kind, ways in super().spreads(folder).items()
+        }
 
     @override
     def standard(self, folder: ModelFolder) -> Params:
@@ -185,7 +195,7 @@ class Modular(PackedFamily):
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)
-        loader = Loader(model, self.components(model), runtime, report)
+        loader = Loader(model, self.components(model), runtime, report, self.cut)
         block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
         return block(spec, self._served, loader, bool(model.index().get("is_distilled")))
 
@@ -239,6 +249,14 @@ KLEIN = Modular(Served(
         "vae": ("diffusers", ("AutoencoderKLFlux2",)),
     },
     embeds={"prompt_embeds": ("joint_attention_dim",)},
+    cut=Cut(
+        blocks=("transformer_blocks", "single_transformer_blocks"),
+        attention="attn",
+        order=("text", "image"),
+        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
+        leave=(Along(1, ("text", "image")),),
+    ),
     unguided=1.0,
 ))  # fmt: skip
 """FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
@@ -254,6 +272,14 @@ KREA = Modular(Served(
         "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
     },
     embeds={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
+    cut=Cut(
+        blocks=("transformer_blocks",),
+        attention="attn",
+        order=("tokens",),
+        enter={"hidden_states": Along(1, ("tokens",))},
+        follow={"image_rotary_emb": (Along(0, ("tokens",)),)},
+        leave=(Along(1, ("tokens",)),),
+    ),
     unguided=0.0,
     negative=True,
     fixed={"text_encoder_select_layers": [*range(2, 36, 3)], "patch_size": 2},

@@ -26,6 +26,7 @@ from unfuse.models.flow_matching import decoded, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage
+from unfuse.parallel.cut import Along, Cut
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -151,6 +152,18 @@ class QwenImage(PackedFamily):
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
     packing = Shape.of
+    cut = Cut(
+        blocks=("transformer_blocks",),
+        attention="attn",
+        order=("text", "image"),
+        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        follow={
+            "encoder_hidden_states_mask": (Along(1, ("text",)),),
+            "image_rotary_emb": (Along(0, ("image",)), Along(0, ("text",))),
+            "modulate_index": (Along(1, ("image",)),),
+        },
+        leave=(Along(1, ()), Along(1, ("image",))),
+    )
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:

@@ -24,6 +24,7 @@ from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, text_stage
+from unfuse.parallel.cut import Along, Cut
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
@@ -329,6 +330,14 @@ class Wan(DiffusersFamily):
     text_encoders = {"text_encode": WanText}
     denoiser = WanDenoiser
     vae = WanVae
+    cut = Cut(
+        blocks=("blocks",),
+        attention="attn1",
+        order=("tokens",),
+        enter={"hidden_states": Along(1, ("tokens",))},
+        follow={"rotary_emb": (Along(1, ("tokens",)),), "temb": (Along(1, ("tokens",), dims=4),)},
+        leave=(Along(1, ("tokens",)),),
+    )
 
     @override
     def served(self, index: Mapping[str, Any]) -> Mapping[str, tuple[str, tuple[str, ...]]]:

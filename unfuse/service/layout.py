@@ -140,14 +140,14 @@ def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, flo
 def rate(placed: Iterable[Placed], shares: Mapping[str, float], wanted: Wanted, means: Means) -> float:
     """Requests at a time that these workers can do, if one core, or GPU, could do one."""
     placed = list(placed)
-    gpus = {worker.device for worker in placed if worker.device != CPU}
+    gpus = {worker.device for worker in placed if not worker.on_cpu}
     threads = wanted.compute.threads or max(1, means.cores // len(placed))
     most = float(len(gpus)) if gpus else float(means.cores)
 
     def speed(worker: Placed) -> float:
         """On a GPU workers take turns."""
-        if worker.device == CPU:
-            return float(min(threads, means.cores))
+        if worker.on_cpu:
+            return float(min(threads * len(worker.devices), means.cores))
         return 1.0 / sum(other.device == worker.device for other in placed)
 
     whole = sum(speed(worker) for worker in placed if worker.role == ALL)
@@ -182,6 +182,6 @@ def _too_large(placed: Iterable[Placed], limit: int) -> str:
     """Why workers may not be as large as these."""
     for worker in placed:
         takes = PROCESS + sum(part.bytes for part in worker.parts)
-        if limit and worker.device == CPU and takes > limit:
+        if limit and worker.on_cpu and takes > limit:
             return f"it would take {readable_bytes(takes)}, and --memory-limit allows {readable_bytes(limit)}"
     return ""

@@ -87,6 +87,10 @@ def options(loaded: Loaded) -> ServeOptions:
 def standard(settings: Settings) -> Params:
     """Default parameters of requests. Raises ConfigError for those that exact pools cannot use."""
     threshold = settings.serve.feature_cache
+    if threshold and settings.compute.parallel:
+        raise ConfigError(
+            f"--feature-cache {threshold:g} cannot be used with --parallel {settings.compute.parallel}: leave one out"
+        )
     if settings.compute.batching == "batched":
         return {"feature_cache": threshold}
     if threshold:

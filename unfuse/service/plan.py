@@ -13,13 +13,14 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import StageSpec, roles_of
+from unfuse.core.spread import parse_parallel, refuse
 from unfuse.launch.placement import (
-    CPU,
     Device,
     Part,
     Placed,
     Wanted,
     devices_of,
+    only_cpu,
     parse_place,
     parse_workers,
     place,
@@ -105,7 +106,7 @@ def wanted(settings: Settings) -> Wanted:
     if text in NONE:
         return Wanted({}, {}, settings.compute, split=False)
     changed = sorted(f"--{role}s" for role, count in counts.items() if count != 1)
-    if text in SPLIT or (text == AUTO and (changed or named)):
+    if text in SPLIT or (text == AUTO and (changed or named or settings.compute.parallel)):
         return Wanted(counts, named, settings.compute, arena)
     if text == AUTO:
         return Wanted({}, {}, settings.compute, arena, auto=True)
@@ -126,6 +127,7 @@ def plan_for(
     stages = [stage for model in models for stage in model.card.pipeline.stages]
     wanted = replace(wanted, first=frozenset(stage.role for stage in stages if stage.work.forwards))
     wanted.numbers(needed)
+    refuse(parse_parallel(wanted.compute.parallel), stages)
     looked = None
     if wanted.auto:
         looked = layouts([model.card for model in models], needed, wanted, devices, means or Means())
@@ -146,7 +148,9 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
     cards = {name: card_of(name, folder) for name, folder in folders.items()}
     choose_dtypes(spec, sorted({component for card in cards.values() for component in card.dtypes}))
     roles = dict.fromkeys(stage.role for card in cards.values() for stage in card.pipeline.stages)
-    workers = [roles_of(worker) for worker in wanted.numbers(roles) if {*devices_of(worker, wanted, devices)} != {CPU}]
+    workers = [
+        roles_of(worker) for worker in wanted.numbers(roles) if not only_cpu(devices_of(worker, wanted, devices))
+    ]
     on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
     found = []
     for name, folder in folders.items():

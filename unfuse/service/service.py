@@ -20,7 +20,7 @@ from unfuse.core.plan import Choice, Params, roles_of
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
-from unfuse.launch.placement import CPU, Wanted
+from unfuse.launch.placement import Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.backpressure import Dispatch
@@ -202,7 +202,7 @@ class Service:
 
     def _forked(self) -> Forks | None:
         """Where workers on CPUs have their compute processes from; None if there are no such workers."""
-        if all(worker.device != CPU for worker in self._plan.workers):
+        if not any(worker.on_cpu for worker in self._plan.workers):
             if self._forks:
                 self._forks.close()
             return None
@@ -224,7 +224,8 @@ class Service:
     def _specs(self) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
         wanted, workers = self._options.workers, self._plan.workers
-        threads = wanted.compute.threads or max(1, self._options.means.cores // max(1, len(workers)))
+        ranks = sum(len(worker.devices) for worker in workers)
+        threads = wanted.compute.threads or max(1, self._options.means.cores // max(1, ranks))
         common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
         pulled_by = self.addresses if isinstance(self._options.trust, Keys) else ()
         common |= {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **self._options.worker_flags}
@@ -235,7 +236,7 @@ class Service:
             roles = roles_of(worker.role)
             given = [count for role, count in self._options.slots.items() if roles is None or role in roles]
             own = common | {"slots": min(given, default=self._options.each)}
-            if worker.device == CPU:
+            if worker.on_cpu:
                 own["offload"] = "none"
             flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
             specs.append(WorkerSpec(worker.role, worker.device, flags, environment))

@@ -13,6 +13,8 @@ from torch import Tensor
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
+from unfuse.parallel.group import Mesh
+from unfuse.parallel.guidance import Halves, in_turn
 from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
@@ -145,12 +147,16 @@ class Denoise(JointStage[DenoiseState, Tensor]):
     kind = "denoise"
 
     def __init__(
-        self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None, loras: Adapters | None = None
-    ) -> None:
-        self._denoiser, self._preview, self._adapters, self._fused = denoiser, preview, loras, options.fused
+        self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None,
+        loras: Adapters | None = None, mesh: Mesh | None = None,
+    ) -> None:  # fmt: skip
+        self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
         self._features = FeatureCache(denoiser.transformers)
         self.exact = options.batching == "exact"
-        self.differs_alone = self.exact and options.guidance_halves == "auto"
+        apart = mesh is not None and "cfg" in mesh.degrees
+        self._halves = Halves(mesh.axis("cfg")) if mesh is not None and apart else in_turn
+        self._fused = options.fused and not apart
+        self.differs_alone = self.exact and options.guidance_halves == "auto" and not apart
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
@@ -164,6 +170,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         if task.params.get(SIMILAR):
             if self.exact:
                 raise PermanentError(f"{SIMILAR} is not exact: it needs a pool with --batching batched")
+            if self._is_spread:
+                raise PermanentError(f"{SIMILAR} cannot be used where denoising is spread over ranks (--parallel)")
             self._features.install()
         prefixes = ("", NEGATIVE) if applies(self._denoiser.guidance(task.params)) else ("",)
         for prefix in prefixes:
@@ -293,12 +301,14 @@ class Denoise(JointStage[DenoiseState, Tensor]):
                 halves = self._forward(_join([latents] * 2), _join([timestep] * 2), both, params)
             towards, away = halves.chunk(2)
         else:
-            with remembering("towards"):
-                towards = self._forward(latents, timestep, inputs, params)
+
+            def half(name: str, given: Inputs) -> Tensor:
+                with remembering(name):
+                    return self._forward(latents, timestep, given, params)
+
             if not negatives:
-                return towards
-            with remembering("away"):
-                away = self._forward(latents, timestep, _joined(negatives), params)
+                return half("towards", inputs)
+            towards, away = self._halves(lambda: half("towards", inputs), lambda: half("away", _joined(negatives)))
         rows = [slice(row, row + 1) for row in range(len(batch))]
         combine = self._denoiser.combine
         return _join(

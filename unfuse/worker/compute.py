@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -22,18 +22,23 @@ from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.plan import StageSpec, pool_name
+from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.checkpoints import Policy
-from unfuse.worker.compute_messages import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run
+from unfuse.worker.compute_messages import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run, Turn
 from unfuse.worker.exactness import Exactness
+from unfuse.worker.ranks import Ranks, SeveralRanks
 from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
+
+if TYPE_CHECKING:
+    from unfuse.parallel.group import Group
 
 
 def compute(descriptor: int) -> None:
@@ -48,10 +53,13 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
     try:
-        device, stages, plain, libraries = _load(load, channel)
+        group = _meet(load)
+        device, stages, plain, libraries = _load(load, channel, group)
+        outcome = outcome_of(load, device, libraries)
+        _agree(group, outcome)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
@@ -60,11 +68,11 @@ def compute(descriptor: int) -> None:
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
-    outcome = outcome_of(load, device, libraries)
+    ranks = SeveralRanks(group, channel.send) if group else Ranks()
     channel.send(Ready(_name(device), outcome))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
-        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome),
+        places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
     ).run()  # fmt: skip
 
 
@@ -82,7 +90,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> None:
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn]) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     while True:
         try:
@@ -94,7 +102,30 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel]) -> 
         inbox.put(message)
 
 
-def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
+def _meet(load: Load) -> Group | None:
+    """The ranks of the worker, if there are several."""
+    if load.ranks == 1:
+        return None
+    import torch
+
+    from unfuse.parallel.group import Group
+
+    torch.set_num_threads(load.compute.threads)
+    return Group(load.rank, load.ranks, load.rendezvous, load.compute.device, load.compute.collective_s)
+
+
+def _agree(group: Group | None, outcome: Mapping[str, str]) -> None:
+    """Raises ConfigError where another rank makes other bytes, such as one of another version."""
+    said = group.exchange(encode(sorted(outcome.items()))) if group else []
+    if differing := [rank for rank, theirs in enumerate(said) if theirs != said[0]]:
+        raise ConfigError(
+            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices or versions differ"
+        )
+
+
+def _load(
+    load: Load, channel: ComputeChannel, group: Group | None
+) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
     """Load the stages. Returns the device, stages by declared pool, pools that take numpy arrays, and libraries."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
@@ -107,10 +138,12 @@ def _load(load: Load, channel: ComputeChannel) -> tuple[str, dict[str, SteppedSt
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     device = _device(load.compute, bool(libraries))
+    spreads = own_spreads(load.compute.parallel, load.choice.roles)
     stages: dict[str, SteppedStage[Any]] = {}
     plain: set[str] = set()
     for pool, (spec, card, folder) in wanted.items():
-        family, runtime = find(folder), Runtime(device, card.dtypes, load.compute, load.places.loras)
+        family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
@@ -156,6 +189,7 @@ def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str,
     """What the bytes of results depend on: settings, versions of libraries, and the device."""
     options = load.compute
     settings = options.outcome | {"guidance-halves": "fused" if options.fused else "apart"}
+    settings |= {f"parallel-{role}": str(how) for role, how in own_spreads(options.parallel, load.choice.roles).items()}
     settings |= {f"encode-{kind}": encoding for kind, encoding in load.places.encodings.items()}
     found = settings | {name: version(name) for name in libraries}
     if not libraries or device.startswith("cuda"):

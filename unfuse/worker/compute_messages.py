@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from typing import Literal
 
 import msgspec
 
@@ -16,13 +17,16 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
 
+How = Literal["together", "alone", "compared"]
+
 
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Load the chosen stages of these (name, source, dtype) models, then answer Ready or LoadFailed.
 
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
     the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
-    what batches they found exact ("": none).
+    what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
+    `rendezvous`.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -35,6 +39,9 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     places: Places
     run_dir: str = ""
     verdicts: str = ""
+    rank: int = 0
+    ranks: int = 1
+    rendezvous: str = ""
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -52,6 +59,21 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
     claim: Claim
     save: bool = False
+
+
+class Turn(msgspec.Struct, frozen=True, tag=True):
+    """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
+
+    It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
+    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts.
+    """
+
+    drop: tuple[Cancel, ...] = ()
+    admit: tuple[Claim, ...] = ()
+    again: tuple[Claim, ...] = ()
+    save: tuple[Claim, ...] = ()
+    step: tuple[Claim, ...] = ()
+    how: How = "together"
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -126,8 +148,10 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
-ToCompute = Load | Run | Cancel
-FromCompute = Loading | Loaded | Ready | LoadFailed | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
+ToCompute = Load | Run | Cancel | Turn
+FromCompute = (
+    Loading | Loaded | Ready | LoadFailed | Turn | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
+)
 
 
 class ComputeChannel:

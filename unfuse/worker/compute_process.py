@@ -11,6 +11,7 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+import msgspec
 import structlog
 from msgspec.structs import asdict
 
@@ -61,8 +62,8 @@ class ComputeProcess:
         """Its process id; None before the first start."""
         return self._child.pid if self._child else None
 
-    async def start(self) -> Ready:
-        """Start the process and have it load. Raises ConfigError if it cannot."""
+    async def start(self, rendezvous: str = "") -> Ready:
+        """Start the process and have it load; ranks meet in that file. Raises ConfigError if it cannot."""
         if self._channel:
             self._channel.close()
         log.info("importing")
@@ -71,7 +72,7 @@ class ComputeProcess:
         self._child, self._channel = begun.child, await ParentChannel.open(begun.channel)
         self.killed_for = self.log = ""
         self._logging = asyncio.create_task(self._keep_log(begun.log))
-        await self._channel.send(self._load)
+        await self._channel.send(msgspec.structs.replace(self._load, rendezvous=rendezvous))
         while True:
             try:
                 message = await self._channel.receive()

@@ -120,18 +120,20 @@ class Exactness:
             log.warning("what was compared cannot be kept", file=str(self._file), reason=str(error))
 
 
-def difference(stage: SteppedStage[Any], states: Sequence[Any], alone: Sequence[Any], together: Sequence[Any]) -> str:
-    """What is to blame if these states have something else of a forward together than alone; "" if they do not."""
-    for row, (own, shared) in enumerate(zip(alone, together, strict=True)):
-        if not _equal(own, shared):
-            return _culprit(stage, states, row) or "a function that cannot be seen"
-    return ""
+UNKNOWN = "a function that cannot be seen"
 
 
-def _culprit(stage: SteppedStage[Any], states: Sequence[Any], row: int) -> str:
+def difference(alone: Sequence[Any], together: Sequence[Any]) -> int | None:
+    """The first of some states that has something else of a forward together than alone; None if there is none."""
+    pairs = zip(alone, together, strict=True)
+    return next((row for row, (own, shared) in enumerate(pairs) if not _equal(own, shared)), None)
+
+
+def culprit(stage: SteppedStage[Any], states: Sequence[Any], row: int) -> str:
+    """What is to blame for it. Computes both once more."""
     from unfuse.stages.one_by_one import first_difference
 
-    return first_difference(lambda: stage.alone(states[row]), lambda: stage.compute(states))
+    return first_difference(lambda: stage.alone(states[row]), lambda: stage.compute(states)) or UNKNOWN
 
 
 def _equal(one: Any, other: Any) -> bool:

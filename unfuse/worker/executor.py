@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 
 import structlog
 
@@ -24,6 +26,7 @@ from unfuse.worker.compute_messages import (
     Stepped,
     Stopped,
     ToCompute,
+    Turn,
     Waits,
 )
 from unfuse.worker.compute_process import ComputeProcess
@@ -42,12 +45,12 @@ Report = Callable[[Ready | Stepped | StateSaved | Stopped | Done | Failed], Awai
 class Executor:
     """The compute processes that run a worker's stages together, behind `run` and `cancel`.
 
-    All processes get the same messages, and the first one answers for all. When one dies, all are ended and started
-    again. `report` is called with everything that happens to a task, and with Ready after a restart. Tasks that a dead
-    process had begun are reported as crashed, others as handed back. A process is killed if the first one has tasks and
-    sends nothing for `stall_s` seconds, or if its own memory exceeds `memory_limit` bytes (0: any). A task that must
-    run alone waits here until nothing else runs, and later tasks wait for its end. Processes are forked where there is
-    a `fork_server`.
+    All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
+    for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
+    and with Ready after a restart. Tasks that a dead process had begun are reported as crashed, others as handed back.
+    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, or if its own memory exceeds
+    `memory_limit` bytes (0: any). A task that must run alone waits here until nothing else runs, and later tasks wait
+    for its end. Processes are forked where there is a `fork_server`.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class Executor:
         fork_server: socket.socket | None = None,
     ) -> None:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
-        self._background = Supervisor()
+        self._background, self._run_dir = Supervisor(), loads[0].run_dir
         self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
         self._waiting: dict[Claim, Run] = {}
         self._given: dict[Claim, Run] = {}
@@ -82,7 +85,8 @@ class Executor:
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
-        starting = [asyncio.create_task(process.start()) for process in self._processes]
+        meeting = Path(self._run_dir, f"ranks-{secrets.token_hex(8)}")
+        starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
             found = await asyncio.gather(*starting)
         except BaseException:
@@ -91,6 +95,8 @@ class Executor:
             await asyncio.gather(*starting, return_exceptions=True)
             await self._end()
             raise
+        finally:
+            meeting.unlink(missing_ok=True)
         self.ready = True
         return found[0]
 
@@ -127,7 +133,7 @@ class Executor:
             await self._report(Stopped(claim))
             await self._feed()
         elif claim in self._given:
-            await self._send_to_all(Cancel(claim, save))
+            await self._processes[0].send(Cancel(claim, save))
 
     async def close(self) -> None:
         """End the processes at once."""
@@ -137,8 +143,8 @@ class Executor:
     async def _end(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
 
-    async def _send_to_all(self, message: ToCompute) -> None:
-        for process in self._processes:
+    async def _send(self, message: ToCompute, processes: Sequence[ComputeProcess]) -> None:
+        for process in processes:
             await process.send(message)
 
     async def _feed(self) -> None:
@@ -149,7 +155,7 @@ class Executor:
                 return
             self._heard_at = self._heard_at if self._given else time.monotonic()
             self._given[claim] = self._waiting.pop(claim)
-            await self._send_to_all(run)
+            await self._send(run, self._processes)
 
     async def _pump(self) -> ComputeProcess:
         """Handle messages until a process has ended. Returns that process."""
@@ -178,6 +184,8 @@ class Executor:
     async def _take(self, message: FromCompute) -> None:
         self._heard_at = time.monotonic()
         match message:
+            case Turn():
+                await self._send(message, self._processes[1:])
             case Waits():
                 self._unwritten |= {message.claim} & self._given.keys()
             case Stepped():

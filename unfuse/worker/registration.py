@@ -10,6 +10,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Welcome
 from unfuse.core.plan import Choice, slots_of
+from unfuse.core.spread import own_spreads, ranked, refuse
 from unfuse.models import card_of, resolve_source
 from unfuse.worker.options import WorkerOptions
 
@@ -18,12 +19,13 @@ Models = tuple[tuple[str, str, str], ...]
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a worker serves: models, their cards and pools, and how many tasks it holds at a time."""
+    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices."""
 
     models: Models
     cards: tuple[ModelCard, ...]
     pools: tuple[str, ...]
     slots: int
+    devices: tuple[str, ...]
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -40,10 +42,13 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     cards, models = fetch_models(chosen or welcome.models, choice)
+    spreads = own_spreads(compute.parallel, choice.roles)
+    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages])
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
     batch = compute.max_batch if compute.batching == "batched" or any(stage.shares for stage in stages) else 1
     slots = max(options.slots or slots_of(stages), batch + 1)
-    return Served(models, cards, pools_of(cards, choice, options.resources), slots)
+    devices = ranked(compute.device, spreads)
+    return Served(models, cards, pools_of(cards, choice, options.resources), slots, devices)
 
 
 def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:

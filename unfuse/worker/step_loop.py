@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import structlog
 
-from unfuse.core.errors import PermanentError, ResultsUnavailable
-from unfuse.core.messages import Done, Sharing
+from unfuse.core.errors import ResultsUnavailable
+from unfuse.core.messages import Done, Failed, Sharing
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.pool import declared
-from unfuse.core.request import ResultFile, Timings
-from unfuse.core.task import Claim, Lease
-from unfuse.stages.base import Media, StageInput, StageOutput, SteppedStage
+from unfuse.core.request import Timings
+from unfuse.core.task import Claim
+from unfuse.stages.base import Media, SteppedStage
 from unfuse.stores.results import ResultStore
-from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
-from unfuse.worker.checkpoints import Policy, pack, unpack
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Shares, StateSaved, Stepped, Stopped, Waits
-from unfuse.worker.exactness import Exactness, difference
+from unfuse.worker.checkpoints import Policy, pack
+from unfuse.worker.compute_messages import (
+    Cancel,
+    FromCompute,
+    How,
+    Run,
+    Shares,
+    StateSaved,
+    Stepped,
+    Stopped,
+    Turn,
+    Waits,
+)
+from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.failure import failure
+from unfuse.worker.intake import Intake, close
+from unfuse.worker.outputs import put, write
+from unfuse.worker.ranks import Ranks, Verdict
 from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
-from unfuse.worker.turn import How, Job, Turn
+from unfuse.worker.turn import Job
 
 REPORT_S = 0.1
 """The least seconds between two progress messages of a task; each has all steps since the last."""
-
-ROOM_S = 2.0
-"""Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 """Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
@@ -62,6 +73,8 @@ class StepLoop:
     on.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
+
+    Of several `ranks` the first one decides, stores and reports; the others carry out the same turns.
     """
 
     def __init__(
@@ -69,18 +82,21 @@ class StepLoop:
         stages: Mapping[str, SteppedStage[Any]],
         store: TensorStore,
         results: ResultStore,
-        inbox: queue.SimpleQueue[Run | Cancel],
+        inbox: queue.SimpleQueue[Run | Cancel | Turn],
         send: Callable[[FromCompute], None],
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
         policy: Policy | None = None,
         exactness: Exactness | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks or Ranks()
+        self._intake = Intake(stages, store, results, plain, exactness is not None)
         self._exactness, self._shares = exactness, dict[str, Sharing]()
         self._encodings, self._policy = encodings or {}, policy or Policy()
-        self._stages, self._store, self._results, self._plain = stages, store, results, plain
-        self._inbox, self._send = inbox, send
+        self._store, self._results, self._inbox = store, results, inbox
+        self._send = send if self._ranks.leads else _nothing
         few = 1 << (batch.bit_length() - 1)  # of few sizes, comparisons are soon done
         self._sizes, self._turns, self._turn = BatchSizes(few if exactness else batch), dict[str, int](), 0
         self._arrived: dict[Claim, Run] = {}
@@ -90,7 +106,15 @@ class StepLoop:
     def run(self) -> None:
         """Run tasks until the process ends."""
         while True:
-            self.carry_out(self.decide())
+            turn = self.decide() if self._ranks.leads else self._told()
+            self._ranks.tell(turn)
+            self.carry_out(turn)
+
+    def _told(self) -> Turn:
+        """The next turn that the first rank has decided."""
+        while not isinstance(message := self._inbox.get(), Turn):
+            self._take(message)
+        return message
 
     def decide(self) -> Turn:
         """Decide the next turn; waits for a message if there is nothing to do.
@@ -109,8 +133,7 @@ class StepLoop:
 
     def carry_out(self, turn: Turn) -> None:
         """Carry a turn out. Tasks that have ended since it was decided are skipped."""
-        for claim in turn.admit:
-            self._start(self._arrived.pop(claim))
+        self._begin([self._arrived.pop(claim) for claim in turn.admit])
         for cancel in turn.drop:
             self._drop(cancel)
         for claim in turn.again:
@@ -132,47 +155,42 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: Run | Cancel) -> list[Cancel]:
-        if isinstance(message, Cancel):
-            return [message]
-        self._arrived[message.lease.claim] = message
-        return []
+    def _take(self, message: Run | Cancel | Turn) -> list[Cancel]:
+        if isinstance(message, Run):
+            self._arrived[message.lease.claim] = message
+        return [message] if isinstance(message, Cancel) else []
 
-    def _start(self, run: Run) -> None:
-        task, claim = run.lease.task, run.lease.claim
-        self._send(Stepped(claim, 0, 0, 0))
-        inputs: list[Held] = []
+    def _begin(self, runs: Sequence[Run]) -> None:
+        """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
+        begun = [self._begun(run) for run in runs]
+        verdicts = self._ranks.agree([_verdict(run, own) for run, own in zip(runs, begun, strict=True)])
+        for run, own, verdict in zip(runs, begun, verdicts, strict=True):
+            if isinstance(own, Job) and verdict == own.resumed:
+                self._jobs[own.claim] = own
+                continue
+            if isinstance(own, Job):
+                close(own.inputs)
+            if isinstance(verdict, Failed):
+                self._send(verdict)
+            elif isinstance(verdict, Waits):
+                self._park(run.lease.claim, own, partial(self._begin, [run]))
+            else:  # not every rank could read the state that was saved
+                self._begin([Run(msgspec.structs.replace(run.lease, checkpoint=None), run.peers)])
+
+    def _begun(self, run: Run) -> Job | Exception:
+        self._send(Stepped(run.lease.claim, 0, 0, 0))
         try:
-            began = time.monotonic()
-            self._store.learn(run.peers)
-            for ref in task.inputs:
-                inputs.append(self._store.get(ref, as_torch=declared(task.pool) not in self._plain))
-            tensors = {name: tensor for held in inputs for name, tensor in held.items()}
-            stage = self._stages[declared(task.pool)]
-            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
-            given = StageInput(task.params, tensors, uploads)
-            got = time.monotonic()
-            stage.verify(given)
-            resumed = self._resumed(stage, given, run.lease)
-            state = stage.start(given) if resumed is None else resumed
-            step, _ = stage.progress(state)
-            key = task.pool, stage.batch_key(task.params), self._likeness(stage, state)
-            self._jobs[claim] = Job(
-                run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
-                resumed=step, saved=step, reported=step,
-            )  # fmt: skip
-        except ResultsUnavailable as error:
-            _close(inputs)
-            self._park(claim, error, partial(self._start, run))
+            return self._intake.begin(run)
         except Exception as error:  # an error of one task must not end the process
-            _close(inputs)
-            self._send(failure(claim, error))
+            return error
 
-    def _park(self, claim: Claim, error: ResultsUnavailable, again: Callable[[], None]) -> None:
+    def _park(self, claim: Claim, error: object, again: Callable[[], None]) -> None:
         """Let a task wait for the result store. Waits is sent at every try, so that the parent sees progress."""
         before = self._parked.get(claim)
         if before is None:
-            log.warning("waits for the result store", **about(claim), reason=str(error.__cause__ or error))
+            log.warning(
+                "waits for the result store", **about(claim), reason=str(getattr(error, "__cause__", None) or error)
+            )
         pause = min(MOST_PAUSE_S, 2 * before.pause) if before else PAUSE_S
         self._parked[claim] = _Parked(again, time.monotonic() + pause, pause)
         self._send(Waits(claim))
@@ -188,22 +206,6 @@ class StepLoop:
             self._send(failure(claim, error))
         if self._parked[claim] is parked:
             del self._parked[claim]
-
-    def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
-        """The state that an earlier attempt saved; None if there is none, or if it cannot be read."""
-        if lease.checkpoint is None:
-            return None
-        task = lease.task
-        try:
-            with self._store.get(lease.checkpoint, as_torch=declared(task.pool) not in self._plain) as held:
-                return stage.resume(given, unpack(held))
-        except Exception as error:  # a bad checkpoint must not end the process
-            log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
-            return None
-
-    def _likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
-        """What else tasks must have in common to share a forward, where bytes count; None: they never may."""
-        return stage.state_likeness(state) if self._exactness else None
 
     def _pick(self) -> tuple[list[Job], How]:
         """The next batch: the task whose place is first, and those that may share its forward."""
@@ -254,7 +256,7 @@ class StepLoop:
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         size = len(batch) if how == "together" else 1
         try:
-            made = stage.compute(states) if how == "together" else [stage.alone(state) for state in states]
+            made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
         except Exception as error:  # an error of one task must not end the process
             self._fall_apart(batch, error, how)
             return
@@ -266,13 +268,21 @@ class StepLoop:
             job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
             self._settle(job, computed)
 
+    def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
+        with self._ranks.together():
+            return stage.compute(states)
+
+    def _alone(self, stage: SteppedStage[Any], state: Any) -> Any:
+        with self._ranks.together():
+            return stage.alone(state)
+
     def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
         """Compute a step that each task has made alone once more, together, and remember whether that differs."""
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
         try:
-            together = stage.compute(states)
+            together = self._together(stage, states)
             self._sizes.measured(key, len(batch), time.monotonic() - began)
-            blame = difference(stage, states, alone, together)
+            blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
         except Exception as error:  # what they have alone counts
             if out_of_memory(error):
                 self._sizes.too_large(key, len(batch))
@@ -296,9 +306,9 @@ class StepLoop:
             if isinstance(computed, Exception):
                 raise computed
             job.state = job.stage.advance(job.state, computed)
-            job.key = *job.key[:-1], self._likeness(job.stage, job.state)
+            job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
             step, steps = job.stage.progress(job.state)
-            if step < steps:
+            if step < steps and self._ranks.leads:
                 show_preview(self._results, job, step)
                 show_part(self._results, job, step)
             self._report(job, step, steps)
@@ -309,13 +319,13 @@ class StepLoop:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
-        _close(job.inputs)
+        close(job.inputs)
         self._send(failure(job.claim, error))
 
     def _keep(self, job: Job) -> None:
         """Save a job's state, if it has made a step since the last time. An error is only logged."""
         (step, _), task, began = job.stage.progress(job.state), job.lease.task, time.monotonic()
-        if step == job.saved or self._policy.never:
+        if step == job.saved or self._policy.never or not self._ranks.leads:
             return
         try:
             if checkpoint := job.stage.save(job.state):
@@ -335,18 +345,22 @@ class StepLoop:
 
     def _retire(self, job: Job) -> None:
         """Store the task's output, then report it as done, so that a reported output can always be read."""
+        if not self._ranks.leads:
+            close(job.inputs)
+            del self._jobs[job.claim]
+            return
         began = time.monotonic()
         output = job.stage.finish(job.state)
         finished = time.monotonic()
         job.run_s += finished - began
-        ref = self._put(job, output)
-        _close(job.inputs)
+        ref = put(self._store, job, output, self._encodings)
+        close(job.inputs)
         del self._jobs[job.claim]
         self._deliver(job, ref, output.media, finished)
 
     def _deliver(self, job: Job, ref: ObjectRef | None, media: Sequence[Media], finished: float) -> None:
         try:
-            results = self._write(job, media)
+            results = write(self._results, job, media)
         except ResultsUnavailable as error:
             job.inputs, job.state = [], None
             self._park(job.claim, error, partial(self._deliver, job, ref, media, finished))
@@ -357,36 +371,24 @@ class StepLoop:
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 
-    def _put(self, job: Job, output: StageOutput) -> ObjectRef | None:
-        if job.lease.task.final:
-            return None
-        task = job.lease.task
-        encoding = self._encodings.get(task.kind, "none")
-        return self._store.put(
-            output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
-        )
-
-    def _write(self, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
-        task = job.lease.task
-        first = task.params.get("index") or 0
-        if not isinstance(first, int):
-            raise PermanentError(f"stage {task.stage} was given the picture index {first!r}")
-        return tuple(
-            self._results.put(task.request, first + offset, one.content_type, one.data)
-            for offset, one in enumerate(media)
-        )
-
     def _drop(self, message: Cancel) -> None:
         if job := self._jobs.pop(message.claim, None):
             if message.save:
                 self._keep(job)
-            withdraw_parts(self._results, job)
-            _close(job.inputs)
+            if self._ranks.leads:
+                withdraw_parts(self._results, job)
+            close(job.inputs)
             self._send(Stopped(message.claim))
         elif self._parked.pop(message.claim, None):
             self._send(Stopped(message.claim))
 
 
-def _close(inputs: list[Held]) -> None:
-    for held in inputs:
-        held.close()
+def _verdict(run: Run, begun: Job | Exception) -> Verdict:
+    if isinstance(begun, Job):
+        return begun.resumed
+    claim = run.lease.claim
+    return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
+
+
+def _nothing(message: FromCompute) -> None:
+    """Say nothing: the first rank reports for all."""

@@ -1,35 +1,15 @@
-"""What the step loop decides, and what it knows of a task that runs."""
+"""What the step loop knows of a task that runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import SteppedStage
 from unfuse.stores.tensor_store import Held
-from unfuse.worker.compute_messages import Cancel
-
-How = Literal["together", "alone", "compared"]
-
-
-class Turn(msgspec.Struct, frozen=True):
-    """One round of the loop, as plain data: it is decided once, and carried out the same in every compute process.
-
-    It names tasks to drop, to admit, to try `again` (they wait for the result store) and to save, and the batch that
-    makes a step `how`: together, each alone, or both ways, to compare them; what each has alone then counts.
-    """
-
-    drop: tuple[Cancel, ...] = ()
-    admit: tuple[Claim, ...] = ()
-    again: tuple[Claim, ...] = ()
-    save: tuple[Claim, ...] = ()
-    step: tuple[Claim, ...] = ()
-    how: How = "together"
 
 
 @dataclass(eq=False)

@@ -165,9 +165,9 @@ class Worker:
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._saved_states = SavedStates(objects, self._link)
-        load = self._load(served, objects, places)
+        loads = self._loads(served, objects, places)
         watch = options.stall_s, options.memory_limit
-        executor = self._executor = Executor([load], self._hear, *watch, self._fork_server)
+        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server)
         started = await executor.start()
         self._device = started.device
         if welcome.by_outcome:
@@ -178,11 +178,16 @@ class Worker:
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
 
-    def _load(self, served: Served, objects: Objects, places: Places) -> Load:
-        options, store = self._options, objects.store
+    def _loads(self, served: Served, objects: Objects, places: Places) -> list[Load]:
+        """What each rank is to load."""
+        options, store, replace = self._options, objects.store, msgspec.structs.replace
         own = store.owner, store.node, store.address, store.write_token
-        verdicts = str(Path(options.data_dir, EXACTNESS))
-        return Load(served.models, self._choice, options.compute, *own, places, options.run_dir, verdicts)
+        verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
+        load = Load(served.models, self._choice, options.compute, *own, places, options.run_dir, verdicts, ranks=ranks)
+        return [
+            replace(load, rank=rank, compute=replace(options.compute, device=device))
+            for rank, device in enumerate(served.devices)
+        ]
 
     async def _pull(self) -> None:
         """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""

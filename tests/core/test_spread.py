@@ -1,0 +1,82 @@
+"""What `--parallel` says, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import StageSpec
+from unfuse.core.spread import KINDS, Spread, own_spreads, parse_parallel, ranked, refuse
+
+DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads={"ulysses": 24, "ring": 0, "cfg": 2})
+DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
+
+
+@given(st.dictionaries(st.sampled_from(KINDS), st.integers(2, 64), min_size=1))
+def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
+    """In any order: the kinds have one of their own, which says who is next to whom."""
+    text = " + ".join(f"{kind} : {degree}" for kind, degree in degrees.items())
+    spread = Spread.parse(text)
+    assert dict(spread.degrees) == degrees
+    assert [*spread.degrees] == [kind for kind in KINDS if kind in degrees]
+    assert Spread.parse(str(spread)) == spread
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
+    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, ring, ulysses, each once"),
+    ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
+])  # fmt: skip
+def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Spread.parse(text)
+
+
+@pytest.mark.parametrize("text", ["ulysses:2", "=ulysses:2", "denoiser=", "denoiser=cfg:2,denoiser=ring:2"])
+def test_each_role_is_spread_once(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not ROLE=KIND:N, each role once"):
+        parse_parallel(text)
+
+
+def test_a_worker_is_spread_as_its_roles_are() -> None:
+    text = "denoiser=ulysses:2+cfg:2, decoder=ring:2"
+    assert own_spreads("", None) == {}
+    assert own_spreads(text, frozenset({"encoder"})) == {}
+    assert str(own_spreads(text, frozenset({"encoder", "denoiser"}))["denoiser"]) == "cfg:2+ulysses:2"
+    with pytest.raises(ConfigError, match=r"one worker has one number of ranks, and its roles ask for \[2, 4\]"):
+        own_spreads(text, None)
+
+
+@pytest.mark.parametrize(("degrees", "says"), [
+    ("tensor:2", "is not KIND:N"),
+    ("ulysses:5", "ulysses:5 does not divide 24: use ulysses:4"),
+    ("ulysses:7", "use ulysses:6"),
+    ("ulysses:64", "use ulysses:24"),
+    ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
+])  # fmt: skip
+def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        refuse({"denoiser": Spread.parse(degrees)}, [DENOISE])
+
+
+def test_what_cannot_be_spread_at_all_is_refused() -> None:
+    refuse({"denoiser": Spread.parse("ring:7+cfg:2+ulysses:3")}, [DENOISE, DECODE])
+    with pytest.raises(ConfigError, match=r"decoder=ring:2: it cannot be spread by ring, only by nothing"):
+        refuse({"decoder": Spread.parse("ring:2")}, [DENOISE, DECODE])
+    with pytest.raises(ConfigError, match="no stage has that role; roles are denoiser, decoder"):
+        refuse({"painter": Spread.parse("ring:2")}, [DENOISE, DECODE])
+
+
+def test_each_rank_has_a_device() -> None:
+    two = own_spreads("denoiser=ulysses:2", None)
+    assert ranked("cpu", {}) == ("cpu",)
+    assert ranked("cpu", two) == ranked("cpu+cpu", two) == ("cpu", "cpu")
+    assert ranked("cuda:1+cuda:0", two) == ("cuda:1", "cuda:0")
+    with pytest.raises(ConfigError, match="two ranks would have one GPU"):
+        ranked("cuda:0+cuda:0", two)
+    for devices in ("cuda:0", "cpu+cpu+cpu"):
+        with pytest.raises(ConfigError, match=r"which is 2: name 2 of them, like cpu\+cpu or cuda:0\+cuda:1"):
+            ranked(devices, two)
+    with pytest.raises(ConfigError, match="--parallel says nothing of this worker"):
+        ranked("cpu+cpu", {})

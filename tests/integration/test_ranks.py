@@ -1,0 +1,148 @@
+"""A denoiser of several ranks, served: same pictures, one cancel for all, and no rank's end loses a request."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
+from unfuse.core.spread import Spread
+
+WAIT_S = "4"
+"""Seconds that ranks wait for each other; one that is stopped holds up its requests for so long."""
+ROUNDING = 2
+"""Of 255: what another order of sums may change."""
+
+
+@contextmanager
+def ranks(folder: Path, spread: str, *arguments: str) -> Iterator[Server]:
+    spread_so = ("--parallel", f"denoiser={spread}", "--collective-s", WAIT_S) if spread else ()
+    with serving(folder, "--workers", "split", "--threads", "1", *spread_so, *arguments) as server:
+        yield server.ready()
+
+
+def picture(server: Server, seed: int, **more: object) -> bytes:
+    request = server.submit("a red circle on white", seed=seed, **more)
+    assert server.finished(request)["status"] == "completed"
+    return server.result(request)
+
+
+def pixels(file: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(file))).astype(int)
+
+
+def compute_of_denoiser(server: Server) -> list[psutil.Process]:
+    (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "denoiser")
+    return computes_of(worker["pid"])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
+    """Pictures by seed, of one rank; odd sizes and a negative prompt among them."""
+    with ranks(tmp_path_factory.mktemp("alone"), "") as server:
+        return {seed: picture(server, seed, **own(seed)) for seed in range(4)}
+
+
+def own(seed: int) -> dict[str, object]:
+    sizes = {0: "128x128", 1: "128x96", 2: "64x160", 3: "32x32"}
+    return {"size": sizes[seed], "num_inference_steps": 6, "negative_prompt": "blue" if seed % 2 else ""}
+
+
+@pytest.mark.parametrize(("spread", "equal"), [
+    ("ulysses:2", True), ("cfg:2", True), ("ring:3", False), ("ulysses:2+cfg:2", True),
+])  # fmt: skip
+def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
+    with ranks(tmp_path, spread) as server:
+        assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
+        asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
+        for seed, request in asked.items():
+            assert server.finished(request)["status"] == "completed"
+            made = server.result(request)
+            if equal:
+                assert made == alone[seed]
+            assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+
+
+def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(alone: dict[int, bytes], tmp_path: Path) -> None:
+    with ranks(tmp_path, "ulysses:2") as server:
+        long = server.submit("a red circle on white", seed=9, num_inference_steps=100)
+        for event in server.events(long):
+            if event["type"] == "progress" and event["stage"] == "denoise.0":
+                break
+        urgent = server.submit("a red circle on white", seed=0, priority=5, **own(0))
+        assert server.finished(urgent)["status"] == "completed"
+        assert server.result(urgent) == alone[0]
+        assert server.get(f"/v1/requests/{long}")["status"] == "in_progress"
+        server.post(f"/v1/requests/{long}/cancel", {})
+        assert server.finished(long)["status"] == "cancelled"
+        assert picture(server, 1, **own(1)) == alone[1]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(how: signal.Signals, rank: int, tmp_path: Path) -> None:
+    with ranks(tmp_path, "ulysses:2") as server:
+        calm = picture(server, 5, num_inference_steps=60)
+        before = compute_of_denoiser(server)
+        request = server.submit("a red circle on white", seed=5, num_inference_steps=60)
+        for event in server.events(request):
+            if event["type"] == "progress" and event["stage"] == "denoise.0":
+                break
+        os.kill(before[rank].pid, how)
+        shown = server.finished(request)
+        assert shown["status"] == "completed"
+        assert shown["attempts"] == 2
+        assert server.result(request) == calm
+        until(lambda: all_gone(before), "the ranks of before to end")
+
+
+def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
+    with ranks(tmp_path, "ulysses:2") as server:
+        (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "denoiser")
+        computes = computes_of(worker["pid"])
+        os.kill(worker["pid"], signal.SIGKILL)
+        until(lambda: all_gone(computes), "the ranks to end")
+        assert picture(server, 1, num_inference_steps=4)
+
+
+@pytest.mark.nightly
+def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    with ranks(tmp_path, "ulysses:2") as server:
+        calm = {seed: picture(server, seed, num_inference_steps=40) for seed in range(3)}
+        ended, running = 0, dict[str, int]()
+        while ended < 50:
+            while len(running) < 3:
+                seed = chance.randrange(3)
+                running[server.submit("a red circle on white", seed=seed, num_inference_steps=40)] = seed
+            time.sleep(chance.uniform(0.0, 2.5))
+            if found := compute_of_denoiser(server):
+                os.kill(chance.choice(found).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+                ended += 1
+            for request in [one for one in running if server.get(f"/v1/requests/{one}")["status"] == "completed"]:
+                assert server.result(request) == calm[running.pop(request)]
+        for request, seed in running.items():
+            assert server.finished(request)["status"] == "completed"
+            assert server.result(request) == calm[seed]
+        family = family_of(server.process.pid)
+    until(lambda: all_gone(family), "everything to end")
+
+
+def test_what_cannot_be_is_refused_before_anything_is_loaded() -> None:
+    command = unfuse("serve", "unfuse/shapes", "--parallel", "denoiser=ulysses:5")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "ulysses:5 does not divide 4: use ulysses:4" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,55 @@
+"""Ranks of which one fails: `failing.py RANK SIZE RENDEZVOUS`, with the scenario as JSON on its input.
+
+Each rank prints what it got of each step, a line each.
+"""
+
+import json
+import os
+import signal
+import sys
+
+import torch
+
+from unfuse.core.spread import Spread
+from unfuse.parallel.group import Axis, Group
+
+LIMIT_S = 3.0
+
+
+def step(group: Group, axis: Axis, how: str) -> str:
+    """One step; rank 1 fails as `how` says."""
+    fails = group.rank == 1
+    with group.together():
+        if how == "before" and fails:
+            raise ValueError("no such thing")
+        if how == "memory" and fails:
+            raise torch.OutOfMemoryError("the device is full")
+        if how == "both":
+            raise ValueError(f"of rank {group.rank}")
+        if how == "without":
+            return "nothing exchanged"
+        gathered = axis.gather(torch.full((2,), float(group.rank)))
+        if how == "amid" and fails:
+            raise ValueError("too late")
+        if how == "stop" and fails:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        axis.gather(gathered)
+        return str(gathered[:, 0].tolist())
+
+
+def main(rank: int, size: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    group = Group(rank, size, rendezvous, "cpu", LIMIT_S)
+    axis = group.mesh(Spread({"ulysses": size})).axis("ulysses")
+    print(json.dumps([len(said) for said in group.exchange(b"x" * rank)]), flush=True)
+    for how in json.load(sys.stdin):
+        try:
+            said = step(group, axis, how)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        print(json.dumps(said), flush=True)
+    group.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,57 @@
+"""One rank of several that make latents together: `rank.py RANK SIZE RENDEZVOUS ROOT`, with tasks as JSON on its input.
+
+Each task is a spread and a job of the families' tests. Rank 0 saves the latents as `SPREAD JOB.npy` in the rendezvous'
+folder; every rank ends with a line that says what it exchanged.
+"""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.models import conftest as c
+from unfuse.core.spread import Spread
+from unfuse.models import find
+from unfuse.models.base import Runtime
+from unfuse.parallel.group import Group
+from unfuse.stages.base import Stage, StageInput
+
+LIMIT_S = 60.0
+
+
+def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
+    torch.set_num_threads(1)
+    group = Group(rank, size, str(rendezvous), "cpu", LIMIT_S)
+    tiny = c.Undivided(root)
+
+    @cache
+    def stage(model: str, dtype: str, kind: str, spread: str) -> list[Stage]:
+        folder = tiny.folder(model)
+        family = find(folder)
+        card = family.card("model", folder, dtype)
+        mesh = group.mesh(Spread.parse(spread)) if spread else None
+        runtime = Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh)
+        specs = [spec for spec in card.pipeline.stages if kind in spec.name]
+        return [family.load(spec, folder, runtime) for spec in specs]
+
+    for spread, name in json.load(sys.stdin):
+        job = {job.name: job for job in c.JOBS}[name]
+        encoders = stage(job.model, job.dtype, "encode", "")
+        encoded = {}
+        for encoder in encoders:
+            encoded |= c.run(encoder, job.params, None, tiny.uploads(job.params)).tensors
+        (denoise,) = stage(job.model, job.dtype, "denoise", spread)
+        task = StageInput({**job.params, "output_format": "png"}, encoded)
+        denoise.verify(task)
+        with group.together():
+            (made,) = denoise.run([task])
+        if rank == 0:
+            np.save(rendezvous.with_name(f"{spread} {name}.npy"), made.tensors["latents"].float().numpy())
+    group.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -1,0 +1,51 @@
+"""Ranks agree: a step that one cannot make is made by none, and who fails amid one ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.parallel.conftest import begin_ranks, run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def said(folder: Path, rank: int) -> list[object]:
+    return [json.loads(line) for line in (folder / f"out{rank}").read_text().splitlines()]
+
+
+def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> None:
+    codes = run_ranks("failing", 2, tmp_path, ["", "before", "", "memory", "without", "both", ""])
+
+    assert codes == [0, 0], (tmp_path / "log0").read_text()
+    fine = "[0.0, 1.0]"
+    first, second = said(tmp_path, 0), said(tmp_path, 1)
+    assert first == [
+        [0, 1], fine, "RankFailed: rank 1: ValueError: no such thing", fine,
+        "OutOfMemoryError: rank 1: OutOfMemoryError: the device is full", "nothing exchanged",
+        "ValueError: of rank 0", fine,
+    ]  # fmt: skip
+    assert second[2:5] == ["ValueError: no such thing", fine, "OutOfMemoryError: the device is full"]
+
+
+def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: Path) -> None:
+    codes = run_ranks("failing", 2, tmp_path, ["", "amid", ""])
+
+    assert codes == [1, 1]
+    assert "rank 1 ends: it failed amid a step: ValueError: too late" in (tmp_path / "log1").read_text()
+    assert "rank 0 ends: an exchange with other ranks failed" in (tmp_path / "log0").read_text()
+    assert said(tmp_path, 0) == [[0, 1], "[0.0, 1.0]"]
+
+
+def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(tmp_path: Path) -> None:
+    first, second = begin_ranks("failing", 2, tmp_path, ["", "stop"])
+    try:
+        assert first.wait(60) == 1
+        assert psutil.Process(second.pid).status() == psutil.STATUS_STOPPED
+        assert "rank 0 ends: an exchange with other ranks failed" in (tmp_path / "log0").read_text()
+    finally:
+        second.kill()
+        second.wait()

@@ -1,0 +1,71 @@
+"""Ranks make together what the undivided pipeline makes in a process of its own: each kind, for each family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.models import conftest as c
+
+pytestmark = pytest.mark.slow
+
+Make = Callable[[int, Sequence[tuple[str, str]]], Path]
+
+DAY = (
+    "unipc-one-step", "unipc-negative", "shapes-image", "picture-wide", "two-second-scale", "tokens-picture",
+    "flux-wide", "flux-half-negative", "hunyuan-image", "hunyuan-long", "qwen-negative", "klein-image", "krea-image",
+)  # fmt: skip
+"""One or two of each family: lengths that two do not divide, masks, and both halves of guidance among them."""
+
+EQUAL = {"ulysses", "cfg"}
+"""What leaves every bit as it is; but with few tokens, or a number that eight does not divide, a product of
+matrices may take another kernel."""
+FEW = ("tokens-", "qwen-empty-negative", "qwen-prompt", "qwen-long", "krea-prompt", "krea-unguided")
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
+"""Of the largest number among the latents."""
+
+JOBS = {job.name: job for job in c.JOBS}
+APART = ("klein", "krea")
+"""Models whose halves of guidance are their own affair."""
+
+
+def tasks(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]:
+    return [(s, name) for name in names for s in spreads if not ("cfg" in s and JOBS[name].model.startswith(APART))]
+
+
+def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]]) -> None:
+    wrong = []
+    for spread, name in made:
+        found, wanted = np.load(folder / f"{spread} {name}.npy"), undivided.result(name)["latents"]
+        if JOBS[name].model.startswith(APART):  # they hand them over unpacked
+            found, wanted = np.sort(found, None), np.sort(wanted, None)
+        kinds = {kind.partition(":")[0] for kind in spread.split("+")}
+        if kinds <= EQUAL and not name.startswith(FEW if "ulysses" in kinds else ()):
+            right = np.array_equal(found, wanted)
+        else:
+            dtype = "bfloat16" if "bfloat16" in JOBS[name].dtype else "float32"
+            right = float(np.abs(found - wanted).max()) <= TOLERANCE[dtype] * float(np.abs(wanted).max())
+        if not right:
+            wrong.append((spread, name, float(np.abs(found - wanted).max())))
+    assert not wrong
+
+
+def test_two_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+    asked = tasks(DAY, ("ulysses:2", "ring:2", "cfg:2"))
+    check(undivided, latents(2, asked), asked)
+
+
+@pytest.mark.nightly
+def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None:
+    asked = tasks([*JOBS], ("ulysses:2", "ring:2", "cfg:2"))
+    check(undivided, latents(2, asked), asked)
+
+
+@pytest.mark.nightly
+def test_four_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
+    asked = tasks([*DAY], ("ulysses:2+cfg:2", "ring:2+ulysses:2", "ring:2+cfg:2", "ring:4"))
+    check(undivided, latents(4, asked), asked)

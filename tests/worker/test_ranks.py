@@ -1,0 +1,288 @@
+"""Step loops of several ranks: the first decides, all carry out the same, and what one cannot do none does."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from msgspec.structs import replace
+
+from tests.worker.test_step_loop import Bench, Count, Large, Shared
+from unfuse.core.codec import encode
+from unfuse.core.errors import ResultsUnavailable, TransientError
+from unfuse.core.messages import Done, Failed
+from unfuse.core.task import Claim
+from unfuse.stages.base import SteppedStage
+from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stopped, Turn, Waits
+from unfuse.worker.exactness import TRUSTED, Exactness
+from unfuse.worker.ranks import SeveralRanks
+from unfuse.worker.step_loop import StepLoop
+
+WAIT_S = 20.0
+
+
+class Table:
+    """Where the ranks of a test meet."""
+
+    def __init__(self, size: int) -> None:
+        self.said = [b""] * size
+        self.barrier = threading.Barrier(size)
+
+
+class Rank:
+    """One of them."""
+
+    def __init__(self, rank: int, table: Table) -> None:
+        self.rank, self._table = rank, table
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        self._table.said[self.rank] = own
+        self._table.barrier.wait(WAIT_S)
+        found = [*self._table.said]
+        self._table.barrier.wait(WAIT_S)
+        return found
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._together()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        error = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        said = self.exchange(str(error or "").encode())
+        if error or any(said):
+            raise error or TransientError(b"".join(said).decode())
+
+
+class Group:
+    """Loops of two ranks, each in a thread, that read one store, behind one parent."""
+
+    def __init__(self, folder: Path, stages: Sequence[SteppedStage[Any]], exact: bool = False) -> None:
+        self.bench = Bench(folder, {"count": stages[0]}, 4)
+        self.sent: list[list[FromCompute]] = [[] for _ in stages]
+        self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in stages]
+        self.changed = threading.Condition()
+        self.ended = False
+        table = Table(len(stages))
+        self.loops = [self._loop(Rank(rank, table), stage, folder, exact) for rank, stage in enumerate(stages)]
+        self.threads = [threading.Thread(target=self._run, args=(loop,), daemon=True) for loop in self.loops]
+        for thread in self.threads:
+            thread.start()
+
+    def _loop(self, rank: Rank, stage: SteppedStage[Any], folder: Path, exact: bool) -> StepLoop:
+        def send(message: FromCompute) -> None:
+            if isinstance(message, Turn):
+                assert rank.rank == 0
+                for inbox in self.inboxes[1:]:
+                    inbox.put(message)
+                return
+            with self.changed:
+                self.sent[rank.rank].append(message)
+                self.changed.notify_all()
+
+        sure = Exactness(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
+        loop = StepLoop(
+            {"count": stage}, self.bench.store, self.bench.results, self.inboxes[rank.rank], send, 4, exactness=sure,
+            ranks=SeveralRanks(rank, send),
+        )  # fmt: skip
+        loop._sizes = Large(4)
+        return loop
+
+    def _run(self, loop: StepLoop) -> None:
+        try:
+            while not self.ended:
+                turn = loop.decide() if loop._ranks.leads else loop._told()
+                loop._ranks.tell(turn)
+                loop.carry_out(turn)
+        except threading.BrokenBarrierError:
+            return
+
+    def begin(self, **params: Any) -> Run:
+        self.bench.run(**params)
+        run = self.bench.inbox.get()
+        assert isinstance(run, Run)
+        self.give(run)
+        return run
+
+    def give(self, run: Run) -> None:
+        """As the executor does: the task to all."""
+        for inbox in reversed(self.inboxes):
+            inbox.put(run)
+
+    def until(self, condition: Callable[[], Any], what: str) -> Any:
+        with self.changed:
+            assert self.changed.wait_for(condition, WAIT_S), what
+        return condition()
+
+    def outcome(self, run: Run) -> Done | Failed | Stopped:
+        def ends() -> list[Any]:
+            return [m for m in self.sent[0] if isinstance(m, Done | Failed | Stopped) and m.claim == run.lease.claim]
+
+        (end,) = self.until(ends, "the task to end")
+        return end
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
+    made: list[Group] = []
+
+    def make(*stages: SteppedStage[Any], exact: bool = False) -> Group:
+        made.append(Group(tmp_path, stages, exact))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.ended = True
+        for inbox in one.inboxes:
+            inbox.put(Turn())  # wakes the loop
+        for thread in one.threads:
+            thread.join(WAIT_S)
+
+
+Make = Callable[..., Group]
+
+
+def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_reports(group: Make) -> None:
+    stages = Count(), Count()
+    ranks = group(*stages)
+    runs = [ranks.begin(tag=tag, steps=5 + tag, priority=tag % 2) for tag in range(4)]
+    for run in runs:
+        done = ranks.outcome(run)
+        assert isinstance(done, Done)
+        assert done.output
+        with ranks.bench.store.get(done.output) as held:
+            assert np.array_equal(held["x"], np.full(3, run.lease.task.params["steps"]))
+    assert stages[0].batches == stages[1].batches
+    assert ranks.sent[1] == []
+    assert not ranks.loops[1]._jobs
+
+
+def test_what_one_rank_cannot_begin_ends_everywhere_with_its_error(group: Make) -> None:
+    class Picky(Count):
+        def verify(self, task: Any) -> None:
+            if task.params["tag"] == 1:
+                raise ValueError("not here")
+
+    stages = Count(), Picky()
+    ranks = group(*stages)
+    good, bad = ranks.begin(tag=0, steps=3), ranks.begin(tag=1, steps=3)
+    failed = ranks.outcome(bad)
+    assert isinstance(failed, Failed)
+    assert "not here" in failed.message
+    assert isinstance(ranks.outcome(good), Done)
+    assert stages[0].order == stages[1].order == [0, 0, 0]
+
+
+def test_a_step_that_one_rank_cannot_make_fails_for_all_and_later_tasks_go_on(group: Make) -> None:
+    stages = Count(), Count(raises=lambda size: TransientError("full"), fail_at=2)
+    ranks = group(*stages)
+    failed = ranks.outcome(ranks.begin(tag=0, steps=3))
+    assert isinstance(failed, Failed)
+    assert "full" in failed.message
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+
+
+def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
+    stages = Count(), Count()
+    ranks = group(*stages)
+    long = ranks.begin(tag=0, steps=10**9)
+    ranks.until(lambda: len(stages[0].batches) > 3, "it to run")
+    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    assert isinstance(ranks.outcome(long), Stopped)
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+    assert stages[0].batches == stages[1].batches
+
+
+def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make) -> None:
+    class Forgets(Count):
+        def resume(self, task: Any, saved: Any) -> Any:
+            raise ValueError("unreadable")
+
+    class Remembers(Count):
+        def resume(self, task: Any, saved: Any) -> Any:
+            return task, 7
+
+    stages = Remembers(), Forgets()
+    ranks = group(*stages)
+    ranks.bench.run(tag=0, steps=9)
+    lease = ranks.bench.inbox.get().lease  # type: ignore[union-attr]
+    saved = ranks.bench.store.put({"x": np.zeros(1)}, request=lease.task.request, stage="stage", attempt=0)
+    run = Run(replace(lease, checkpoint=saved), {})
+    ranks.give(run)
+    assert isinstance(ranks.outcome(run), Done)
+    assert len(stages[0].batches) == len(stages[1].batches) == 9
+
+
+def test_a_task_waits_on_all_ranks_while_one_cannot_have_its_upload(
+    group: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Uploaded(Count):
+        uploads = ("image",)
+
+    stages = Uploaded(), Uploaded()
+    ranks = group(*stages)
+    asked: list[int] = []
+
+    def attached(request: str, name: str) -> bytes:
+        asked.append(threading.get_ident())
+        if len(asked) == 1:
+            raise ResultsUnavailable("gone for a moment")
+        return b"bytes"
+
+    monkeypatch.setattr(ranks.bench.results, "attached", attached)
+    run = ranks.begin(tag=0, steps=3)
+    assert isinstance(ranks.outcome(run), Done)
+    assert any(isinstance(message, Waits) for message in ranks.sent[0])
+    assert len(asked) == 4
+    assert stages[0].batches == stages[1].batches
+
+
+@pytest.mark.parametrize("sloppy", [0, 1])
+def test_where_a_batch_differs_on_one_rank_no_rank_shares_it(group: Make, sloppy: int) -> None:
+    stages = [Shared(), Shared()]
+    stages[sloppy].sloppy = 2
+    ranks = group(*stages, exact=True)
+    runs = [ranks.begin(tag=tag, steps=TRUSTED + 3) for tag in (1, 2, 3, 4)]
+    for run in runs:
+        assert isinstance(ranks.outcome(run), Done)
+    assert stages[0].batches == stages[1].batches
+    assert sum(len(batch) > 1 for batch in stages[0].batches) <= 2
+
+
+claims = st.builds(Claim, st.sampled_from("ab"), st.just("denoise.0"), st.just(1), st.just(b""))
+failed = st.builds(Failed, claims, st.sampled_from(("transient", "permanent")), st.text(max_size=3))
+verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
+
+
+@given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
+def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(said: list[list[Any]]) -> None:
+    class Heard:
+        rank = 0
+
+        def exchange(self, own: bytes) -> list[bytes]:
+            return [own, *others]
+
+        def together(self) -> AbstractContextManager[None]:
+            return nullcontext()
+
+    others = [encode(rank) for rank in said[1:]]
+    agreed = SeveralRanks(Heard(), lambda turn: None).agree(said[0])
+    for task, found in enumerate(agreed):
+        own = [rank[task] for rank in said]
+        if isinstance(found, int) and found >= 0:
+            assert own == [found] * len(said)
+        elif found == -1:
+            assert all(isinstance(one, int) for one in own)
+        else:
+            assert found in own
+            assert isinstance(found, Failed) or not any(isinstance(one, Failed) for one in own)

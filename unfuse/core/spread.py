@@ -1,0 +1,116 @@
+"""What `--parallel` says: by which kinds of parallelism, and over how many ranks, the stages of a role are spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import msgspec
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import StageSpec
+
+KINDS = ("cfg", "ring", "ulysses")
+"""The kinds, outermost first: ranks that are next to each other share the last of them."""
+
+MOST = 64
+"""The most ranks of a worker."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """The degree of each kind; the product of all is the number of ranks. Without any, a stage is on one rank."""
+
+    degrees: Mapping[str, int] = {}
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return prod(self.degrees.values())
+
+    def __str__(self) -> str:
+        return "+".join(f"{kind}:{degree}" for kind, degree in self.degrees.items())
+
+    @classmethod
+    def parse(cls, text: str) -> Spread:
+        """Of `ulysses:2+cfg:2`. Raises ConfigError."""
+        degrees: dict[str, int] = {}
+        for entry in text.split("+"):
+            kind, _, degree = (part.strip() for part in entry.partition(":"))
+            if kind not in KINDS or kind in degrees:
+                raise ConfigError(f"--parallel: {entry!r} is not KIND:N with a KIND of {', '.join(KINDS)}, each once")
+            if not degree.isdecimal() or not 2 <= int(degree) <= MOST:
+                raise ConfigError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
+            degrees[kind] = int(degree)
+        return cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
+
+    def refusal(self, allowed: Mapping[str, int]) -> str:
+        """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
+        that degrees must divide (0: any will do), and names what would go instead.
+        """
+        for kind, degree in self.degrees.items():
+            if kind not in allowed:
+                return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
+            whole = allowed[kind]
+            if whole and whole % degree:
+                near = min((d for d in divisors(whole) if d > 1), key=lambda d: (abs(d - degree), d), default=1)
+                other = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
+                return f"{kind}:{degree} does not divide {whole}: {other}"
+        return ""
+
+
+def divisors(number: int) -> Iterable[int]:
+    """All of them."""
+    return (divisor for divisor in range(1, number + 1) if number % divisor == 0)
+
+
+def parse_parallel(text: str) -> dict[str, Spread]:
+    """How the stages of each role are spread, of `denoiser=ulysses:2+cfg:2,decoder=tiles:2`. Raises ConfigError."""
+    found: dict[str, Spread] = {}
+    for entry in filter(None, text.split(",")):
+        role, _, how = (part.strip() for part in entry.partition("="))
+        if not role or not how or role in found:
+            raise ConfigError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
+        found[role] = Spread.parse(how)
+    return found
+
+
+def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
+    """What `--parallel` says of a worker of these roles (None: all). Raises ConfigError if they differ in size."""
+    own = {role: spread for role, spread in parse_parallel(text).items() if roles is None or role in roles}
+    if len(sizes := {spread.size for spread in own.values()}) > 1:
+        raise ConfigError(
+            f"--parallel {text}: one worker has one number of ranks, and its roles ask for {sorted(sizes)}"
+        )
+    return own
+
+
+def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
+    """The device of each rank of a worker that is so spread, of `cpu`, `cpu+cpu` or `cuda:0+cuda:1`.
+
+    Raises ConfigError for a number that does not fit, and where two ranks would have one GPU.
+    """
+    named = tuple(device.strip() for device in devices.split("+"))
+    size = next((spread.size for spread in spreads.values()), 1)
+    if len(named) == 1 and named[0] == "cpu":
+        named *= size
+    if len({*named} - {"cpu"}) + named.count("cpu") < len(named):
+        raise ConfigError(f"--device {devices}: two ranks would have one GPU, and each needs its own")
+    if len(named) != size:
+        said = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "nothing"
+        raise ConfigError(
+            f"--device {devices} is {len(named)} ranks, and --parallel says {said} of this worker, which is {size}: "
+            f"name {size} of them, like {'+'.join(['cpu'] * size)} or {'+'.join(f'cuda:{n}' for n in range(size))}"
+        )
+    return named
+
+
+def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec]) -> None:
+    """Raise ConfigError for a role that no stage has, or one of whose stages none can be spread so, naming what can."""
+    stages = list(stages)
+    for role, spread in spreads.items():
+        refusals = [spread.refusal(stage.spreads) for stage in stages if stage.role == role]
+        if not refusals:
+            known = ", ".join(dict.fromkeys(stage.role for stage in stages))
+            raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
+        if refusal := next(filter(None, refusals), ""):
+            raise ConfigError(f"--parallel {role}={spread}: {refusal}")

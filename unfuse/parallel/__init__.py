@@ -1,0 +1,1 @@
+"""How one forward spreads over the ranks of a worker: a kind a file, over torch.distributed."""

@@ -1,0 +1,189 @@
+"""Tokens spread over ranks: each has a share of them in a transformer's blocks, and attention is over all.
+
+Before the first block each rank takes its share of every segment (of text, of the picture), and behind the last one all
+get the whole again; whatever else the model does, it does on whole tensors. Shares are of equal length: where that does
+not divide, the last ones end in zeros, which attention leaves out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, functional
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.group import Axis
+
+ROWS = 8
+"""Shares are multiples of so many tokens: products of matrices take rows by as many, and others in another way."""
+
+TOKENS = 2
+"""The dimension of tokens in what attention is given: (rows, heads, tokens, width)."""
+
+
+class Shares:
+    """How many tokens each segment has in the forward that runs, and which of them are this rank's."""
+
+    def __init__(self, axis: Axis, order: Sequence[str]) -> None:
+        self.axis, self.order = axis, order
+        self.lengths: dict[str, int] = {}
+
+    def share(self, segment: str) -> int:
+        """How many tokens of a segment each rank has, zeros included."""
+        return -(-self.lengths[segment] // (self.axis.size * ROWS)) * ROWS
+
+    def kept(self, rank: int) -> list[tuple[int, int]]:
+        """Of the shares of a rank, in order: where each begins, and how many of its tokens are there at all."""
+        found, start = [], 0
+        for segment in self.order:
+            share = self.share(segment)
+            found.append((start, max(0, min(share, self.lengths[segment] - rank * share))))
+            start += share
+        return found
+
+    @property
+    def whole(self) -> int:
+        """All tokens."""
+        return sum(self.lengths[segment] for segment in self.order)
+
+    def own(self, tensor: Tensor, along: Along) -> Tensor:
+        """This rank's share of a tensor."""
+        if along.dims not in (0, tensor.dim()):
+            return tensor
+        pieces = torch.split(tensor, [self.lengths[segment] for segment in along.segments], along.axis)
+        shares = [self._own(piece, along.axis, self.share(s)) for piece, s in zip(pieces, along.segments, strict=True)]
+        return shares[0] if len(shares) == 1 else torch.cat(shares, along.axis)
+
+    def _own(self, piece: Tensor, axis: int, share: int) -> Tensor:
+        there = piece.shape[axis]
+        start = min(self.axis.rank * share, there)
+        own = piece.narrow(axis, start, min(share, there - start))
+        missing = share - own.shape[axis]
+        if not missing:
+            return own
+        shape = [*own.shape]
+        shape[axis] = missing
+        return torch.cat([own, own.new_zeros(shape)], axis)
+
+    def joined(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
+        """The whole of shares (ranks, …), along that axis of each, in the order of the segments."""
+        parts = torch.split(shares, [self.share(segment) for segment in segments], axis + 1)
+        wholes = []
+        for part, segment in zip(parts, segments, strict=True):
+            lined = part.movedim(0, axis)
+            whole = lined.reshape(*part.shape[1 : axis + 1], -1, *part.shape[axis + 2 :])
+            wholes.append(whole.narrow(axis, 0, self.lengths[segment]))
+        return wholes[0] if len(wholes) == 1 else torch.cat(wholes, axis)
+
+    def apart(self, whole: Tensor, axis: int) -> Tensor:
+        """Shares (ranks, …) of a whole, as `joined` takes them."""
+        parts, pieces = [], torch.split(whole, [self.lengths[segment] for segment in self.order], axis)
+        for segment, part in zip(self.order, pieces, strict=True):
+            share = self.share(segment)
+            missing = share * self.axis.size - part.shape[axis]
+            shape = [*part.shape]
+            shape[axis] = missing
+            padded = torch.cat([part, part.new_zeros(shape)], axis) if missing else part
+            parts.append(torch.unflatten(padded, axis, (self.axis.size, share)).movedim(axis, 0))
+        return torch.cat(parts, axis + 1)
+
+
+class Attend(ABC):
+    """Attention over the tokens of all ranks."""
+
+    @abstractmethod
+    def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+        """What this rank's tokens (rows, heads, tokens, width) get of all; a mask is for all tokens, in order."""
+
+
+class _Replaced(TorchFunctionMode):
+    """Puts attention over all ranks in the place of torch's."""
+
+    def __init__(self, shares: Shares, attend: Attend) -> None:
+        super().__init__()
+        self._shares, self._attend = shares, attend
+
+    @override
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | dict(kwargs or {})
+        q, k, v, mask = given.pop("query"), given.pop("key"), given.pop("value"), given.pop("attn_mask", None)
+        if given.pop("enable_gqa", False) and q.shape[1] != k.shape[1]:
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
+        shares = self._shares
+        if mask is not None and mask.shape[-1] != shares.whole:
+            mask = shares.joined(shares.axis.gather(mask), mask.dim() - 1, shares.order)
+        return self._attend(shares, q, k, v, mask, **given)
+
+
+def spread(model: Module, cut: Cut, axis: Axis, attend: Attend) -> None:
+    """Spread a transformer's tokens over these ranks."""
+    blocks = [block for name in cut.blocks for block in model.get_submodule(name).children()]
+    shares = Shares(axis, cut.order)
+    for number, block in enumerate(blocks):
+        _Entrance(block, shares, cut.enter if number == 0 else {}, cut.follow)
+        _within(block.get_submodule(cut.attention), _Replaced(shares, attend))
+    blocks[-1].register_forward_hook(functools.partial(_leave, shares, cut.leave))
+
+
+class _Entrance:
+    """What a block is given, cut to this rank's share."""
+
+    def __init__(
+        self, block: Module, shares: Shares, enter: Mapping[str, Along], follow: Mapping[str, tuple[Along, ...]]
+    ) -> None:
+        self._shares, self._enter, self._follow = shares, enter, follow
+        self._signature = inspect.signature(block.forward)
+        block.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, block: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        bound = self._signature.bind(*args, **kwargs)
+        given = bound.arguments
+        for name, along in self._enter.items():
+            self._shares.lengths[along.segments[0]] = given[name].shape[along.axis]
+        for name, along in self._enter.items():
+            given[name] = self._shares.own(given[name], along)
+        for name, rules in self._follow.items():
+            if given.get(name) is not None:
+                given[name] = self._cut(given[name], rules)
+        return bound.args, bound.kwargs
+
+    def _cut(self, value: Any, rules: tuple[Along, ...]) -> Any:
+        if isinstance(value, Tensor):
+            return self._shares.own(value, rules[0])
+        every = rules * len(value) if len(rules) == 1 else rules
+        return tuple(self._shares.own(one, along) for one, along in zip(value, every, strict=True))
+
+
+def _leave(shares: Shares, rules: tuple[Along, ...], block: Module, args: Any, made: Any) -> Any:
+    """The whole of what the last block has made of shares."""
+    single = isinstance(made, Tensor)
+    wholes = tuple(
+        shares.joined(shares.axis.gather(part), along.axis, along.segments) if along.segments else part
+        for part, along in zip((made,) if single else made, rules, strict=True)
+    )
+    return wholes[0] if single else wholes
+
+
+def _within(module: Module, mode: TorchFunctionMode) -> None:
+    """Have a module run in that mode."""
+    inner = module.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return inner(*args, **kwargs)
+
+    module.forward = forward

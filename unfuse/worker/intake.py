@@ -1,0 +1,88 @@
+"""Begins tasks: maps their inputs, checks them, and makes the state before the first step, or restores a saved one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+import structlog
+
+from unfuse.core.pool import declared
+from unfuse.core.task import Lease
+from unfuse.stages.base import StageInput, SteppedStage
+from unfuse.stores.results import ResultStore
+from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.worker.checkpoints import unpack
+from unfuse.worker.compute_messages import Run
+from unfuse.worker.turn import Job
+
+log = structlog.get_logger(__name__)
+
+
+class Intake:
+    """Makes jobs of tasks on the stages of one compute process; see StepLoop for what it is made with.
+
+    `exact`: what else tasks must have in common to share a forward is asked.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, SteppedStage[Any]],
+        store: TensorStore,
+        results: ResultStore,
+        plain: Collection[str],
+        exact: bool,
+    ) -> None:
+        self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
+
+    def begin(self, run: Run) -> Job:
+        """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
+        task, inputs = run.lease.task, list[Held]()
+        try:
+            began = time.monotonic()
+            self._store.learn(run.peers)
+            for ref in task.inputs:
+                inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
+            tensors = {name: tensor for held in inputs for name, tensor in held.items()}
+            stage = self._stages[declared(task.pool)]
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
+            given = StageInput(task.params, tensors, uploads)
+            got = time.monotonic()
+            stage.verify(given)
+            resumed = self._resumed(stage, given, run.lease)
+            state = stage.start(given) if resumed is None else resumed
+            step, _ = stage.progress(state)
+            key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
+            return Job(
+                run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
+                resumed=step, saved=step, reported=step,
+            )  # fmt: skip
+        except BaseException:
+            close(inputs)
+            raise
+
+    def likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
+        """What else tasks must have in common to share a forward, where bytes count; None: they never may."""
+        return stage.state_likeness(state) if self._exact else None
+
+    def _resumed(self, stage: SteppedStage[Any], given: StageInput, lease: Lease) -> Any:
+        """The state that an earlier attempt saved; None if there is none, or if it cannot be read."""
+        if lease.checkpoint is None:
+            return None
+        try:
+            with self._store.get(lease.checkpoint, as_torch=self._as_torch(lease)) as held:
+                return stage.resume(given, unpack(held))
+        except Exception as error:  # a bad checkpoint must not end the process
+            task = lease.task
+            log.warning("cannot resume, starts again", request=task.request, stage=task.stage, reason=str(error))
+            return None
+
+    def _as_torch(self, lease: Lease) -> bool:
+        return declared(lease.task.pool) not in self._plain
+
+
+def close(inputs: list[Held]) -> None:
+    """Let go of inputs."""
+    for held in inputs:
+        held.close()
