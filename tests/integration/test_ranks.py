@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -43,9 +44,14 @@ def pixels(file: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(file))).astype(int)
 
 
-def compute_of_denoiser(server: Server) -> list[psutil.Process]:
+def of_denoiser(server: Server) -> dict[str, Any]:
     (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "denoiser")
-    return computes_of(worker["pid"])
+    found: dict[str, Any] = worker
+    return found
+
+
+def compute_of_denoiser(server: Server) -> list[psutil.Process]:
+    return computes_of(of_denoiser(server)["pid"])
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +79,9 @@ def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[in
             if equal:
                 assert made == alone[seed]
             assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+        (denoise,) = (one for one in server.get(f"/v1/requests/{request}")["stages"] if one["name"] == "denoise.0")
+        assert 0 < denoise["exchange_s"] < denoise["run_s"]
+        until(lambda: all(rank["exchange_s"] > 0 < rank["compute_s"] for rank in of_denoiser(server)["ranks"]), "beats")
 
 
 def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(alone: dict[int, bytes], tmp_path: Path) -> None:
@@ -110,11 +119,15 @@ def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(how: signal.Signal
 
 def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
-        (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "denoiser")
-        computes = computes_of(worker["pid"])
-        os.kill(worker["pid"], signal.SIGKILL)
+        computes = compute_of_denoiser(server)
+        os.kill(of_denoiser(server)["pid"], signal.SIGKILL)
         until(lambda: all_gone(computes), "the ranks to end")
         assert picture(server, 1, num_inference_steps=4)
+
+
+def crashed_alone(server: Server, request: str) -> bool:
+    """Whether a request has been in a crash that may be its own doing: after a second one nobody tries it again."""
+    return any(stage["crashes"] for stage in server.get(f"/v1/requests/{request}")["stages"])
 
 
 @pytest.mark.nightly
@@ -128,7 +141,7 @@ def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
                 seed = chance.randrange(3)
                 running[server.submit("a red circle on white", seed=seed, num_inference_steps=40)] = seed
             time.sleep(chance.uniform(0.0, 2.5))
-            if found := compute_of_denoiser(server):
+            if (found := compute_of_denoiser(server)) and not any(crashed_alone(server, one) for one in running):
                 os.kill(chance.choice(found).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
                 ended += 1
             for request in [one for one in running if server.get(f"/v1/requests/{one}")["status"] == "completed"]:

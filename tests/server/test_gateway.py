@@ -18,7 +18,7 @@ from tests.core.graphs import object_for
 from tests.server.served import BROKEN, IDLE, PICTURES, WORKER, Served, serve, until
 from unfuse import __version__
 from unfuse.core.errors import Overloaded
-from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places
+from unfuse.core.messages import Ask, Beat, Done, Hello, Moved, Places, Spent
 from unfuse.core.request import Timings
 from unfuse.queues.base import Limits
 from unfuse.scheduler.dispatcher import Dispatcher
@@ -340,7 +340,8 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         dispatcher = Dispatcher(served.scheduler, [], Places(""))
         served.run(dispatcher.answer(b"w", Hello(replace(WORKER, room=4096), (PICTURES,))))
         for moved in (Moved(1000, 0.5), Moved(24, 0.25, 1)):
-            beat = Beat(used=1024, high_water=3072, fragmentation=0.125, moved={"tcp": moved})
+            ranks = Spent(3.0, 0.25), Spent(1.0)
+            beat = Beat(used=1024, high_water=3072, fragmentation=0.125, moved={"tcp": moved}, ranks=ranks)
             served.run(dispatcher.answer(b"w", beat))
         told = {
             name: sample(http, f'unfuse_transfer_{name}_total{{engine="tcp"}}')
@@ -353,6 +354,9 @@ def test_what_workers_pulled_and_how_full_their_arenas_are_is_told(tmp_path: Pat
         }
         assert shares == {"occupancy": 0.25, "high_water": 0.75, "fragmentation": 0.125}
         (shown,) = http.get("/v1/workers").json()["data"]
+        assert sample(http, f'unfuse_rank_seconds{{of="exchange",rank="0",role="{WORKER.role}"}}') == 0.25
+        assert sample(http, f'unfuse_rank_seconds{{of="compute",rank="1",role="{WORKER.role}"}}') == 1.0
+        assert shown["ranks"] == [{"compute_s": 3.0, "exchange_s": 0.25}, {"compute_s": 1.0, "exchange_s": 0.0}]
         assert (shown["high_water"], shown["fragmentation"], shown["engines"]) == (3072, 0.125, {})
 
 

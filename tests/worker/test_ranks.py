@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from unfuse.core.codec import encode
 from unfuse.core.errors import ResultsUnavailable, TransientError
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Done, Failed, Spent
 from unfuse.core.task import Claim
 from unfuse.stages.base import SteppedStage
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stopped, Turn, Waits
@@ -40,9 +40,10 @@ class Rank:
     """One of them."""
 
     def __init__(self, rank: int, table: Table) -> None:
-        self.rank, self._table = rank, table
+        self.rank, self._table, self.waited_s = rank, table, 0.0
 
     def exchange(self, own: bytes) -> list[bytes]:
+        self.waited_s += self.rank + 1  # as if it had taken so long
         self._table.said[self.rank] = own
         self._table.barrier.wait(WAIT_S)
         found = [*self._table.said]
@@ -160,10 +161,14 @@ def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_rep
         done = ranks.outcome(run)
         assert isinstance(done, Done)
         assert done.output
+        assert done.timings.exchange_s == done.timings.steps, "one exchange a step"
         with ranks.bench.store.get(done.output) as held:
             assert np.array_equal(held["x"], np.full(3, run.lease.task.params["steps"]))
     assert stages[0].batches == stages[1].batches
-    assert ranks.sent[1] == []
+    spent = [message for message in ranks.sent[1] if isinstance(message, Spent)]
+    assert ranks.sent[1] == spent, "the first one reports"
+    assert spent[-1].exchange_s > 0.0
+    assert spent[-1].exchange_s % 2 == 0, "of each its own"
     assert not ranks.loops[1]._jobs
 
 
@@ -267,7 +272,7 @@ verdicts = st.one_of(st.integers(0, 3), st.builds(Waits, claims), failed)
 @given(st.lists(st.lists(verdicts, min_size=2, max_size=2), min_size=2, max_size=4))
 def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(said: list[list[Any]]) -> None:
     class Heard:
-        rank = 0
+        rank, waited_s = 0, 0.0
 
         def exchange(self, own: bytes) -> list[bytes]:
             return [own, *others]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from unfuse.cli import connecting, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
 
-_WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "models"]
+_WORKER = ["id", "role", "node", "pid", "slots", "leased", "healthy", "seen_s", "ranks", "models"]
 _POOL = ["id", "state", "models", "workers", "slots", "leased", "waiting", "oldest_s"]
 
 
@@ -13,7 +15,13 @@ def workers(server: Server = None, api_key: ApiKey = None, config: Config = None
     """List the workers that are registered at a server."""
     with connecting.client(server, api_key, config) as client:
         rows = client.workers()
-    show.listing(rows, _WORKER, "no worker is registered", json)
+    said = rows if json else [{**row, "ranks": _spent(row.get("ranks", ()))} for row in rows]
+    show.listing(said, _WORKER, "no worker is registered", json)
+
+
+def _spent(ranks: Sequence[Mapping[str, float]]) -> str:
+    """Of each rank the seconds that it computed, and those that it waited for others: a slow one waits least."""
+    return ", ".join(f"{rank['compute_s']:.1f}+{rank['exchange_s']:.1f}" for rank in ranks) or "–"
 
 
 def pools(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from unfuse.core.card import ModelCard
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
+from unfuse.core.spread import MOST
 from unfuse.core.task import Claim, Lease
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
@@ -60,6 +61,16 @@ class Sharing(msgspec.Struct, frozen=True):
         return Sharing(max(self.largest, other.largest), self.blame | other.blame)
 
 
+class Spent(msgspec.Struct, frozen=True, tag=True):
+    """Seconds that a rank has computed steps since it started, and has waited for other ranks and their numbers.
+
+    The rank that is slow is the one that computes longest: the others wait for it.
+    """
+
+    compute_s: Seconds = 0.0
+    exchange_s: Seconds = 0.0
+
+
 class WorkerInfo(msgspec.Struct, frozen=True):
     """A worker, as it describes itself.
 
@@ -70,6 +81,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     BLAKE2 hash of the worker's secret: another connection with this id must know the secret. `resources` are the
     amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
     weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
+    `ranks` says what the ranks have spent, if it has several.
     """
 
     id: str
@@ -90,6 +102,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     resources: Amounts = {}
     outcome: Outcome = {}
     shares: dict[str, Sharing] = {}
+    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -143,6 +156,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     moved: Annotated[dict[str, Moved], Meta(max_length=16)] = {}
     unwritten: Annotated[int, Meta(ge=0)] = 0
     shares: dict[str, Sharing] = {}
+    ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

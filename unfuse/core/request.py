@@ -33,7 +33,7 @@ class Timings(msgspec.Struct, frozen=True):
 
     `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
     earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
-    cpu or the name of a GPU.
+    cpu or the name of a GPU. Of the seconds of computing, `exchange_s` were spent in exchanges with other ranks.
     """
 
     queued_s: float = 0.0
@@ -45,6 +45,7 @@ class Timings(msgspec.Struct, frozen=True):
     resumed: int = 0
     save_s: float = 0.0
     device: str = ""
+    exchange_s: float = 0.0
 
 
 class ResultFile(msgspec.Struct, frozen=True):

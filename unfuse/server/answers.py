@@ -46,6 +46,7 @@ STAGE = thing(
         "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
         "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
         "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
+        "exchange_s": SECONDS,
         "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT,
     }
 )  # fmt: skip
@@ -87,7 +88,7 @@ WORKER = thing(
         "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
         "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT), "pid": INTEGER,
         "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER, "engines": table(TEXT),
-        "healthy": FLAG, "seen_s": SECONDS,
+        "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})), "healthy": FLAG, "seen_s": SECONDS,
     }
 )  # fmt: skip
 POOL = thing(

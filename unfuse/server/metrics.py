@@ -64,6 +64,8 @@ class Metrics:
                 ("high_water", "Share of the arena that ever was taken, at the most"),
             )
         }
+        says = "Seconds that ranks computed steps, and waited for others of their worker"
+        self._ranks = self._gauge("rank_seconds", says, "role", "rank", "of")
         self._cached = self._gauge("cache_bytes", "Bytes of encoder outputs that later requests may read")
         self._predicted = self._gauge(
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
@@ -123,8 +125,13 @@ class Metrics:
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))
-        for gauge in (self._size, self._oldest, self._predicted, self._busy, self._idle, *self._arenas.values()):
+        by_pool = self._size, self._oldest, self._predicted, self._busy, self._idle
+        for gauge in (*by_pool, self._ranks, *self._arenas.values()):
             gauge.clear()
+        for member in members:
+            for rank, spent in enumerate(member.info.ranks):
+                for of, seconds in (("compute", spent.compute_s), ("exchange", spent.exchange_s)):
+                    self._ranks.labels(member.info.role, str(rank), of).inc(seconds)
         for role in {member.info.role for member in members}:
             infos = [member.info for member in members if member.info.role == role and member.info.room]
             for name, shares in {

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends
+from msgspec.structs import asdict
 
 from unfuse.core.messages import Sharing
 from unfuse.queues.base import Member
@@ -43,6 +44,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "unwritten": member.info.unwritten,
             "fragmentation": round(member.info.fragmentation, 3),
             "engines": member.info.engines,
+            "ranks": [{key: round(spent, 3) for key, spent in asdict(rank).items()} for rank in member.info.ranks],
             "healthy": member.info.id in healthy,
             "seen_s": round(max(0.0, now - member.seen), 3),
         }

@@ -12,7 +12,7 @@ import msgspec
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
-from unfuse.core.messages import Done, Failed, Places, Sharing
+from unfuse.core.messages import Done, Failed, Places, Sharing, Spent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -150,8 +150,9 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 ToCompute = Load | Run | Cancel | Turn
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
-)
+    Loading | Loaded | Ready | LoadFailed | Turn | Spent
+    | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
+)  # fmt: skip
 
 
 class ComputeChannel:

@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError
-from unfuse.core.messages import Done, Failed, FailureKind, Sharing
+from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
@@ -72,6 +72,7 @@ class Executor:
         self.ready = False
         self.shares: dict[str, Sharing] = {}
         """How requests share forwards, by pool, as far as that is known."""
+        self._spent: dict[ComputeProcess, Spent] = {}
 
     @property
     def pids(self) -> list[int]:
@@ -82,6 +83,12 @@ class Executor:
     def unwritten(self) -> int:
         """How many tasks wait for the result store."""
         return len(self._unwritten)
+
+    @property
+    def ranks(self) -> tuple[Spent, ...]:
+        """What each rank has spent, if there are several."""
+        ranks = self._processes if len(self._processes) > 1 else ()
+        return tuple(self._spent.get(process, Spent()) for process in ranks)
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
@@ -179,7 +186,10 @@ class Executor:
             except ProtocolError as error:
                 process.kill(f"killed, because it sent something that is not a message: {error}")
                 return process
-            await take(message)
+            if isinstance(message, Spent):
+                self._spent[process] = message
+            else:
+                await take(message)
 
     async def _take(self, message: FromCompute) -> None:
         self._heard_at = time.monotonic()
@@ -222,6 +232,7 @@ class Executor:
         """End the other processes, and report the tasks that ended with them."""
         words = await dead.last_words()
         await self._end()
+        self._spent.clear()
         log.error("compute process died", reason=words, begun=len(self._begun))
         claims, begun = [*self._given, *self._waiting], self._begun
         self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
-from unfuse.core.messages import Failed
+from unfuse.core.messages import Failed, Spent
 from unfuse.worker.compute_messages import Turn, Waits
 
 Verdict = Failed | Waits | int
 """Whether a rank can begin a task: the step at which it did, or why it did not."""
 
 
+TELL_S = 0.1
+"""The least seconds between two times that a rank says what it has spent."""
+
+
 class Exchange(Protocol):
-    """All ranks, of which this process is number `rank`."""
+    """All ranks, of which this process is number `rank`. It has waited for them for so many seconds."""
 
     rank: int
+    waited_s: float
 
     def exchange(self, own: bytes) -> list[bytes]:
         """What each rank gives."""
@@ -35,6 +41,11 @@ class Ranks:
 
     leads = True
     """Whether this one decides the turns, stores what is made, and reports."""
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds spent in exchanges with others so far."""
+        return 0.0
 
     def tell(self, turn: Turn) -> None:
         """Have the other ranks carry out a turn."""
@@ -55,8 +66,14 @@ class Ranks:
 class SeveralRanks(Ranks):
     """One of several; the first one leads, and tells the others through `send`."""
 
-    def __init__(self, others: Exchange, send: Callable[[Turn], None]) -> None:
+    def __init__(self, others: Exchange, send: Callable[[Turn | Spent], None]) -> None:
         self._others, self._send, self.leads = others, send, others.rank == 0
+        self._stepped_s, self._told_at = 0.0, 0.0
+
+    @property
+    @override
+    def exchange_s(self) -> float:
+        return self._others.waited_s
 
     @override
     def tell(self, turn: Turn) -> None:
@@ -72,8 +89,18 @@ class SeveralRanks(Ranks):
         return [_common(ranks) for ranks in zip(*theirs, strict=True)]
 
     @override
-    def together(self) -> AbstractContextManager[None]:
-        return self._others.together()
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        began, waited = time.monotonic(), self.exchange_s
+        try:
+            with self._others.together():
+                yield
+        finally:
+            now = time.monotonic()
+            self._stepped_s += now - began - self.exchange_s + waited
+            if now - self._told_at >= TELL_S:
+                self._told_at = now
+                self._send(Spent(self._stepped_s, self.exchange_s))
 
     @override
     def blame(self, differing: int | None, look: Callable[[int], str]) -> str:

@@ -254,6 +254,7 @@ class StepLoop:
     def _advance(self, batch: list[Job], how: How) -> None:
         """Make one step of these tasks. If that fails together, they are tried alone, or in a smaller batch."""
         stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
+        waited = self._ranks.exchange_s
         size = len(batch) if how == "together" else 1
         try:
             made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
@@ -266,6 +267,7 @@ class StepLoop:
             self._compare(batch, made)
         for job, computed in zip(batch, made, strict=True):
             job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
+            job.exchange_s += self._ranks.exchange_s - waited
             self._settle(job, computed)
 
     def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
@@ -367,7 +369,7 @@ class StepLoop:
             return
         timings = Timings(
             get_s=job.get_s, run_s=job.run_s, put_s=time.monotonic() - finished, steps=job.steps,
-            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s,
+            batch=job.mates / job.steps, resumed=job.resumed, save_s=job.save_s, exchange_s=job.exchange_s,
         )  # fmt: skip
         self._send(Done(job.claim, ref, results, timings))
 

@@ -35,6 +35,7 @@ class Job:
     saved: int = 0
     saved_at: float = field(default_factory=time.monotonic)
     save_s: float = 0.0
+    exchange_s: float = 0.0
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
     previews: list[int] = field(default_factory=list)

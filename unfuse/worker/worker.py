@@ -338,9 +338,10 @@ class Worker:
         held = tuple(self._active.keys() - ended)
         moved = objects.copies.counters.take()
         usage, holding = objects.usage(), tuple(objects.holding())
-        waits, shares = (self._executor.unwritten, self._executor.shares) if self._executor else (0, {})
+        by = self._executor
+        waits, shares, ranks = (by.unwritten, by.shares, by.ranks) if by else (0, {}, ())
         beat = Beat(
-            held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits, shares
+            held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits, shares, ranks
         )  # fmt: skip
         try:
             pulse = await self._link.once(beat, BEAT_S)
