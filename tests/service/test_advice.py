@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from unfuse.core.compute import ComputeOptions
@@ -9,6 +11,7 @@ from unfuse.launch.placement import Device, Part, Wanted, place
 from unfuse.service.advice import batches_of, gains, verdict
 from unfuse.service.plan import Plan, plan_for
 from unfuse.worker.exactness import TRUSTED, Exactness
+from unfuse.worker.options import EXACTNESS
 
 ROLES = ("encoder", "denoiser", "decoder")
 FIRST = frozenset({"denoiser"})
@@ -43,17 +46,17 @@ def test_a_split_over_devices_or_that_saves_much_memory_is_advised(want: Wanted,
     assert verdict(found).startswith("split: ")
 
 
-def test_batches_are_told_by_pool_as_comparing_has_shown() -> None:
+def test_batches_are_told_by_pool_as_comparing_has_shown(tmp_path: Path) -> None:
     found = plan_for(["unfuse/shapes"], "", Wanted(), (Device("cpu", 1 << 40),))
     pools = found.models[0].card.pools()
-    denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], Exactness(None, chance=lambda: 1.0)
+    denoise, decode, seen = f"{pools['denoise']}@0a", pools["vae_decode"], Exactness(tmp_path / EXACTNESS)
     for size in (2, 4) * TRUSTED:
         seen.learn((denoise, (64, 64)), size, "")
     seen.learn((denoise, (32, 32)), 8, "")
     seen.learn((decode, ()), 4, "torch.conv2d")
     seen.learn((decode, ()), 2, "torch.silu")
     seen.learn(("denoise:of-others", ()), 2, "torch.sin")
-    assert batches_of(found, seen.all()) == [
+    assert batches_of(found, str(tmp_path)) == [
         {"pool": denoise, "exact_to": 4, "not_from": None, "because_of": ""},
         {"pool": decode, "exact_to": 1, "not_from": 2, "because_of": "torch.silu"},
     ]

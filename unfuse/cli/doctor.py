@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -11,7 +11,9 @@ import typer
 from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
+from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
+from unfuse.cli.terminal import Terminal
 from unfuse.service import leftovers
 from unfuse.service.settings import load
 from unfuse.service.size import Size
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 @takes("serve.revision", "insecure_listen", "worker.memory_limit", *PLACING, *COMPUTE)
 def doctor(
     flags: dict[str, Any],
+    terminal: Terminal,
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")
@@ -33,22 +36,25 @@ def doctor(
 ) -> None:
     """Say what this machine has, what models need, where `serve` would put them, and whether to split them at all.
 
-    Reads files and headers only; no weights are loaded.
+    Reads files and headers only; no weights are loaded, unless --parallel says how to spread stages over ranks: then
+    the first model is served with one rank and with those, to measure what each gives.
     """
     from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
     from unfuse.service.plan import plan_for, wanted
     from unfuse.service.resources import device_memory, means
+    from unfuse.service.spreading import advised, measure, rows_of
     from unfuse.service.transfers import transfers
 
-    loaded = load(flags, config)
+    terminal.open_log()
+    loaded = load(told := {**flags, **terminal.flags}, config)
     serve = loaded.settings.serve
-    ports = [int(port) for address in serve.listen if (port := address.rpartition(":")[2]).isdecimal()]
-    machine = look((serve.port, *ports))
+    machine = look((serve.port, *_ports(serve.listen)))
     found = None
     if models:
-        usable = devices(device_memory(loaded.settings))
-        found = plan_for(models, serve.revision, wanted(loaded.settings), usable, means(loaded.settings))
+        given = wanted(loaded.settings), devices(device_memory(loaded.settings)), means(loaded.settings)
+        found = plan_for(models, serve.revision, *given)
+    spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what)) if found else []
     removed = leftovers.clean(loaded.settings) if clean else []
     if json:
         facts = {
@@ -58,7 +64,8 @@ def doctor(
             "insecure_listen": loaded.settings.insecure_listen,
             **({"removed": [msgspec.structs.asdict(one) for one in removed]} if clean else {}),
         }
-        show.as_json({**facts, **(_report(found, loaded.settings.data_dir) if found else {})})
+        report = _report(found, loaded.settings.data_dir) if found else {}
+        show.as_json({**facts, **report, **({"spreads": rows_of(spreads)} if spreads else {})})
         return
     if clean:
         rows = [msgspec.structs.asdict(one) for one in removed]
@@ -72,10 +79,19 @@ def doctor(
         typer.echo(f"{'transfers':12} {name}: {state}")
     if found:
         _print_plan(found, loaded.settings.data_dir)
+    if spreads:
+        typer.echo()
+        show.as_table(rows_of(spreads), [*rows_of(spreads)[0]], "nothing was measured")
+        for sentence in advised(spreads):
+            typer.echo(sentence)
+
+
+def _ports(addresses: Iterable[str]) -> list[int]:
+    return [int(port) for address in addresses if (port := address.rpartition(":")[2]).isdecimal()]
 
 
 def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
-    from unfuse.service.advice import gains, layouts_of, verdict
+    from unfuse.service.advice import batches_of, gains, layouts_of, verdict
 
     return {
         "models": {model.card.name: _components(model) for model in plan.models},
@@ -83,18 +99,10 @@ def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
         "memory": plan.memory(),
         "refusal": plan.refusal or None,
         "layouts": layouts_of(plan),
-        "batches": _batches(plan, data_dir),
+        "batches": batches_of(plan, data_dir),
         "gains": [gain for gain, _ in gains(plan)],
         "verdict": verdict(plan),
     }
-
-
-def _batches(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
-    from unfuse.service.advice import batches_of
-    from unfuse.worker.exactness import Exactness
-    from unfuse.worker.options import EXACTNESS
-
-    return batches_of(plan, Exactness(Path(data_dir, EXACTNESS)).all())
 
 
 def _components(model: Model) -> list[dict[str, Any]]:
@@ -121,21 +129,18 @@ def _print_machine(machine: Machine) -> None:
 
 
 def _print_plan(plan: Plan, data_dir: str) -> None:
-    from unfuse.service.advice import gains, layouts_of, verdict
+    from unfuse.service.advice import batches_of, gains, layouts_of, verdict
 
     for model in plan.models:
         typer.echo(f"\n{model.card.name}")
         show.as_table(_components(model), ["name", "kind", "parameters", "files", "dtype", "memory"], "no components")
     typer.echo()
-    if plan.refusal:
-        typer.echo(f"serve would refuse: {plan.refusal}")
-    else:
-        tell(plan, typer.echo)
+    typer.echo(f"serve would refuse: {plan.refusal}") if plan.refusal else tell(plan, typer.echo)
     typer.echo()
     if plan.layouts:
         show.as_table(layouts_of(plan), ["layout", "rate", "gave", "refusal"], "no layout")
         typer.echo()
-    if batches := _batches(plan, data_dir):
+    if batches := batches_of(plan, data_dir):
         show.as_table(batches, ["pool", "exact_to", "not_from", "because_of"], "nothing was compared")
         typer.echo()
     for gain, _ in gains(plan):

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from unfuse.arena.limits import readable_bytes
 from unfuse.core.pool import declared
 from unfuse.launch.placement import CONTEXT, CPU, PROCESS
 from unfuse.service.plan import Plan
-from unfuse.worker.exactness import Verdict
+from unfuse.worker.exactness import Exactness, Verdict
+from unfuse.worker.options import EXACTNESS
 
 
 def gains(plan: Plan) -> Iterator[tuple[str, int]]:
     """What serving in stages gains on this machine, one reason each, with the bytes if it saves memory."""
-    used = dict.fromkeys(worker.device for worker in plan.workers)
+    used = dict.fromkeys(device for worker in plan.workers for device in worker.devices)
     if len(used) > 1:
         yield f"stages on {len(used)} devices ({', '.join(used)}) work at the same time", 0
     parts = [part for held in plan.needs.values() for part in held]
@@ -53,13 +55,13 @@ def layouts_of(plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def batches_of(plan: Plan, verdicts: Sequence[Verdict]) -> list[dict[str, Any]]:
+def batches_of(plan: Plan, data_dir: str) -> list[dict[str, Any]]:
     """How requests share forwards in the pools of these models, as comparing has shown here: of each pool the largest
     batch that changes no byte, the smallest that does, and the function that is to blame for it.
     """
     pools = {pool for model in plan.models for pool in model.card.pools().values()}
     found: defaultdict[str, list[Verdict]] = defaultdict(list)
-    for one in verdicts:
+    for one in Exactness(Path(data_dir, EXACTNESS)).all():
         if declared(one.pool) in pools:
             found[one.pool].append(one)
     rows = []

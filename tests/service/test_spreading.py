@@ -1,0 +1,73 @@
+"""What more ranks would give, predicted from what some gave; and measured, as `doctor` does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+
+from tools.server import environment, unfuse
+from unfuse.core.spread import KINDS, Spread
+from unfuse.models import card_of, resolve_source
+from unfuse.service.spreading import SENT, Found, Step, advised, predicted, rows_of
+
+SHAPES = "unfuse/shapes"
+CARD = card_of(SHAPES, resolve_source(SHAPES))
+seconds = st.floats(1e-3, 10.0)
+
+
+def found(spread: str, alone: Step, step: Step, most: int = 8) -> list[Found]:
+    parsed = Spread.parse(spread)
+    measured = Found("denoiser", spread, parsed.size, step, True)
+    return [Found("denoiser", "", 1, alone, True), measured, *predicted(measured, alone, parsed, CARD, most)]
+
+
+def test_every_kind_says_what_leaves_a_rank() -> None:
+    assert SENT.keys() == {*KINDS}
+
+
+@given(seconds, seconds, seconds, st.floats(0, 1))
+def test_a_prediction_goes_through_what_was_measured(
+    alone: float, compute: float, exchange: float, idle: float
+) -> None:
+    """Half of the degree computes twice as long, and from there back again is what it was."""
+    step = Step(compute, exchange, exchange * idle)
+    (two,) = (one for one in found("ulysses:4", Step(alone), step) if one.spread == "ulysses:2")
+    assert two.step.compute_s == pytest.approx(2 * compute)
+    sent = (exchange - step.least_s) * (1 / 4) / (3 / 16) + step.least_s / 3
+    assert two.step.exchange_s == pytest.approx(sent)
+
+
+def test_only_degrees_that_can_be_are_predicted() -> None:
+    names = [one.spread for one in found("ulysses:2", Step(1.0), Step(0.6, 0.1))]
+    assert names == ["", "ulysses:2", "ulysses:4"], "four heads"
+    assert [one.spread for one in found("ring:2", Step(1.0), Step(0.6, 0.1))][2:] == ["ring:4", "ring:8"]
+    assert [one.spread for one in found("ring:2", Step(1.0), Step(0.6, 0.1), most=2)][2:] == []
+    assert [one.spread for one in found("cfg:2", Step(1.0), Step(0.6, 0.1))][2:] == []
+    assert len(found("ulysses:2+cfg:2", Step(1.0), Step(0.3, 0.1))) == 2, "a product is only measured"
+
+
+def test_it_says_what_has_the_shortest_step_and_where_more_ranks_are_slower() -> None:
+    waits = found("ring:2", Step(1.0), Step(0.6, 0.2, 0.2))
+    assert [*advised(waits)] == [
+        "denoiser: --parallel denoiser=ring:2 has the shortest step; more ranks are slower (ring:4, ring:8)"
+    ]
+    assert [*advised(found("ring:2", Step(1.0), Step(0.9, 0.2)))][0].startswith("denoiser: --parallel denoiser=ring:8")
+    slower = found("ulysses:2", Step(0.1), Step(0.09, 0.2, 0.2), most=2)
+    assert [*advised(slower)] == ["denoiser: one rank is fastest; more ranks are slower (ulysses:2)"]
+    assert [row["gain"] for row in rows_of(slower)] == [1.0, 0.34]
+
+
+@pytest.mark.slow
+def test_doctor_measures_what_it_is_asked_for(tmp_path: Path) -> None:
+    command = unfuse("doctor", SHAPES, "--parallel", "denoiser=ring:2", "--json")
+    done = subprocess.run(command, capture_output=True, env=environment(tmp_path), timeout=300, check=True)
+    one, two, *more = json.loads(done.stdout)["spreads"]
+    assert (one["spread"], one["how"], one["exchange_s"]) == ("one rank", "measured", 0)
+    assert (two["spread"], two["how"]) == ("ring:2", "measured")
+    assert two["step_s"] == pytest.approx(two["compute_s"] + two["exchange_s"], abs=2e-4)
+    assert two["exchange_s"] > 0
+    assert all(row["how"] == "predicted" for row in more)

@@ -1,0 +1,156 @@
+"""What spreading stages over ranks gives on this machine: measured as asked for, predicted for other degrees."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import msgspec
+
+from unfuse.client import Client
+from unfuse.core.card import ModelCard
+from unfuse.core.spread import Spread, parse_parallel
+from unfuse.service.local import own_pools
+from unfuse.service.logs import Logs
+from unfuse.service.plan import Plan
+from unfuse.service.resources import means
+from unfuse.service.settings import load
+
+STEPS, ROUNDS = 4, 3
+"""The steps of a request that is measured, and how many requests are, behind one that warms up."""
+
+MOST_DEGREE = 8
+"""The largest degree that is predicted."""
+
+SENT: Mapping[str, Callable[[int], float]] = {
+    "cfg": lambda degree: degree - 1,
+    "ring": lambda degree: (degree - 1) / degree,
+    "ulysses": lambda degree: (degree - 1) / degree**2,
+}
+"""What leaves a rank in a step, by degree, in shares of something that all degrees have in common."""
+
+
+Shown = Callable[[str], AbstractContextManager[object]]
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Seconds of a step that the first rank computed, and that it waited for others and their numbers; `least_s` is how
+    long it waits where there is least to exchange.
+    """
+
+    compute_s: float
+    exchange_s: float = 0.0
+    least_s: float = 0.0
+
+    @property
+    def whole_s(self) -> float:
+        """Both."""
+        return self.compute_s + self.exchange_s
+
+
+class Found(msgspec.Struct, frozen=True):
+    """A step of the stages of a role, spread so; "" is one rank."""
+
+    role: str
+    spread: str
+    ranks: int
+    step: Step
+    measured: bool
+
+
+def measure(plan: Plan, told: Mapping[str, Any], config: Path | None, logs: Logs, shown: Shown) -> list[Found]:
+    """Steps of the roles that `--parallel` names: of one rank and so spread, measured; of other degrees, predicted.
+
+    Without it, or where the plan is refused, there is nothing. The first model is served by these settings, once with
+    each; what goes on is `shown` meanwhile. On a CPU all ranks together have as many threads as the one has.
+    """
+    compute, card = plan.wanted.compute, plan.models[0].card
+    if not compute.parallel or plan.refusal:
+        return []
+    cores = means(load(told, config).settings).cores
+    most = min(MOST_DEGREE, cores) if all(worker.on_cpu for worker in plan.workers) else MOST_DEGREE
+    spreads, found, smallest = parse_parallel(compute.parallel), list[Found](), card.limits["min_size"]
+
+    @contextmanager
+    def served(parallel: str, ranks: int) -> Iterator[Client]:
+        devices = {name: told[name] for name in ("serve.place", "compute.device") if name in told and not parallel}
+        changed = {
+            "compute.parallel": parallel, "compute.threads": compute.threads or max(1, cores // ranks),
+            "serve.workers": "split", "serve.models": [str(plan.models[0].folder)],
+            **{name: re.sub(r"\+[^,]*", "", device) for name, device in devices.items()},
+        }  # fmt: skip
+        with shown(f"measuring {parallel or 'one rank'}"), own_pools(load({**told, **changed}, config), logs) as client:
+            yield client
+
+    with served("", 1) as client:
+        alone = {role: _measured(client, role, card) for role in spreads}
+    with served(compute.parallel, max(spread.size for spread in spreads.values())) as client:
+        for role, spread in spreads.items():
+            least = _measured(client, role, card, size=f"{smallest}x{smallest}")
+            step = msgspec.structs.replace(_measured(client, role, card), least_s=least.exchange_s)
+            found += [Found(role, "", 1, alone[role], True), Found(role, str(spread), spread.size, step, True)]
+            found += predicted(found[-1], alone[role], spread, card, most)
+    return found
+
+
+def predicted(measured: Found, alone: Step, spread: Spread, card: ModelCard, most: int) -> Iterator[Found]:
+    """The other degrees, where it is spread by one kind: each rank computes its part as efficiently as was measured.
+    Of its exchanges what the smallest picture takes grows with the number of others, the rest with what leaves a rank.
+    """
+    if len(spread.degrees) != 1:
+        return
+    ((kind, degree),) = spread.degrees.items()
+    able = [stage.spreads for stage in card.pipeline.stages if stage.role == measured.role]
+    lost = measured.step.compute_s * degree / alone.compute_s
+    for other in range(2, most + 1):
+        if other != degree and other & (other - 1) == 0 and not any(Spread({kind: other}).refusal(a) for a in able):
+            sent, peers = SENT[kind](other) / SENT[kind](degree), (other - 1) / (degree - 1)
+            exchange_s = (measured.step.exchange_s - measured.step.least_s) * sent + measured.step.least_s * peers
+            step = Step(alone.compute_s / other * lost, exchange_s)
+            yield Found(measured.role, f"{kind}:{other}", other, step, False)
+
+
+def rows_of(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """As they are shown, by role and number of ranks."""
+    alone = {one.role: one.step for one in found if not one.spread}
+    return [
+        {
+            "role": one.role, "spread": one.spread or "one rank", "step_s": round(one.step.whole_s, 4),
+            "compute_s": round(one.step.compute_s, 4), "exchange_s": round(one.step.exchange_s, 4),
+            "gain": round(alone[one.role].whole_s / one.step.whole_s, 2),
+            "how": "measured" if one.measured else "predicted",
+        }
+        for one in sorted(found, key=lambda one: (one.role, one.ranks))
+    ]  # fmt: skip
+
+
+def advised(found: Sequence[Found]) -> Iterator[str]:
+    """What to do, a sentence a role."""
+    for role in dict.fromkeys(one.role for one in found):
+        own = sorted((one for one in found if one.role == role), key=lambda one: one.ranks)
+        best = min(own, key=lambda one: one.step.whole_s)
+        slower = [one for one in own if one.ranks > best.ranks]
+        more = f"; more ranks are slower ({', '.join(one.spread for one in slower)})" if slower else ""
+        what = f"--parallel {role}={best.spread} has the shortest step" if best.spread else "one rank is fastest"
+        yield f"{role}: {what}{more}"
+
+
+def _measured(client: Client, role: str, card: ModelCard, **more: Any) -> Step:
+    """The median step of a request, over all stages of the role."""
+    names = {stage.name for stage in card.pipeline.stages if stage.role == role}
+    given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
+    found = []
+    for seed in range(ROUNDS + 1):
+        view = client.generate(**given, seed=seed, cache=False).view
+        own = [stage for stage in view["stages"] if stage["name"].partition(".")[0] in names]
+        found.append(
+            (
+                sum((one["run_s"] - one["exchange_s"]) / one["steps"] for one in own),
+                sum(one["exchange_s"] / one["steps"] for one in own),
+            )
+        )
+    return Step(*(median(seconds) for seconds in zip(*found[1:], strict=True)))
