@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -14,6 +15,7 @@ from unfuse.core.spread import Spread
 from unfuse.parallel.group import Axis, Group
 
 LIMIT_S = 3.0
+LINGER_S = 2.0
 
 
 def step(group: Group, axis: Axis, how: str) -> str:
@@ -33,6 +35,8 @@ def step(group: Group, axis: Axis, how: str) -> str:
             raise ValueError("too late")
         if how == "stop" and fails:
             os.kill(os.getpid(), signal.SIGSTOP)
+        if how == "linger":
+            time.sleep(LINGER_S)
         axis.gather(gathered)
         return str(gathered[:, 0].tolist())
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import secrets
+import socket
+import time
 from pathlib import Path
 
 import psutil
@@ -49,3 +52,33 @@ def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(tmp
     finally:
         second.kill()
         second.wait()
+
+
+def test_whoever_connects_to_a_rank_and_talks_nonsense_is_not_heard(tmp_path: Path) -> None:
+    """Another user of the machine can reach the ports of ranks on loopback, and does not know what is said there."""
+    ranks = begin_ranks("failing", 2, tmp_path, ["", *["linger"] * 3, ""])
+    met: set[int] = set()
+    while any(rank.poll() is None for rank in ranks):
+        for rank in ranks:
+            met |= {port for port in ports(rank.pid) if nonsense(port)}
+        time.sleep(0.05)
+    assert [rank.wait() for rank in ranks] == [0, 0], (tmp_path / "log0").read_text()
+    assert met
+    assert said(tmp_path, 0) == [[0, 1], *["[0.0, 1.0]"] * 5]
+
+
+def ports(pid: int) -> list[int]:
+    try:
+        found = psutil.Process(pid).net_connections()
+    except psutil.NoSuchProcess:
+        return []
+    return [one.laddr.port for one in found if one.status == psutil.CONN_LISTEN]
+
+
+def nonsense(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+            connection.sendall(secrets.token_bytes(1 << 16))
+    except OSError:
+        return False
+    return True

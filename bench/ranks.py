@@ -1,0 +1,108 @@
+"""What ranks give: a step of one rank and of several, what it waits in exchanges, and the bytes these take.
+
+Seconds are medians of requests, in turns over all spreads: what the first rank computes in a step, and waits. Bytes are
+those that cross the loopback interface in a step, of all ranks together, beside what the kind's formula says: tensors
+of float32, tokens padded to a multiple of eight a rank. Several spreads of one number of CPU threads in all.
+On GPUs: `python -m bench.ranks --model FOLDER --devices cuda:0,cuda:1 --spreads ulysses:2,ring:2`; no bytes there.
+`python -m bench.ranks [--model M] [--size S] [--steps N] [--rounds N] [--spreads A,B] [--devices D,D]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from bench.report import NO_CACHE, show, table
+from tools.server import Server, serving
+from unfuse.core.spread import Spread
+from unfuse.models import resolve_source
+
+HALVES = 2
+"""Both halves of guidance, each a forward of the transformer."""
+WIDTH = 4
+"""Bytes of a number."""
+LATENT = 8
+"""Pixels of a side of the picture for each of its latents."""
+
+
+def numbers(spread: Spread, model: Path, size: int) -> int:
+    """The numbers that leave a rank in a step of a picture, over all ranks, as the kinds' formulas have it."""
+    config = json.loads((model / "transformer" / "config.json").read_text())
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    cells = (size // LATENT) ** 2
+    ranks = spread.degrees.get("ulysses", 1) * spread.degrees.get("ring", 1)
+    tokens = -(-(cells // config["patch_size"][1] ** 2) // (8 * ranks)) * 8 * ranks
+    heads, ring = (spread.degrees.get(kind, 1) for kind in ("ulysses", "ring"))
+    attention = 4 * tokens * width * (heads - 1) // heads + 2 * tokens * width * (ring - 1)
+    behind = tokens * width * (ranks - 1)
+    forward = config["num_layers"] * attention + behind
+    halves = config["out_channels"] * cells * spread.size * (spread.degrees.get("cfg", 1) - 1)
+    return HALVES * forward + halves
+
+
+def crossed() -> int:
+    """Bytes that have crossed the loopback interface so far."""
+    lines = (line.split() for line in Path("/proc/net/dev").read_text().splitlines())
+    return next(int(line[9]) for line in lines if line[0] == "lo:")
+
+
+def step(server: Server, size: int, steps: int, seed: int) -> dict[str, float]:
+    """A step of a request, and the bytes that crossed for all of them."""
+    before = crossed()
+    body = {"prompt": "a red circle on white", "seed": seed, "num_inference_steps": steps, "size": f"{size}x{size}"}
+    server.post("/v1/images/generations", body)
+    bytes_ = crossed() - before
+    (made,) = server.get("/v1/requests?limit=1")["data"]
+    (denoise,) = (stage for stage in made["stages"] if stage["name"] == "denoise.0")
+    waited = denoise["exchange_s"]
+    return {"compute": (denoise["run_s"] - waited) / steps, "exchange": waited / steps, "bytes": bytes_}
+
+
+def main() -> None:
+    options = argparse.ArgumentParser()
+    options.add_argument("--model", default="unfuse/shapes")
+    options.add_argument("--size", type=int, default=256)
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--spreads", default="ulysses:2,ring:2,cfg:2,ulysses:4,ring:4,ulysses:2+cfg:2")
+    options.add_argument("--devices", default="")
+    given = options.parse_args()
+    spreads = ["", *given.spreads.split(",")]
+    found: dict[str, list[dict[str, float]]] = {spread: [] for spread in spreads}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as running:
+        servers = {}
+        for number, spread in enumerate(spreads):
+            own = Path(folder, str(number))
+            own.mkdir()
+            devices = "+".join(given.devices.split(",")[: Spread.parse(spread).size if spread else 1])
+            parallel = ("--parallel", f"denoiser={spread}") if spread else ()
+            place = ("--place", f"denoiser={devices}") if devices else ()
+            flags = (*NO_CACHE, "--workers", "split", "--threads", "1", *parallel, *place)
+            servers[spread] = running.enter_context(serving(own, given.model, *flags)).ready()
+        for seed in range(given.rounds + 1):
+            for spread, server in servers.items():
+                short, long = (step(server, given.size, steps, seed) for steps in (given.steps, 2 * given.steps))
+                found[spread].append({**long, "bytes": (long["bytes"] - short["bytes"]) / given.steps})
+    show("ranks", all=found)
+    alone = median(one["compute"] for one in found[""][1:])
+    rows: dict[str, dict[str, object]] = {}
+    for spread, each in found.items():
+        took = {name: median(one[name] for one in each[1:]) for name in each[0]}
+        rows[spread or "one rank"] = {
+            "computes ms": round(1000 * took["compute"], 1),
+            "waits ms": round(1000 * took["exchange"], 1),
+            "step ÷ one rank's": round((took["compute"] + took["exchange"]) / alone, 2),
+            "KiB a step": round(took["bytes"] / 1024),
+            "formula": round(WIDTH * numbers(Spread.parse(spread), resolve_source(given.model), given.size) / 1024)
+            if spread and not given.devices
+            else 0,
+        }
+    table("", rows)
+
+
+if __name__ == "__main__":
+    main()
