@@ -72,6 +72,7 @@ def test_each_rank_has_a_device() -> None:
     two = own_spreads("denoiser=ulysses:2", None)
     assert ranked("cpu", {}) == ("cpu",)
     assert ranked("cpu", two) == ranked("cpu+cpu", two) == ("cpu", "cpu")
+    assert ranked("auto", two) == ("auto", "auto")
     assert ranked("cuda:1+cuda:0", two) == ("cuda:1", "cuda:0")
     with pytest.raises(ConfigError, match="two ranks would have one GPU"):
         ranked("cuda:0+cuda:0", two)

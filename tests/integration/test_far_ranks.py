@@ -19,7 +19,7 @@ from tools.server import Server, all_gone, serving, until
 __all__ = ["keys", "other_host"]
 pytestmark = pytest.mark.nightly
 
-RANKS = "--parallel", "denoiser=ulysses:2", "--collective-s", "5", "--threads", "1", "--device", "cpu+cpu"
+RANKS = "--parallel", "denoiser=ulysses:2", "--collective-s", "5", "--threads", "1"
 
 
 @contextmanager

@@ -16,10 +16,11 @@ from msgspec.structs import replace
 
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from unfuse.core.codec import encode
-from unfuse.core.errors import ResultsUnavailable, TransientError
+from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
 from unfuse.core.messages import Done, Failed, Spent
 from unfuse.core.task import Claim
 from unfuse.stages.base import SteppedStage
+from unfuse.worker.compute import _agree
 from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stopped, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.ranks import SeveralRanks
@@ -291,3 +292,16 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
         else:
             assert found in own
             assert isinstance(found, Failed) or not any(isinstance(one, Failed) for one in own)
+
+
+def test_ranks_that_would_make_other_bytes_do_not_begin() -> None:
+    """Such as those of another version, or on another kind of device."""
+
+    class Others:
+        def exchange(self, own: bytes) -> list[bytes]:
+            return [own, own, encode([("device", "another")])]
+
+    outcome = {"torch": "2", "device": "cpu"}
+    with pytest.raises(ConfigError, match="rank 2 of the worker makes other bytes than rank 0"):
+        _agree(Others(), outcome)  # type: ignore[arg-type]
+    _agree(None, outcome)

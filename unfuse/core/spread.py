@@ -87,13 +87,14 @@ def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
 def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
     """The device of each rank of a worker that is so spread, of `cpu`, `cpu+cpu` or `cuda:0+cuda:1`.
 
-    Raises ConfigError for a number that does not fit, and where two ranks would have one GPU.
+    With auto, each finds its own. Raises ConfigError for a number that does not fit, and for two ranks on one GPU.
     """
     named = tuple(device.strip() for device in devices.split("+"))
     size = next((spread.size for spread in spreads.values()), 1)
-    if len(named) == 1 and named[0] == "cpu":
+    if len(named) == 1 and named[0] in ("auto", "cpu"):
         named *= size
-    if len({*named} - {"cpu"}) + named.count("cpu") < len(named):
+    shared = {"auto", "cpu"}
+    if len({*named} - shared) + sum(device in shared for device in named) < len(named):
         raise ConfigError(f"--device {devices}: two ranks would have one GPU, and each needs its own")
     if len(named) != size:
         said = ",".join(f"{role}={spread}" for role, spread in spreads.items()) or "nothing"

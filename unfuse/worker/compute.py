@@ -21,7 +21,6 @@ import xxhash
 from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
-from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
 from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
@@ -106,12 +105,9 @@ def _meet(load: Load) -> Group | None:
     """The ranks of the worker, if there are several."""
     if load.ranks == 1:
         return None
-    import torch
-
     from unfuse.parallel.group import Group
 
-    torch.set_num_threads(load.compute.threads)
-    return Group(load.rank, load.ranks, load.rendezvous, load.compute.device, load.compute.collective_s)
+    return Group(load.rank, load.ranks, load.rendezvous, _device(load, with_torch=True), load.compute.collective_s)
 
 
 def _agree(group: Group | None, outcome: Mapping[str, str]) -> None:
@@ -137,7 +133,7 @@ def _load(
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
-    device = _device(load.compute, bool(libraries))
+    device = _device(load, bool(libraries))
     spreads = own_spreads(load.compute.parallel, load.choice.roles)
     stages: dict[str, SteppedStage[Any]] = {}
     plain: set[str] = set()
@@ -175,14 +171,20 @@ def _size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 
-def _device(options: ComputeOptions, with_torch: bool) -> str:
+def _device(load: Load, with_torch: bool) -> str:
+    """Where it computes. Raises ConfigError for ranks that would have a GPU each, where there are fewer."""
+    named = load.compute.device
     if not with_torch:
-        return "cpu" if options.device == "auto" else options.device
+        return "cpu" if named == "auto" else named
     import torch
 
-    torch.set_num_threads(options.threads)
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    return found if options.device == "auto" else options.device
+    torch.set_num_threads(load.compute.threads)
+    if named != "auto":
+        return named
+    if (there := torch.cuda.device_count()) and load.ranks > there:
+        raise ConfigError(f"--parallel {load.compute.parallel} needs {load.ranks} GPUs, and there are {there}")
+    best = "cuda" if load.ranks == 1 else f"cuda:{load.rank}"
+    return best if there else "cpu"
 
 
 def outcome_of(load: Load, device: str, libraries: Collection[str]) -> dict[str, str]:
