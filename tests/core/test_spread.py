@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
-from unfuse.core.spread import KINDS, Spread, own_spreads, parse_parallel, ranked, refuse
+from unfuse.core.spread import KINDS, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
 
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads={"ulysses": 24, "ring": 0, "cfg": 2})
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
@@ -81,3 +81,25 @@ def test_each_rank_has_a_device() -> None:
             ranked(devices, two)
     with pytest.raises(ConfigError, match="--parallel says nothing of this worker"):
         ranked("cpu+cpu", {})
+
+
+def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
+    four = {"denoiser": Spread.parse("ulysses:2+cfg:2")}
+    assert [*fewer("cuda:0+cuda:3+cuda:1+cuda:2", four)] == [
+        ("cuda:0+cuda:3", "denoiser=cfg:2"), ("cuda:1+cuda:2", "denoiser=cfg:2"),
+        ("cuda:0", ""), ("cuda:3", ""), ("cuda:1", ""), ("cuda:2", ""),
+    ]  # fmt: skip
+    assert [*fewer("cuda:0", {})] == []
+    assert [*fewer("cpu+cpu+cpu", {"denoiser": Spread.parse("ring:3")})] == [("cpu", "")]
+
+
+@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1), st.data())
+def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
+    spread = Spread.parse("+".join(f"{kind}:{data.draw(st.integers(2, 6))}" for kind in kinds))
+    before = spread.size
+    for devices, parallel in fewer("+".join(f"cuda:{n}" for n in range(before)), {"denoiser": spread}):
+        found = own_spreads(parallel, frozenset({"denoiser"}))
+        assert ranked(devices, found) == tuple(devices.split("+"))
+        assert len(ranked(devices, found)) <= before
+        before = len(ranked(devices, found))
+    assert before == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -18,6 +19,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from tests.integration.pictures import SHAPES
 from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
 from unfuse.core.spread import Spread
 
@@ -123,6 +125,25 @@ def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
         os.kill(of_denoiser(server)["pid"], signal.SIGKILL)
         until(lambda: all_gone(computes), "the ranks to end")
         assert picture(server, 1, num_inference_steps=4)
+
+
+def test_a_worker_whose_ranks_cannot_start_again_goes_on_with_fewer(alone: dict[int, bytes], tmp_path: Path) -> None:
+    """As when a device is gone; here it is the model's folder, which comes back."""
+    model, away = tmp_path / "shapes", tmp_path / "away"
+    shutil.copytree(SHAPES, model)
+    spread = "--parallel", "denoiser=ulysses:2", "--collective-s", WAIT_S
+    with serving(tmp_path, str(model), "--workers", "split", "--threads", "1", *spread) as server:
+        server.ready()
+        model.rename(away)
+        compute_of_denoiser(server)[0].kill()
+        until(lambda: "it is started with others" in server.log(), "the launcher to change it")
+        away.rename(model)
+        until(
+            lambda: len(found := server.get("/v1/workers")["data"]) == 3 and all(one["healthy"] for one in found), "it"
+        )
+        assert picture(server, 0, **own(0)) == alone[0]
+        assert len(compute_of_denoiser(server)) == 1
+        assert '"device": "cpu", "parallel": "", "event": "a worker cannot go on with its devices' in server.log()
 
 
 def crashed_alone(server: Server, request: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
 import msgspec
@@ -42,6 +42,11 @@ class Spread(msgspec.Struct, frozen=True):
                 raise ConfigError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
             degrees[kind] = int(degree)
         return cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
+
+    def smaller(self) -> Spread:
+        """One with half of the ranks, or with none of the last kind where that cannot be halved."""
+        *others, (kind, degree) = self.degrees.items()
+        return Spread(dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
@@ -103,6 +108,19 @@ def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
             f"name {size} of them, like {'+'.join(['cpu'] * size)} or {'+'.join(f'cuda:{n}' for n in range(size))}"
         )
     return named
+
+
+def fewer(devices: str, spreads: Mapping[str, Spread]) -> Iterator[tuple[str, str]]:
+    """Devices of a worker that is so spread, and `--parallel`, with which it may go on where it has not all of them:
+    half of them, either half, and so on; the last is one device.
+    """
+    named = devices.split("+")
+    while spreads := {role: spread for role, spread in spreads.items() if spread.degrees}:
+        spreads = {role: spread.smaller() for role, spread in spreads.items()}
+        size = max(spread.size for spread in spreads.values())
+        parallel = ",".join(f"{role}={spread}" for role, spread in spreads.items() if spread.degrees)
+        parts = ("+".join(named[first : first + size]) for first in range(0, len(named) - size + 1, size))
+        yield from ((part, parallel) for part in dict.fromkeys(parts))
 
 
 def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec]) -> None:

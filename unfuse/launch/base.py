@@ -18,13 +18,15 @@ Hear = Callable[[int, bytes], None]
 class WorkerSpec(msgspec.Struct, frozen=True):
     """One worker to start: `unfuse worker` with these flags, by name, and these variables beside those it has anyway.
 
-    By `role` and `device` a launcher may choose where it runs.
+    By `role` and `device` a launcher may choose where it runs. Where it ends by itself with an error after it had
+    started once, one of those in `smaller` may start in its place: they do with fewer of its devices.
     """
 
     role: str
     device: str = "cpu"
     flags: Mapping[str, str] = {}
     environment: Mapping[str, str] = {}
+    smaller: tuple[WorkerSpec, ...] = ()
 
     @property
     def arguments(self) -> list[str]:

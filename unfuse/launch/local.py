@@ -30,6 +30,9 @@ ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 SIGNALLED = 128
 """Exit codes above this, and negative ones, mean that a signal ended a worker."""
 
+LATER = 3
+"""The exit code of a worker that had started, and may start again: its ranks could not."""
+
 SETTLED_S = 30.0
 """A worker that lived for this many seconds did not die at once."""
 
@@ -55,6 +58,8 @@ class LocalLauncher(Launcher):
         self._output = Output(hear)
         self._lifeline, self._ours = os.pipe()
         self._processes: dict[int, asyncio.subprocess.Process | ForkServer] = {}
+        self._ways: dict[int, list[WorkerSpec]] = {}
+        """Of workers that could not go on as they were: ways to start them, the one in use first."""
         self._watching: list[asyncio.Task[None]] = []
         self._stopping = False
         self._background = Supervisor()
@@ -98,10 +103,12 @@ class LocalLauncher(Launcher):
             code = await process.wait()
             if self._stopping:
                 return
-            lived = self._clock.now() - began
-            if 0 < code < SIGNALLED and not deaths and number < len(self._specs):
+            lived, smaller = self._clock.now() - began, number < len(self._specs) and self._specs[number].smaller
+            if 0 < code < SIGNALLED and not deaths and number < len(self._specs) and not (smaller and code == LATER):
                 self._fail(code)
                 return
+            if 0 < code < SIGNALLED and smaller:
+                self._shrink(number)
             deaths = 1 if lived >= SETTLED_S else deaths + 1
             pause = min(RESTART_S * 2 ** (deaths - 1), RESTART_MOST_S)
             event = f"{'a worker' if number < len(self._specs) else 'the fork server'} ended, starting it again"
@@ -113,7 +120,7 @@ class LocalLauncher(Launcher):
             server = self._processes[number] = self._forks.server()
             self._output.read(number, server.output)
             return server
-        spec, handed = self._specs[number], {"--lifeline": self._lifeline}
+        spec, handed = self._ways.get(number, [self._specs[number]])[0], {"--lifeline": self._lifeline}
         if self._forks and only_cpu([spec.device]):
             handed["--fork-server"] = self._forks.asks
         told = [text for flag, descriptor in handed.items() for text in (flag, str(descriptor))]
@@ -127,6 +134,13 @@ class LocalLauncher(Launcher):
             return process
         finally:
             os.close(writing)
+
+    def _shrink(self, number: int) -> None:
+        """Have the next one of a spec's smaller ones start in its place, and after the last one that itself again."""
+        ways = self._ways.setdefault(number, [self._specs[number], *self._specs[number].smaller])
+        ways.append(ways.pop(0))
+        told = {"role": ways[0].role, "device": ways[0].device, "parallel": ways[0].flags.get("parallel", "")}
+        log.warning("a worker cannot go on with its devices, it is started with others", **told)
 
     def _fail(self, code: int) -> None:
         if not self.failed.done():

@@ -17,6 +17,7 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
+from unfuse.core.spread import fewer, own_spreads
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
@@ -239,7 +240,11 @@ class Service:
             if worker.on_cpu:
                 own["offload"] = "none"
             flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
-            specs.append(WorkerSpec(worker.role, worker.device, flags, environment))
+            smaller = tuple(
+                WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment)
+                for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))
+            )
+            specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller))
         return specs
 
     async def _drain(self, scheduler: Scheduler) -> None:

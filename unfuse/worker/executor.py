@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from unfuse.core.errors import ConfigError, ProtocolError
+from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
@@ -32,6 +32,7 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.compute_process import ComputeProcess
 
 RESTART_S = 1.0
+RANKS_TRIED = 3
 """Seconds before a restart that failed is tried again."""
 
 WATCH_S = 0.5
@@ -72,6 +73,8 @@ class Executor:
         self.ready = False
         self.shares: dict[str, Sharing] = {}
         """How requests share forwards, by pool, as far as that is known."""
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._spent: dict[ComputeProcess, Spent] = {}
 
     @property
@@ -121,12 +124,16 @@ class Executor:
                 watching.cancel()
 
     async def _start_again(self) -> Ready:
-        """Restart processes that have loaded before; try again until that succeeds."""
+        """Restart processes that have loaded before; try again until that succeeds, or ranks are `lost`."""
+        failures = 0
         while True:
             try:
                 return await self.start()
             except ConfigError as error:
+                failures += 1
                 log.error("compute did not start", reason=str(error))
+                if failures == RANKS_TRIED and len(self._processes) > 1 and not self.lost.done():
+                    self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
                 await asyncio.sleep(RESTART_S)
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]]) -> None:

@@ -153,7 +153,7 @@ class Worker:
         self._background.forever("sending heartbeats", partial(self._beat, objects, ended))
         orphan = partial(free_when_orphaned, self._link, objects, lambda: bool(self._active), self._options.orphan_s)
         self._background.forever("watching for schedulers", orphan)
-        await self._background.repeat("asking for work", self._pull)
+        await asyncio.gather(self._background.repeat("asking for work", self._pull), executor.lost)
 
     async def _join(self) -> tuple[Executor, Objects]:
         """Ask the scheduler what to serve, load it, and register with its pools."""
