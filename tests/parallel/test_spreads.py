@@ -28,7 +28,7 @@ FEW = ("tokens-", "qwen-empty-negative", "qwen-prompt", "qwen-long", "krea-promp
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 """Of the largest number among the latents."""
 
-CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[6:])
+CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
 """What is made with a part of the weights: with each transformer, with each encoder."""
 
 JOBS = {job.name: job for job in c.JOBS}

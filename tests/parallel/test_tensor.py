@@ -77,6 +77,25 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
     assert "nothing" in refusal(spec["text_encode"], adapted)
 
 
+SAID = {
+    "wan": {"text_encode": 4, "denoise": 2}, "wan-2.2": {"text_encode": 4, "denoise": 2},
+    "wan-image": {"text_encode": 4, "image_encode": 4, "denoise": 2},
+    "wan-2.2-image": {"text_encode": 4, "image_encode": 0, "denoise": 2},
+    "flux": {"text_encode": 4, "text_encode_2": 4, "denoise": 2},
+    "hunyuan-video": {"text_encode": 2, "text_encode_2": 4, "denoise": 2},
+    "qwen-image": {"text_encode": 2, "denoise": 2}, "klein": {"text_encode": 2, "denoise": 2},
+    "krea": {"text_encode": 2, "denoise": 2},
+}  # fmt: skip
+"""Heads, or those of keys where they are fewer; by 0 a stage may be spread that has nothing to cut."""
+
+
+@pytest.mark.parametrize("model", SAID)
+def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undivided) -> None:
+    folder = undivided.folder(model)
+    stages = find(folder).card("model", folder).pipeline.stages
+    assert {stage.name: stage.spreads["tensor"] for stage in stages if "tensor" in stage.spreads} == SAID[model]
+
+
 @pytest.mark.parametrize(("config", "common"), [
     ({"heads": 12, "width": 40}, 4), ({"heads": 12, "width": None}, 12), ({"heads": 12}, 1),
     ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
