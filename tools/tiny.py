@@ -286,8 +286,8 @@ def _klein(kind: str) -> Any:
     tokenizer = _bytes_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}!"
     config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=28, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=24, num_hidden_layers=28, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
     encoder = _seeded(17, lambda: Qwen3ForCausalLM(config))
     vae = _seeded(18, lambda: AutoencoderKLFlux2(
@@ -313,7 +313,7 @@ def _krea(kind: str) -> Any:
     tokenizer = _bytes_tokenizer(template, start)
     language = {
         "vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 36,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 1024,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}, "pad_token_id": 0,
     }  # fmt: skip
     eyes = {
@@ -322,7 +322,7 @@ def _krea(kind: str) -> Any:
     }  # fmt: skip
     encoder = _seeded(20, lambda: Qwen3VLModel(Qwen3VLConfig(text_config=language, vision_config=eyes)))
     transformer = _seeded(21, lambda: Krea2Transformer2DModel(
-        in_channels=4 * CHANNELS, num_layers=1, attention_head_dim=12, num_attention_heads=2, num_key_value_heads=1,
+        in_channels=4 * CHANNELS, num_layers=1, attention_head_dim=12, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=16, text_num_attention_heads=2,
         text_num_key_value_heads=2, text_intermediate_size=24, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
         axes_dims_rope=(4, 4, 4),

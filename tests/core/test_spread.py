@@ -9,7 +9,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import KINDS, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
 
-DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads={"ulysses": 24, "ring": 0, "cfg": 2})
+WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24}
+DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
 
@@ -25,7 +26,7 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("text", "says"), [
     ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
-    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, ring, ulysses, each once"),
+    ("ulysses:two", "from 2 to 64"), ("rings:2", f"is not KIND:N with a KIND of {', '.join(KINDS)}, each once"),
     ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
@@ -49,11 +50,13 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
 
 
 @pytest.mark.parametrize(("degrees", "says"), [
-    ("tensor:2", "is not KIND:N"),
+    ("turbo:2", "is not KIND:N"),
     ("ulysses:5", "ulysses:5 does not divide 24: use ulysses:4"),
     ("ulysses:7", "use ulysses:6"),
     ("ulysses:64", "use ulysses:24"),
     ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
+    ("tensor:5", "tensor:5 does not divide 24: use tensor:4"),
+    ("tensor:4+ulysses:4", "ulysses:4 does not divide 6: use ulysses:3"),
 ])  # fmt: skip
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -66,6 +69,15 @@ def test_what_cannot_be_spread_at_all_is_refused() -> None:
         refuse({"decoder": Spread.parse("ring:2")}, [DENOISE, DECODE])
     with pytest.raises(ConfigError, match="no stage has that role; roles are denoiser, decoder"):
         refuse({"painter": Spread.parse("ring:2")}, [DENOISE, DECODE])
+
+
+def test_a_degree_must_do_for_every_stage_of_a_role() -> None:
+    encoders = [StageSpec(str(n), "encode", (), role="encoder", spreads={"tensor": n}) for n in (12, 64, 0)]
+    refuse({"encoder": Spread.parse("tensor:4")}, encoders)
+    with pytest.raises(ConfigError, match="tensor:6 does not divide 4: use tensor:4"):
+        refuse({"encoder": Spread.parse("tensor:6")}, encoders)
+    with pytest.raises(ConfigError, match="cannot be spread by tensor, only by nothing"):
+        refuse({"encoder": Spread.parse("tensor:2")}, [*encoders, StageSpec("see", "see", (), role="encoder")])
 
 
 def test_each_rank_has_a_device() -> None:

@@ -1,4 +1,4 @@
-"""Ranks of which one fails: `failing.py RANK SIZE RENDEZVOUS`, with the scenario as JSON on its input.
+"""Ranks of which one may fail: `failing.py RANK SIZE RENDEZVOUS`, with the scenario as JSON on its input.
 
 Each rank prints what it got of each step, a line each.
 """
@@ -30,6 +30,11 @@ def step(group: Group, axis: Axis, how: str) -> str:
             raise ValueError(f"of rank {group.rank}")
         if how == "without":
             return "nothing exchanged"
+        if how == "sum":
+            own = torch.randn(5, 333, generator=torch.Generator().manual_seed(group.rank))
+            rows = torch.cat([axis.sum(row) for row in own.split(1)])
+            near = torch.allclose(rows, axis.gather(own).sum(0), atol=1e-5)
+            return f"near: {near}, alone as together: {torch.equal(axis.sum(own), rows)}"
         gathered = axis.gather(torch.full((2,), float(group.rank)))
         if how == "amid" and fails:
             raise ValueError("too late")

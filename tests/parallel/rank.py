@@ -1,7 +1,7 @@
 """One rank of several that make latents together: `rank.py RANK SIZE RENDEZVOUS ROOT`, with tasks as JSON on its input.
 
-Each task is a spread and a job of the families' tests. Rank 0 saves the latents as `SPREAD JOB.npy` in the rendezvous'
-folder; every rank ends with a line that says what it exchanged.
+Each task is a spread (of the denoiser, or ROLE=SPREAD) and a job of the families' tests. Rank 0 saves the latents as
+`SPREAD JOB.npy` in the rendezvous' folder; every rank ends with a line that says what it exchanged.
 """
 
 import json
@@ -39,11 +39,13 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
 
     for spread, name in json.load(sys.stdin):
         job = {job.name: job for job in c.JOBS}[name]
-        encoders = stage(job.model, job.dtype, "encode", "")
+        by_role = dict(each.split("=") for each in spread.split(",")) if "=" in spread else {"denoiser": spread}
+        encoders = stage(job.model, job.dtype, "encode", by_role.get("encoder", ""))
         encoded = {}
         for encoder in encoders:
-            encoded |= c.run(encoder, job.params, None, tiny.uploads(job.params)).tensors
-        (denoise,) = stage(job.model, job.dtype, "denoise", spread)
+            with group.together():
+                encoded |= c.run(encoder, job.params, None, tiny.uploads(job.params)).tensors
+        (denoise,) = stage(job.model, job.dtype, "denoise", by_role.get("denoiser", ""))
         task = StageInput({**job.params, "output_format": "png"}, encoded)
         denoise.verify(task)
         with group.together():

@@ -34,6 +34,11 @@ def test_what_one_rank_cannot_begin_none_makes_and_all_go_on(tmp_path: Path) -> 
     assert second[2:5] == ["ValueError: no such thing", fine, "OutOfMemoryError: the device is full"]
 
 
+def test_a_sum_over_ranks_is_that_of_each_row_alone(tmp_path: Path) -> None:
+    assert run_ranks("failing", 3, tmp_path, ["sum"]) == [0] * 3, (tmp_path / "log0").read_text()
+    assert [said(tmp_path, rank)[1] for rank in range(3)] == ["near: True, alone as together: True"] * 3
+
+
 def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["", "amid", ""])
 

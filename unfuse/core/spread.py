@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
+from math import gcd, prod
 
 import msgspec
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 
-KINDS = ("cfg", "ring", "ulysses")
+KINDS = ("cfg", "ring", "ulysses", "tensor")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
 
 MOST = 64
@@ -50,12 +50,13 @@ class Spread(msgspec.Struct, frozen=True):
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
-        that degrees must divide (0: any will do), and names what would go instead.
+        that degrees must divide (0: any will do), and names what would go instead. Heads are shared out twice by
+        `ulysses` beside `tensor`.
         """
         for kind, degree in self.degrees.items():
             if kind not in allowed:
                 return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
-            whole = allowed[kind]
+            whole = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
             if whole and whole % degree:
                 near = min((d for d in divisors(whole) if d > 1), key=lambda d: (abs(d - degree), d), default=1)
                 other = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
@@ -127,9 +128,10 @@ def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec]) -> None:
     """Raise ConfigError for a role that no stage has, or one of whose stages none can be spread so, naming what can."""
     stages = list(stages)
     for role, spread in spreads.items():
-        refusals = [spread.refusal(stage.spreads) for stage in stages if stage.role == role]
-        if not refusals:
+        ways = [stage.spreads for stage in stages if stage.role == role]
+        if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
-        if refusal := next(filter(None, refusals), ""):
+        common = {kind: gcd(*(way[kind] for way in ways)) for kind in ways[0] if all(kind in way for way in ways)}
+        if refusal := spread.refusal(common):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")

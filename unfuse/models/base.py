@@ -22,6 +22,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
+from unfuse.models.encoders import ENCODERS
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
@@ -133,6 +134,10 @@ class DiffusersFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        if runtime.mesh and "tensor" in runtime.mesh.degrees:
+            adapted, offload = spec.kind == DENOISE.kind and runtime.loras, runtime.options.offload != "none"
+            if flag := "--offload" if offload else "--loras" if adapted else "":
+                raise ConfigError(f"{flag} does not go with {spec.role}=tensor, which cuts weights: leave one out")
         model = ModelFolder(folder)
         stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
         stage.exact = runtime.options.batching == "exact"
@@ -169,8 +174,16 @@ class DiffusersFamily(Family):
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """By stage kind, the kinds by which a stage may be spread over ranks, and what their degrees must divide."""
         with folder.reading("transformer"):
-            heads = int(folder.config("transformer")["num_attention_heads"])
-        return {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away"))}}
+            config = folder.config("transformer")
+            heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
+        halves = len(("towards", "away"))
+        ways = {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": halves, "tensor": common}}
+        for component, (_, kind) in self.components(folder).items():
+            if kind in ENCODERS:
+                with folder.reading(component):
+                    common = ENCODERS[kind].common(folder.config(component))
+                ways[component.replace("encoder", "encode")] = {"tensor": common}
+        return ways
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
@@ -306,11 +319,12 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        model = self._settle(model.eval())
-        if self.runtime.mesh and self._cut and component.startswith("transformer"):
+        cut = self._cut if component.startswith("transformer") else ENCODERS.get(name)
+        if self.runtime.mesh and cut:
             from unfuse.parallel.spreading import spread
 
-            spread(model, self._cut, self.runtime.mesh)
+            spread(model, cut, self.runtime.mesh)
+        model = self._settle(model.eval())
         tensors = (*model.parameters(), *model.buffers())
         self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
         return model

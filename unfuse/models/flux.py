@@ -24,7 +24,7 @@ from unfuse.models.flow_matching import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage
-from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -149,6 +149,13 @@ class Flux(PackedFamily):
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
         leave=(Along(1, ()), Along(1, ("image",))),
+        matrices=Matrices(
+            outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj", "*.proj_mlp"),
+            inputs=("*.to_out.0", "*.to_add_out", "*.net.2", "single_*.proj_out"),
+            packed={"single_*.proj_out": (1, 1)},
+            gathered=("*_blocks.*.norm*.linear",),
+            divided=("num_attention_heads",),
+        ),
     )
 
     @override

@@ -25,7 +25,7 @@ from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage
-from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -177,6 +177,14 @@ class HunyuanVideo(DiffusersFamily):
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"freqs_cis": (Along(0, ("image",)),), "image_rotary_emb": (Along(0, ("image",)),)},
         leave=(Along(1, ("image",)), Along(1, ())),
+        matrices=Matrices(
+            outputs=("*_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "*_blocks.*.net.0.proj", "*.proj_mlp"),
+            inputs=("*_blocks.*.to_out.0", "*.to_add_out", "*_blocks.*.net.2", "single_*.proj_out"),
+            packed={"single_*.proj_out": (1, 1)},
+            gathered=("*_blocks.*.norm*.linear",),
+            heads=("*_blocks.*.attn.heads",),
+            divided=("num_attention_heads",),
+        ),
     )
 
     @override

@@ -28,7 +28,7 @@ from unfuse.models.defaults import call_defaults
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS
-from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
@@ -256,6 +256,12 @@ KLEIN = Modular(Served(
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
         leave=(Along(1, ("text", "image")),),
+        matrices=Matrices(
+            outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.linear_in", "*.to_qkv_mlp_proj"),
+            inputs=("transformer_*.to_out.0", "*.to_add_out", "*.linear_out", "single_*.to_out"),
+            packed={"*.linear_in": (0, 2), "*.to_qkv_mlp_proj": (3, 2), "single_*.to_out": (1, 1)},
+            divided=("num_attention_heads",),
+        ),
     ),
     unguided=1.0,
 ))  # fmt: skip
@@ -279,6 +285,12 @@ KREA = Modular(Served(
         enter={"hidden_states": Along(1, ("tokens",))},
         follow={"image_rotary_emb": (Along(0, ("tokens",)),)},
         leave=(Along(1, ("tokens",)),),
+        matrices=Matrices(
+            outputs=("transformer_*.to_[qkv]", "transformer_*.to_gate", "transformer_*.gate", "transformer_*.up"),
+            inputs=("transformer_*.to_out.0", "transformer_*.down"),
+            heads=("transformer_*.attn.num_heads", "transformer_*.attn.num_kv_heads"),
+            divided=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        ),
     ),
     unguided=0.0,
     negative=True,

@@ -26,7 +26,7 @@ from unfuse.models.flow_matching import decoded, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage
-from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.cut import Along, Cut, Matrices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -163,6 +163,12 @@ class QwenImage(PackedFamily):
             "modulate_index": (Along(1, ("image",)),),
         },
         leave=(Along(1, ()), Along(1, ("image",))),
+        matrices=Matrices(
+            outputs=("*.to_[qkv]", "*.add_[qkv]_proj", "*.net.0.proj"),
+            inputs=("*.to_out.0", "*.to_add_out", "*.net.2"),
+            gathered=("*.???_mod.1",),
+            divided=("num_attention_heads",),
+        ),
     )
 
     @override

@@ -24,7 +24,7 @@ from unfuse.models.base import DiffusersFamily, Loader, with_encoders
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, text_stage
-from unfuse.parallel.cut import Along, Cut
+from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
@@ -337,6 +337,13 @@ class Wan(DiffusersFamily):
         enter={"hidden_states": Along(1, ("tokens",))},
         follow={"rotary_emb": (Along(1, ("tokens",)),), "temb": (Along(1, ("tokens",), dims=4),)},
         leave=(Along(1, ("tokens",)),),
+        matrices=Matrices(
+            outputs=("blocks.*.to_[qkv]", "blocks.*.add_[kv]_proj", "blocks.*.net.0.proj"),
+            inputs=("blocks.*.to_out.0", "blocks.*.net.2"),
+            norms=("blocks.*.norm_[qk]", "blocks.*.norm_added_k"),
+            heads=("blocks.*.attn?.heads",),
+            divided=("num_attention_heads", "ffn_dim"),
+        ),
     )
 
     @override

@@ -123,6 +123,11 @@ class WanImage(Wan):
         return structs.replace(limits, frame_multiple=lcm(limits.frame_multiple, ENCODED_FRAMES))
 
     @override
+    def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
+        """Of a picture, what CLIP does; the VAE works whole on each rank."""
+        return {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
+
+    @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         text, denoise, _ = super().pipeline(folder, limits, widths).stages
         shape, sees = Shape.of(folder), [part for part in self.components(folder) if part.startswith("image")]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
+from typing import Any
 
 import msgspec
 
@@ -18,6 +20,34 @@ class Along(msgspec.Struct, frozen=True):
     dims: int = 0
 
 
+class Matrices(msgspec.Struct, frozen=True):
+    """Of which weights of a model each rank keeps a share. Layers are named by patterns, as `fnmatch` has them.
+
+    A rank has some `outputs` of a layer, and what follows works on so much less: on some heads, on a part of the width.
+    Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
+    layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
+    cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls.
+    `norms` are over all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Degrees must divide what
+    the entries `divided` of the model's configuration say.
+    """
+
+    outputs: tuple[str, ...]
+    inputs: tuple[str, ...]
+    divided: tuple[str, ...]
+    gathered: tuple[str, ...] = ()
+    packed: Mapping[str, tuple[int, int]] = {}
+    norms: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+
+    def common(self, config: Mapping[str, Any]) -> int:
+        """What degrees must divide, by a model's configuration: that of the language, where it has several.
+
+        An entry that is null is as another one says; where one is missing no degree will do.
+        """
+        own = config.get("text_config", config)
+        return gcd(*(int(own.get(entry, 1) or 0) for entry in self.divided))
+
+
 class Cut(msgspec.Struct, frozen=True):
     """Where a transformer may be cut.
 
@@ -25,7 +55,7 @@ class Cut(msgspec.Struct, frozen=True):
     every token sees the others, whose `order` is that of these segments. Tokens enter in those arguments of the first
     block that are named in `enter`, one segment each; `follow` names what all blocks are given that lies along tokens,
     a rule an element where it is a tuple. They leave in what the last block returns, of which `leave` has a rule an
-    element; one without segments is not read any more.
+    element; one without segments is not read any more. Its weights are cut as `matrices` says.
     """
 
     blocks: tuple[str, ...]
@@ -33,4 +63,5 @@ class Cut(msgspec.Struct, frozen=True):
     order: tuple[str, ...]
     enter: Mapping[str, Along]
     leave: tuple[Along, ...]
+    matrices: Matrices
     follow: Mapping[str, tuple[Along, ...]] = {}

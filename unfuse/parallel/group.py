@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 from itertools import product
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import TransientError
@@ -178,6 +180,13 @@ class Axis:
         made = given.new_empty(self.size, *given.shape)
         self._wait(lambda: dist.all_gather([*made.unbind(0)], given, group=self._ranks))
         return made
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of what ranks have, of equal shapes; in their order, so that rows do not depend on their batch."""
+        numbers = functional.pad(tensor.flatten(), (0, -tensor.numel() % self.size))
+        parts = self.transpose(numbers.view(self.size, -1))
+        own = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
+        return self.gather(own).flatten()[: tensor.numel()].view(tensor.shape)
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to give a tensor to the next rank, the last one's to the first. Call what is returned for what came."""

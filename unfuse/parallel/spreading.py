@@ -1,19 +1,21 @@
-"""Spreads a loaded transformer over the ranks of its stage."""
+"""Spreads a loaded model over the ranks of its stage."""
 
 from __future__ import annotations
 
 from torch.nn import Module
 
-from unfuse.parallel import sequence
-from unfuse.parallel.cut import Cut
+from unfuse.parallel import sequence, tensor
+from unfuse.parallel.cut import Cut, Matrices
 from unfuse.parallel.group import Mesh
 from unfuse.parallel.ring import Ring
 from unfuse.parallel.ulysses import Ulysses
 
 
-def spread(model: Module, cut: Cut, mesh: Mesh) -> None:
+def spread(model: Module, cut: Cut | Matrices, mesh: Mesh) -> None:
     """Have the model compute its part of each forward, by the kinds over which its stage is spread."""
-    if mesh.degrees.keys() & {"ring", "ulysses"}:
+    if "tensor" in mesh.degrees:
+        tensor.spread(model, cut if isinstance(cut, Matrices) else cut.matrices, mesh.axis("tensor"))
+    if isinstance(cut, Cut) and mesh.degrees.keys() & {"ring", "ulysses"}:
         ring, heads = mesh.axis("ring"), mesh.axis("ulysses")
         attend = Ring(ring, heads) if ring.size > 1 else Ulysses()
         sequence.spread(model, cut, mesh.axis("ring", "ulysses"), attend)

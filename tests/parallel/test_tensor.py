@@ -1,0 +1,104 @@
+"""What of a model's weights a rank keeps when they are cut."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.models.conftest import Undivided
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import StageSpec
+from unfuse.models import find
+from unfuse.models.base import Loader, Runtime
+from unfuse.models.folder import ModelFolder
+from unfuse.parallel.cut import Matrices
+
+pytestmark = pytest.mark.slow
+
+BLOCKS = re.compile(r"^(?!.*visual|text_fusion).*((blocks?|layers)\.\d+\..*weight|embed_tokens.weight)$")
+"""Weights of blocks and words. What sees in a model for text is left whole, and Krea's few blocks for text are."""
+
+SPEAK = ("qwen-image", "klein")
+"""Models whose text encoder speaks, with words whose weights may be those of the words that it reads."""
+
+MODELS = [
+    ("wan", "text_encoder"), ("wan", "transformer"), ("wan-image", "image_encoder"), ("wan-image", "transformer"),
+    ("wan-2.2", "transformer_2"), ("flux", "text_encoder"), ("flux", "text_encoder_2"), ("flux", "transformer"),
+    ("hunyuan-video", "text_encoder"), ("hunyuan-video", "transformer"), ("qwen-image", "text_encoder"),
+    ("qwen-image", "transformer"), ("klein", "text_encoder"), ("klein", "transformer"), ("krea", "text_encoder"),
+    ("krea", "transformer"),
+]  # fmt: skip
+
+
+def runtime(rank: int, dtypes: dict[str, str], **given: Any) -> Runtime:
+    """That of one of two ranks, which exchange nothing: they only load."""
+    axis = SimpleNamespace(rank=rank, size=2)
+    mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda *kinds: axis)
+    return Runtime("cpu", dtypes, mesh=mesh, **given)
+
+
+@pytest.mark.parametrize(("model", "component"), MODELS)
+def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, component: str, undivided: Undivided) -> None:
+    folder = ModelFolder(undivided.folder(model))
+    family = find(folder.path)
+
+    def sizes(given: Runtime) -> dict[str, int]:
+        loader = Loader(folder, family.components(folder), given, None, family.cut)
+        weights = loader.model(component).state_dict().items()
+        return {name: tensor.numel() for name, tensor in weights if BLOCKS.match(name) and tensor.dim() > 1}
+
+    dtypes = {component: "float32"}
+    whole = sizes(Runtime("cpu", dtypes))
+    assert len(whole) > 5
+    for rank in (0, 1):
+        kept = sizes(runtime(rank, dtypes))
+        words = [name for name in whole if name.endswith("embed_tokens.weight") and model in SPEAK]
+        assert [name for name in whole if 2 * kept[name] != whole[name]] == words
+
+
+def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: Undivided) -> None:
+    folder = undivided.folder("wan")
+    family = find(folder)
+    spec = {stage.name: stage for stage in family.card("model", folder).pipeline.stages}
+    offloads = runtime(0, {}, options=ComputeOptions(offload="model"))
+    adapted = runtime(0, {}, loras="/a/folder")
+
+    def refusal(stage: StageSpec, given: Runtime) -> str:
+        with pytest.raises(ConfigError) as error:
+            family.load(stage, folder / "nothing", given)
+        return str(error.value)
+
+    assert "--offload does not go with encoder=tensor" in refusal(spec["text_encode"], offloads)
+    assert "--loras does not go with denoiser=tensor" in refusal(spec["denoise"], adapted)
+    assert "nothing" in refusal(spec["text_encode"], adapted)
+
+
+SAID = {
+    "wan": {"text_encode": 4, "denoise": 2}, "wan-2.2": {"text_encode": 4, "denoise": 2},
+    "wan-image": {"text_encode": 4, "image_encode": 4, "denoise": 2},
+    "wan-2.2-image": {"text_encode": 4, "image_encode": 0, "denoise": 2},
+    "flux": {"text_encode": 4, "text_encode_2": 4, "denoise": 2},
+    "hunyuan-video": {"text_encode": 2, "text_encode_2": 4, "denoise": 2},
+    "qwen-image": {"text_encode": 2, "denoise": 2}, "klein": {"text_encode": 2, "denoise": 2},
+    "krea": {"text_encode": 2, "denoise": 2},
+}  # fmt: skip
+"""Heads, or those of keys where they are fewer; by 0 a stage may be spread that has nothing to cut."""
+
+
+@pytest.mark.parametrize("model", SAID)
+def test_every_family_says_what_degrees_must_divide(model: str, undivided: Undivided) -> None:
+    folder = undivided.folder(model)
+    stages = find(folder).card("model", folder).pipeline.stages
+    assert {stage.name: stage.spreads["tensor"] for stage in stages if "tensor" in stage.spreads} == SAID[model]
+
+
+@pytest.mark.parametrize(("config", "common"), [
+    ({"heads": 12, "width": 40}, 4), ({"heads": 12, "width": None}, 12), ({"heads": 12}, 1),
+    ({"heads": 5, "text_config": {"heads": 12, "width": 40}}, 4),
+])  # fmt: skip
+def test_a_degree_must_divide_what_the_configuration_says(config: dict[str, Any], common: int) -> None:
+    assert Matrices((), (), ("heads", "width")).common(config) == common

@@ -1,0 +1,37 @@
+"""Where encoders of text and pictures may be cut, by their classes: the families share them."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from unfuse.parallel.cut import Matrices
+
+T5 = Matrices(
+    outputs=("*.SelfAttention.[qkv]", "*.relative_attention_bias", "*.DenseReluDense.wi*"),
+    inputs=("*.SelfAttention.o", "*.DenseReluDense.wo"),
+    gathered=("encoder.embed_tokens",),
+    heads=("*.SelfAttention.n_heads",),
+    divided=("num_heads", "d_ff", "d_model"),
+)
+
+CLIP = Matrices(
+    outputs=("*.self_attn.[qkv]_proj", "*.mlp.fc1"),
+    inputs=("*.self_attn.out_proj", "*.mlp.fc2"),
+    divided=("num_attention_heads", "intermediate_size"),
+)
+
+SPEAKS = Matrices(
+    outputs=("*layers.*.self_attn.[qkv]_proj", "*layers.*.mlp.gate_proj", "*layers.*.mlp.up_proj"),
+    inputs=("*layers.*.self_attn.o_proj", "*layers.*.mlp.down_proj"),
+    divided=("num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size"),
+)
+"""A language model; of one that sees, the language. The words it reads may be those it speaks, which stay whole."""
+
+READS = replace(SPEAKS, gathered=("*embed_tokens",))
+"""One that does not speak."""
+
+ENCODERS = {
+    "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPVisionModel": CLIP,
+    "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "Qwen2_5_VLForConditionalGeneration": SPEAKS,
+    "Qwen3ForCausalLM": SPEAKS, "Qwen3VLModel": READS,
+}  # fmt: skip
