@@ -25,7 +25,7 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("text", "says"), [
     ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
-    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, ring, ulysses, each once"),
+    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, ring, ulysses, tiles, each once"),
     ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:

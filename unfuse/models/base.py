@@ -170,7 +170,10 @@ class DiffusersFamily(Family):
         """By stage kind, the kinds by which a stage may be spread over ranks, and what their degrees must divide."""
         with folder.reading("transformer"):
             heads = int(folder.config("transformer")["num_attention_heads"])
-        return {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away"))}}
+        return {
+            DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away"))},
+            VAE_DECODE.kind: {"tiles": 0},
+        }
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
@@ -320,12 +323,20 @@ class Loader:
         return self._classes[component][1]
 
     def vae(self) -> Any:
-        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one."""
-        vae, how = self.model("vae"), self.runtime.options.vae
+        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one.
+
+        One whose tiles are spread over ranks works in tiles, whatever `--vae` says.
+        """
+        vae, how, mesh = self.model("vae"), self.runtime.options.vae, self.runtime.mesh
+        how = "tiled" if mesh and "tiles" in mesh.degrees else how
         if how != "whole":
             vae.enable_slicing()
         if how == "tiled":
             vae.enable_tiling()
+        if mesh and "tiles" in mesh.degrees:
+            from unfuse.parallel.tiles import Tiles
+
+            vae.decode = Tiles(vae.decode, vae.decoder, mesh.axis("tiles"))
         return vae
 
     def noise_scheduler(self) -> Any:
