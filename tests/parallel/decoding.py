@@ -1,7 +1,8 @@
-"""One rank of several that decode together: `decoding.py RANK SIZE RENDEZVOUS ROOT`, with names of jobs on its input.
+"""One rank of several that decode together: `decoding.py RANK SIZE RENDEZVOUS ROOT`, with tasks as JSON on its input.
 
-Each rank makes a job's latents for itself and saves the frames that all decode as `JOB RANK.npy` in the rendezvous'
-folder; it prints a line for each job: how many latents its own decoder was given.
+Each task is a job, and with how many others it shares a forward. Each rank makes the job's latents for itself and saves
+the frames that all decode as `TASK RANK.npy`, by number, in the rendezvous' folder; it prints a line for each task: how
+many latents its own decoder was given.
 """
 
 import json
@@ -17,8 +18,9 @@ from unfuse.core.spread import Spread
 from unfuse.models import base, find, modular
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.group import Group
-from unfuse.stages.base import Stage
+from unfuse.stages.base import Stage, StageInput, StageOutput
 from unfuse.stages.specs import VAE_DECODE
+from unfuse.stages.vae_decode import VaeDecode
 
 LIMIT_S = 60.0
 
@@ -45,19 +47,28 @@ def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     return made
 
 
+def decoded(stage: Stage, tasks: list[StageInput]) -> list[StageOutput]:
+    """All of them together, where the stage takes them so."""
+    if not isinstance(stage, VaeDecode):
+        return stage.run(tasks)
+    return [stage.finish(state) for state in stage.step([stage.start(task) for task in tasks])]
+
+
 def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, str(rendezvous), "cpu", LIMIT_S)
     tiny, jobs = c.Undivided(root), {job.name: job for job in c.TILED}
-    for name in json.load(sys.stdin):
+    for number, (name, mates) in enumerate(json.load(sys.stdin)):
         job = jobs[name]
         loaded = stages(tiny.folder(job.model), job.dtype, group)
         encoded = c.encode(loaded, job.params, tiny.uploads(job.params))
         latents = c.run(loaded["denoise"], job.params, encoded).tensors["latents"]
+        params = {**job.params, "output_format": "png"}
+        tasks = [StageInput(params, {"latents": own}) for own in (latents, *[-latents] * mates)]
         given.clear()
         with group.together():
-            output = c.run(loaded["vae_decode"], job.params, {"latents": latents})
-        np.save(rendezvous.with_name(f"{name} {rank}.npy"), c.frames(output.media))
+            output, *_ = decoded(loaded["vae_decode"], tasks)
+        np.save(rendezvous.with_name(f"{number} {rank}.npy"), c.frames(output.media))
         print(sum(given), flush=True)
     group.close()
 
