@@ -293,6 +293,7 @@ def _klein(kind: str) -> Any:
     vae = _seeded(18, lambda: AutoencoderKLFlux2(
         down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3,
         block_out_channels=[8, 16, 16], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
+        sample_size=48,
     ))  # fmt: skip
     transformer = _seeded(19, lambda: Flux2Transformer2DModel(
         in_channels=4 * CHANNELS, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,

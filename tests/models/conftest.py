@@ -31,7 +31,7 @@ Load = Callable[..., dict[str, Stage]]
 class Job:
     """One call of an undivided pipeline; `model` is a folder, relative to where the tiny ones are built.
 
-    With `blocks` diffusers' modular pipeline is called too.
+    With `blocks` diffusers' modular pipeline is called too; with `tiled` its VAE decodes in tiles.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Job:
     params: dict[str, Any]
     dtype: str = "float32"
     blocks: bool = False
+    tiled: bool = False
 
 
 def wan_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
@@ -213,6 +214,21 @@ LORA_JOBS = [
 ]
 """With adapters, which the reference makes under `loras`."""
 
+WIDE = {"width": 448, "num_inference_steps": 1}
+"""Three tiles in a row of VAEs whose tiles are 256 pixels, of which the last is 64."""
+TILED = [
+    Job("tiled-video", "wan-2.2-5b", wan_params(30, **WIDE, height=288, num_frames=5), tiled=True),
+    Job("tiled-shapes", SHAPES, wan_params(31, WORDS, **OF_SHAPES | WIDE | {"height": 288}), tiled=True),
+    Job("tiled-half", "wan-2.2-5b", wan_params(32, **WIDE, num_frames=5), "bfloat16,vae=bfloat16", tiled=True),
+    Job("tiled-flux", "flux", flux_params(33, width=144, height=80, num_inference_steps=1), tiled=True),
+    Job("tiled-one", "flux", flux_params(34, width=48, num_inference_steps=1), tiled=True),
+    Job("tiled-frames", "hunyuan-video", hunyuan_params(35, **WIDE, height=16, num_frames=21), tiled=True),
+    Job("tiled-qwen", "qwen-image", qwen_params(36, **WIDE), tiled=True),
+    Job("tiled-klein", "klein", block_params(37, width=144, height=80, num_inference_steps=1), tiled=True),
+    Job("tiled-krea", "krea", block_params(38, **WIDE, height=16), tiled=True),
+]
+"""Those whose VAE decodes in tiles; all but one are larger than a tile."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "job" in metafunc.fixturenames:
@@ -251,7 +267,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     def make(root: Path) -> None:
         draw_pictures(root)
         script = Path(__file__).with_name("undivided.py")
-        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS]])
+        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *TILED]])
         command = [sys.executable, "-I", str(script), str(root)]
         done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr

@@ -138,6 +138,7 @@ def main() -> None:
             if lora:
                 pipes[key].load_lora_weights(root / "loras" / f"{lora}.safetensors", adapter_name="a")
                 pipes[key].set_adapters(["a"], [scale])
+        pipes[key].vae.use_tiling = job["tiled"]
         made = run(pipes[key], job["params"], root)
         if job["blocks"]:
             made["blocks"] = by_blocks(root / job["model"], job["params"])

@@ -10,7 +10,7 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 
-KINDS = ("cfg", "ring", "ulysses", "tensor")
+KINDS = ("cfg", "ring", "ulysses", "tensor", "tiles")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
 
 MOST = 64

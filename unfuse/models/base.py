@@ -177,7 +177,10 @@ class DiffusersFamily(Family):
             config = folder.config("transformer")
             heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
         halves = len(("towards", "away"))
-        ways = {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": halves, "tensor": common}}
+        ways = {
+            DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": halves, "tensor": common},
+            VAE_DECODE.kind: {"tiles": 0},
+        }
         for component, (_, kind) in self.components(folder).items():
             if kind in ENCODERS:
                 with folder.reading(component):
@@ -334,12 +337,20 @@ class Loader:
         return self._classes[component][1]
 
     def vae(self) -> Any:
-        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one."""
-        vae, how = self.model("vae"), self.runtime.options.vae
+        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one.
+
+        One whose tiles are spread over ranks works in tiles, whatever `--vae` says.
+        """
+        vae, how, mesh = self.model("vae"), self.runtime.options.vae, self.runtime.mesh
+        how = "tiled" if mesh and "tiles" in mesh.degrees else how
         if how != "whole":
             vae.enable_slicing()
         if how == "tiled":
             vae.enable_tiling()
+        if mesh and "tiles" in mesh.degrees:
+            from unfuse.parallel.tiles import Tiles
+
+            vae.decode = Tiles(vae.decode, vae.decoder, mesh.axis("tiles"))
         return vae
 
     def noise_scheduler(self) -> Any:

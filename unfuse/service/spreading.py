@@ -29,6 +29,7 @@ MOST_DEGREE = 8
 SENT: Mapping[str, Callable[[int], float]] = {
     "cfg": lambda degree: degree - 1,
     "tensor": lambda degree: (degree - 1) / degree,
+    "tiles": lambda degree: (degree - 1) / degree,
     "ring": lambda degree: (degree - 1) / degree,
     "ulysses": lambda degree: (degree - 1) / degree**2,
 }

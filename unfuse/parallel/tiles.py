@@ -1,0 +1,100 @@
+"""Decoding spread over ranks by tiles: each decodes some of them, and all of them blend the pixels of all.
+
+A VAE's own code cuts a grid into tiles, decodes each and blends them where they meet. It runs twice here. First its
+decoder only notes what it is given, and makes nothing of it; then each rank decodes its share of that, all exchange
+what they made, and the decoder plays this back. So all is as on one rank that works in tiles, bit for bit. What a tile
+becomes leaves the rank that made it once for each other rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from unfuse.parallel.group import Axis
+
+
+class Call(NamedTuple):
+    """What a decoder is given. Calls that have a `feat_cache` in common, its memory of frames, are of one tile."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tile(self) -> int:
+        """What tells the calls of one tile from others."""
+        return id(self.kwargs.get("feat_cache", self.args))
+
+    @property
+    def latents(self) -> Tensor:
+        """What is decoded."""
+        given: Tensor = self.args[0]
+        return given
+
+
+class Tiles:
+    """A VAE's `decode`, of which these ranks share the tiles."""
+
+    def __init__(self, decode: Callable[..., Any], decoder: Module, axis: Axis) -> None:
+        self._decode, self._decoder, self._axis = decode, decoder, axis
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What `decode` makes of this on one rank."""
+        calls = list[Call]()
+        with self._decoding(lambda *given, **how: _noted(calls, Call(given, how))):
+            self._decode(*args, **kwargs)
+        like, owners, own = calls[0].latents, shares(calls, self._axis.size), list[Tensor]()
+        for owner in owners:
+            call = calls.pop(0)  # so that what layers remember goes with the last call of a tile
+            if owner == self._axis.rank:
+                own.append(self._decoder(*call.args, **call.kwargs))
+        made = _exchanged(self._axis, own, owners, like)
+        with self._decoding(lambda *given, **how: next(made)):
+            return self._decode(*args, **kwargs)
+
+    @contextmanager
+    def _decoding(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Meanwhile the decoder does that."""
+        own, self._decoder.forward = self._decoder.forward, forward
+        try:
+            yield
+        finally:
+            self._decoder.forward = own
+
+
+def _noted(calls: list[Call], call: Call) -> Tensor:
+    """Pixels of no request, which can be joined and blended with their like."""
+    calls.append(call)
+    return call.latents.new_empty(0, *[1] * (call.latents.dim() - 1))
+
+
+def shares(calls: Sequence[Call], ranks: int) -> list[int]:
+    """The rank that makes each call. Tiles go to whoever has least to do, the largest first."""
+    sizes = dict[int, int]()
+    for call in calls:
+        sizes[call.tile] = sizes.get(call.tile, 0) + call.latents.numel()
+    loads, owners = [0] * ranks, dict[int, int]()
+    for tile in sorted(sizes, key=lambda tile: -sizes[tile]):
+        owners[tile] = loads.index(min(loads))
+        loads[owners[tile]] += sizes[tile]
+    return [owners[call.tile] for call in calls]
+
+
+def _exchanged(axis: Axis, own: list[Tensor], owners: Sequence[int], like: Tensor) -> Iterator[Tensor]:
+    """What all ranks made, in the order of calls: tensors of any shapes, behind each other in a row of each rank."""
+    mine, rank = iter(own), axis.rank
+    table = torch.tensor([next(mine).shape if owner == rank else [0] * like.dim() for owner in owners])
+    shapes = axis.gather(table.to(like.device)).sum(0).tolist()
+    sizes = [[prod(s) for s, owner in zip(shapes, owners, strict=True) if owner == each] for each in range(axis.size)]
+    row = like.new_empty(max(map(sum, sizes)))
+    for place, made in zip(torch.split(row[: sum(sizes[rank])], sizes[rank]), own, strict=True):
+        place.copy_(made.flatten())
+    own.clear()
+    pieces = [iter(torch.split(row[: sum(of)], of)) for row, of in zip(axis.gather(row), sizes, strict=True)]
+    return (next(pieces[owner]).view(shape) for owner, shape in zip(owners, shapes, strict=True))
