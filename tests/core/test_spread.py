@@ -9,7 +9,8 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import KINDS, Spread, own_spreads, parse_parallel, ranked, refuse
 
-DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads={"ulysses": 24, "ring": 0, "cfg": 2})
+WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "layers": 30, "shard": 0}
+DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
 
@@ -25,7 +26,7 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("text", "says"), [
     ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
-    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, ring, ulysses, each once"),
+    ("ulysses:two", "from 2 to 64"), ("rings:2", "is not KIND:N with a KIND of cfg, layers, ring, ulysses, shard"),
     ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
@@ -54,6 +55,10 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
     ("ulysses:7", "use ulysses:6"),
     ("ulysses:64", "use ulysses:24"),
     ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
+    ("layers:31", "layers:31 is more than there are blocks: use layers:30"),
+    ("ulysses:4+shard:3", "shard:3 does not divide 4: use shard:2"),
+    ("ulysses:3+shard:2", "shard:2 does not divide 3: use shard:3"),
+    ("layers:2+shard:2", "layers and shard both part the weights: leave one of them out"),
 ])  # fmt: skip
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -80,3 +85,18 @@ def test_each_rank_has_a_device() -> None:
             ranked(devices, two)
     with pytest.raises(ConfigError, match="--parallel says nothing of this worker"):
         ranked("cpu+cpu", {})
+
+
+def test_shares_of_weights_are_on_ranks_that_others_make() -> None:
+    """A kind of its own it makes ranks only where there is no other."""
+    sizes = {"shard:3": (3, 3), "ulysses:4+shard:2": (4, 2), "cfg:2+layers:3": (6, 3), "ring:2": (2, 1)}
+    assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
+    for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
+        refuse({"denoiser": Spread.parse(text)}, [DENOISE])
+
+
+@pytest.mark.parametrize("how", ["shard:2", "layers:2"])
+def test_weights_that_are_parted_rest_nowhere(how: str) -> None:
+    refuse({"denoiser": Spread.parse("ulysses:2")}, [DENOISE], "model")
+    with pytest.raises(ConfigError, match=f"denoiser={how} and --offload model both say .*: leave one of them out"):
+        refuse({"denoiser": Spread.parse(how)}, [DENOISE], "model")

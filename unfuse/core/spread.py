@@ -10,22 +10,38 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 
-KINDS = ("cfg", "ring", "ulysses")
+KINDS = ("cfg", "layers", "ring", "ulysses", "shard")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
+
+SHARD = "shard"
+"""The kind that parts weights among ranks that others make; only without others these are ranks of its own."""
+
+HOLD = ("layers", SHARD)
+"""The kinds of which each rank holds a part of the weights."""
 
 MOST = 64
 """The most ranks of a worker."""
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The degree of each kind; the product of all is the number of ranks. Without any, a stage is on one rank."""
+    """The degree of each kind. Without any, a stage is on one rank."""
 
     degrees: Mapping[str, int] = {}
 
     @property
+    def ranks(self) -> Mapping[str, int]:
+        """The degrees whose product is the number of ranks."""
+        return {kind: degree for kind, degree in self.degrees.items() if kind != SHARD} or self.degrees
+
+    @property
     def size(self) -> int:
         """How many ranks there are."""
-        return prod(self.degrees.values())
+        return prod(self.ranks.values())
+
+    @property
+    def parts(self) -> int:
+        """Of so many parts of the weights a rank holds one."""
+        return prod(self.degrees.get(kind, 1) for kind in HOLD)
 
     def __str__(self) -> str:
         return "+".join(f"{kind}:{degree}" for kind, degree in self.degrees.items())
@@ -45,13 +61,17 @@ class Spread(msgspec.Struct, frozen=True):
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
-        that degrees must divide (0: any will do), and names what would go instead.
+        that degrees must divide (0: any will do), or of `layers` the most, and names what would go instead.
         """
+        if {*HOLD} <= {*self.degrees}:
+            return f"{' and '.join(HOLD)} both part the weights: leave one of them out"
         for kind, degree in self.degrees.items():
             if kind not in allowed:
                 return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
-            whole = allowed[kind]
-            if whole and whole % degree:
+            whole = self.size if kind == SHARD else allowed[kind]
+            if kind == "layers" and degree > whole:
+                return f"{kind}:{degree} is more than there are blocks: use {kind}:{whole}"
+            if kind != "layers" and whole and whole % degree:
                 near = min((d for d in divisors(whole) if d > 1), key=lambda d: (abs(d - degree), d), default=1)
                 other = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
                 return f"{kind}:{degree} does not divide {whole}: {other}"
@@ -104,10 +124,15 @@ def ranked(devices: str, spreads: Mapping[str, Spread]) -> tuple[str, ...]:
     return named
 
 
-def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec]) -> None:
+def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: str = "none") -> None:
     """Raise ConfigError for a role that no stage has, or one of whose stages none can be spread so, naming what can."""
     stages = list(stages)
     for role, spread in spreads.items():
+        if spread.parts > 1 and offload != "none":
+            raise ConfigError(
+                f"--parallel {role}={spread} and --offload {offload} both say where weights are that do not run: "
+                "leave one of them out"
+            )
         refusals = [spread.refusal(stage.spreads) for stage in stages if stage.role == role]
         if not refusals:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))

@@ -167,10 +167,13 @@ class DiffusersFamily(Family):
         return {}
 
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """By stage kind, the kinds by which a stage may be spread over ranks, and what their degrees must divide."""
+        """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them."""
         with folder.reading("transformer"):
-            heads = int(folder.config("transformer")["num_attention_heads"])
-        return {DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away"))}}
+            config = folder.config("transformer")
+            heads = int(config["num_attention_heads"])
+            blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
+        ways = {"ulysses": heads, "ring": 0, "cfg": len(("towards", "away")), "layers": blocks, "shard": 0}
+        return {DENOISE.kind: ways}
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
@@ -245,6 +248,12 @@ def weights_ids(
     }
 
 
+def held(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights and buffers that are here: of those that are spread over ranks, what this one keeps."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
     """What `--dtype` says: the dtype of whatever it does not name ("auto" if it does not say), and those by component.
 
@@ -306,13 +315,13 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        model = self._settle(model.eval())
+        model.eval()
         if self.runtime.mesh and self._cut and component.startswith("transformer"):
             from unfuse.parallel.spreading import spread
 
             spread(model, self._cut, self.runtime.mesh)
-        tensors = (*model.parameters(), *model.buffers())
-        self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
+        model = self._settle(model)
+        self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
         return model
 
     def class_of(self, component: str) -> str:
@@ -347,7 +356,9 @@ class Loader:
         """The model on the device, or resting until it runs there."""
         offload = self.runtime.options.offload
         if offload == "none":
-            return model.to(self.device)
+            for tensor in held(model):
+                tensor.data = tensor.data.to(self.device)
+            return model
         if self.device.type == "cpu":
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
         from unfuse.models.offload import rest

@@ -149,6 +149,7 @@ class Flux(PackedFamily):
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
         leave=(Along(1, ()), Along(1, ("image",))),
+        gives=("encoder_hidden_states", "hidden_states"),
     )
 
     @override

@@ -177,6 +177,7 @@ class HunyuanVideo(DiffusersFamily):
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"freqs_cis": (Along(0, ("image",)),), "image_rotary_emb": (Along(0, ("image",)),)},
         leave=(Along(1, ("image",)), Along(1, ())),
+        gives=("hidden_states", "encoder_hidden_states"),
     )
 
     @override

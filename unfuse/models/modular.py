@@ -256,6 +256,7 @@ KLEIN = Modular(Served(
         enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
         follow={"image_rotary_emb": (Along(0, ("text", "image")),)},
         leave=(Along(1, ("text", "image")),),
+        gives=("encoder_hidden_states", "hidden_states"),
     ),
     unguided=1.0,
 ))  # fmt: skip

@@ -163,6 +163,7 @@ class QwenImage(PackedFamily):
             "modulate_index": (Along(1, ("image",)),),
         },
         leave=(Along(1, ()), Along(1, ("image",))),
+        gives=("encoder_hidden_states", "hidden_states"),
     )
 
     @override
