@@ -323,7 +323,7 @@ def _krea(kind: str) -> Any:
     }  # fmt: skip
     encoder = _seeded(20, lambda: Qwen3VLModel(Qwen3VLConfig(text_config=language, vision_config=eyes)))
     transformer = _seeded(21, lambda: Krea2Transformer2DModel(
-        in_channels=4 * CHANNELS, num_layers=1, attention_head_dim=12, num_attention_heads=4, num_key_value_heads=2,
+        in_channels=4 * CHANNELS, num_layers=2, attention_head_dim=12, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=32, timestep_embed_dim=32, text_hidden_dim=16, text_num_attention_heads=2,
         text_num_key_value_heads=2, text_intermediate_size=24, num_layerwise_text_blocks=1, num_refiner_text_blocks=1,
         axes_dims_rope=(4, 4, 4),

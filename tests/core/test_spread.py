@@ -9,7 +9,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import KINDS, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
 
-WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24}
+WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
@@ -57,6 +57,10 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
     ("cfg:3", "cfg:3 does not divide 2: use cfg:2"),
     ("tensor:5", "tensor:5 does not divide 24: use tensor:4"),
     ("tensor:4+ulysses:4", "ulysses:4 does not divide 6: use ulysses:3"),
+    ("layers:31", "layers:31 is more than there are blocks: use layers:30"),
+    ("ulysses:4+shard:3", "shard:3 does not divide 4: use shard:2"),
+    ("ulysses:3+shard:2", "shard:2 does not divide 3: use shard:3"),
+    ("layers:2+shard:2", "layers and shard both part the weights: leave one of them out"),
 ])  # fmt: skip
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -115,3 +119,18 @@ def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], dat
         assert len(ranked(devices, found)) <= before
         before = len(ranked(devices, found))
     assert before == 1
+
+
+def test_shares_of_weights_are_on_ranks_that_others_make() -> None:
+    """A kind of its own it makes ranks only where there is no other."""
+    sizes = {"shard:3": (3, 3), "ulysses:4+shard:2": (4, 2), "cfg:2+layers:3": (6, 3), "ring:2": (2, 1)}
+    assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
+    for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
+        refuse({"denoiser": Spread.parse(text)}, [DENOISE])
+
+
+@pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])
+def test_weights_that_are_parted_rest_nowhere(how: str) -> None:
+    refuse({"denoiser": Spread.parse("ulysses:2")}, [DENOISE], "model")
+    with pytest.raises(ConfigError, match=f"denoiser={how} and --offload model both say .*: leave one of them out"):
+        refuse({"denoiser": Spread.parse(how)}, [DENOISE], "model")

@@ -43,7 +43,9 @@ def gpus(*free: float) -> tuple[Device, ...]:
 def wanted(place: str = "", device: str = "auto", offload: str = "none", arena: int = 0, **counts: int) -> Wanted:
     roles = {role: counts.get(role, 1) for role in ROLES}
     compute = ComputeOptions(device=device, offload=offload)  # type: ignore[arg-type]
-    return Wanted(roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}))
+    return Wanted(
+        roles, parse_place(place), compute, arena, first=frozenset({"denoiser"}), parted=frozenset({"denoiser"})
+    )
 
 
 def seats(placed: tuple[Placed, ...]) -> list[tuple[str, str]]:
@@ -201,6 +203,35 @@ def test_ranks_on_a_cpu_share_weights_that_are_mapped() -> None:
         (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
         assert worker.device == "cpu+cpu+cpu"
         assert worker.takes(want) == {CPU: 3 * PROCESS + times * 24 * GIB}
+
+
+@pytest.mark.parametrize("how", ["shard:2", "layers:2"])
+def test_ranks_that_hold_a_part_each_have_room_where_one_has_none(how: str) -> None:
+    """Of the others each rank that needs them holds the whole: here nothing but the transformer is the denoiser's."""
+    text = refusal(NEEDS, wanted("encoder=cpu,decoder=cpu"), gpus(16, 16))
+    assert "it would fit with --parallel denoiser=shard:2, or with --offload sequential" in text
+    want = spread(how, place="encoder=cpu,decoder=cpu")
+    placed = place(NEEDS, want, gpus(16, 16))
+    assert seats(placed)[1] == ("denoiser", "cuda:0+cuda:1")
+    assert placed[1].takes(want) == {"cuda:0": CONTEXT + 12 * GIB, "cuda:1": CONTEXT + 12 * GIB, CPU: 2 * PROCESS}
+    with pytest.raises(ConfigError, match="do not fit"):
+        place(NEEDS, spread("ulysses:2", place="encoder=cpu,decoder=cpu"), gpus(16, 16))
+
+
+def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whole() -> None:
+    mapped = {role: tuple(replace(part, mapped=True) for part in parts) for role, parts in NEEDS.items()}
+    want = replace(spread("ulysses:2+shard:2"), counts={"all": 1}, split=False)
+    (whole,) = place(mapped, want, (HOST,))
+    assert [part.bytes for part in whole.parts] == [10 * GIB, GIB, 12 * GIB, GIB // 2]
+    assert whole.takes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
+
+
+def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
+    want = spread("ulysses:4", place="encoder=cpu,decoder=cpu")
+    text = refusal(NEEDS, replace(want, parted=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
+    assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
+    assert "shard" not in refusal(NEEDS, replace(want, parted=frozenset()), gpus(16, 16, 16, 16))
+    assert "offload" not in refusal(NEEDS, spread("shard:2", place="encoder=cpu,decoder=cpu"), gpus(9, 9))
 
 
 def test_the_devices_of_ranks_are_those_named() -> None:

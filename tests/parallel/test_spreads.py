@@ -20,10 +20,15 @@ DAY = (
 )  # fmt: skip
 """One or two of each family: lengths that two do not divide, masks, and both halves of guidance among them."""
 
-EQUAL = {"ulysses", "cfg"}
+EQUAL = {"ulysses", "cfg", "layers"}
 """What leaves every bit as it is; but with few tokens, or a number that eight does not divide, a product of
 matrices may take another kernel."""
-FEW = ("tokens-", "qwen-empty-negative", "qwen-prompt", "qwen-long", "krea-prompt", "krea-unguided")
+FEW = ("tokens-", "qwen-empty-negative", "qwen-prompt", "qwen-long", "krea-")
+
+COPIES = {"shard", "cfg", "layers"}
+"""What leaves every bit as it is where weights are copied: products take other kernels for weights that are mapped, by
+where these lie in memory.
+"""
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 """Of the largest number among the latents."""
@@ -31,7 +36,8 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
 """What is made with a part of the weights: with each transformer, with each encoder."""
 
-JOBS = {job.name: job for job in c.JOBS}
+JOBS = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS]}
+LORAS = [job.name for job in c.LORA_JOBS]
 APART = ("klein", "krea")
 """Models whose halves of guidance are their own affair."""
 
@@ -41,12 +47,16 @@ def tasks(names: Sequence[str], spreads: Sequence[str]) -> list[tuple[str, str]]
 
 
 def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]]) -> None:
-    wrong = []
+    wrong: list[tuple[str, str, float | str]] = []
     for spread, name in made:
         found, wanted = np.load(folder / f"{spread} {name}.npy"), undivided.result(name)["latents"]
         if JOBS[name].model.startswith(APART):  # they hand them over unpacked
             found, wanted = np.sort(found, None), np.sort(wanted, None)
         kinds = {kind.partition(":")[0] for kind in spread.split("+")}
+        if "shard" in kinds and kinds <= COPIES and not name.startswith("krea"):
+            copied = np.load(folder / f"copied {name}.npy")
+            if not np.array_equal(np.load(folder / f"{spread} {name}.npy"), copied):
+                wrong.append((spread, name, "not as copied"))
         if kinds <= EQUAL and not name.startswith(FEW if "ulysses" in kinds else ()):
             right = np.array_equal(found, wanted)
         else:
@@ -58,7 +68,18 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
 
 
 def test_two_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
-    asked = tasks(DAY, ("ulysses:2", "ring:2", "cfg:2"))
+    asked = tasks(DAY, ("ulysses:2", "ring:2", "cfg:2", "layers:2", "copied", "shard:2"))
+    check(undivided, latents(2, asked), asked)
+
+
+def test_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided, latents: Make) -> None:
+    asked = tasks(["lora-original"], ("copied", "shard:2", "layers:2"))
+    check(undivided, latents(2, asked), asked)
+
+
+@pytest.mark.nightly
+def test_all_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided, latents: Make) -> None:
+    asked = tasks(LORAS, ("ulysses:2", "cfg:2", "copied", "shard:2", "layers:2"))
     check(undivided, latents(2, asked), asked)
 
 
@@ -69,14 +90,16 @@ def test_two_ranks_make_with_half_of_the_weights_what_one_makes(undivided: c.Und
 
 @pytest.mark.nightly
 def test_two_ranks_make_every_job(undivided: c.Undivided, latents: Make) -> None:
-    asked = tasks([*JOBS], ("ulysses:2", "ring:2", "cfg:2", "tensor:2", "encoder=tensor:2"))
+    parted = ("copied", "shard:2", "cfg:2+shard:2", "ulysses:2+shard:2", "tensor:2", "encoder=tensor:2")
+    asked = tasks([job.name for job in c.JOBS], ("ulysses:2", "ring:2", "cfg:2", "layers:2", *parted))
     check(undivided, latents(2, asked), asked)
 
 
 @pytest.mark.nightly
 def test_four_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
-    asked = tasks(
-        [*DAY], ("ulysses:2+cfg:2", "ring:2+ulysses:2", "ring:2+cfg:2", "ring:4", "cfg:2+tensor:2", "ring:2+tensor:2")
-    )
+    asked = tasks([*DAY], (
+        "ulysses:2+cfg:2", "ring:2+ulysses:2", "ring:2+cfg:2", "ring:4", "copied", "cfg:2+layers:2",
+        "layers:2+ulysses:2", "cfg:2+ulysses:2+shard:2", "ring:4+shard:4", "cfg:2+tensor:2", "ring:2+tensor:2",
+    ))  # fmt: skip
     asked += tasks(("shapes-image", "shapes-video"), ("ulysses:2+tensor:2", "tensor:4", "encoder=tensor:4"))
     check(undivided, latents(4, asked), asked)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.models.conftest import Undivided
-from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.models import find
@@ -64,7 +63,6 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
     folder = undivided.folder("wan")
     family = find(folder)
     spec = {stage.name: stage for stage in family.card("model", folder).pipeline.stages}
-    offloads = runtime(0, {}, options=ComputeOptions(offload="model"))
     adapted = runtime(0, {}, loras="/a/folder")
 
     def refusal(stage: StageSpec, given: Runtime) -> str:
@@ -72,7 +70,6 @@ def test_what_needs_whole_weights_is_refused_before_they_are_loaded(undivided: U
             family.load(stage, folder / "nothing", given)
         return str(error.value)
 
-    assert "--offload does not go with encoder=tensor" in refusal(spec["text_encode"], offloads)
     assert "--loras does not go with denoiser=tensor" in refusal(spec["denoise"], adapted)
     assert "nothing" in refusal(spec["text_encode"], adapted)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tools.server import environment, unfuse
-from unfuse.core.spread import KINDS, Spread
+from unfuse.core.spread import HOLD, KINDS, Spread
 from unfuse.models import card_of, resolve_source
 from unfuse.service.spreading import SENT, Found, Step, advised, predicted, rows_of
 
@@ -25,8 +25,9 @@ def found(spread: str, alone: Step, step: Step, most: int = 8) -> list[Found]:
     return [Found("denoiser", "", 1, alone, True), measured, *predicted(measured, alone, parsed, CARD, most)]
 
 
-def test_every_kind_says_what_leaves_a_rank() -> None:
-    assert SENT.keys() == {*KINDS}
+def test_every_kind_by_which_ranks_share_work_says_what_leaves_one() -> None:
+    assert SENT.keys() == {*KINDS} - {*HOLD}
+    assert len(found("shard:2", Step(1.0), Step(1.0, 0.5))) == len(found("layers:2", Step(1.0), Step(0.5, 0.5))) == 2
 
 
 @given(seconds, seconds, seconds, st.floats(0, 1))

@@ -38,7 +38,7 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         str,
         Meta(
             description="How the stages of a role are spread over ranks, a compute process and device each: "
-            "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, ring, tensor, tiles, ulysses."
+            "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, layers, ring, shard, tensor, tiles, ulysses."
         ),
     ] = ""
     collective_s: Annotated[

@@ -27,7 +27,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes. Requests may share
     forwards of a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
-    these kinds, each with what their number must divide (0: nothing).
+    these kinds, each with what their number must divide (0: nothing), or of `layers` their most.
     """
 
     name: str

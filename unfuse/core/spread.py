@@ -10,22 +10,41 @@ import msgspec
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 
-KINDS = ("cfg", "ring", "ulysses", "tensor", "tiles")
+KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
+
+SHARD = "shard"
+"""The kind that parts weights among ranks that others make; only without others these are ranks of its own."""
+
+HOLD = ("layers", SHARD)
+"""The kinds of which each rank holds a part of the weights."""
+
+PARTING = (*HOLD, "tensor")
+"""The kinds that leave a rank without some weights."""
 
 MOST = 64
 """The most ranks of a worker."""
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """The degree of each kind; the product of all is the number of ranks. Without any, a stage is on one rank."""
+    """The degree of each kind. Without any, a stage is on one rank."""
 
     degrees: Mapping[str, int] = {}
 
     @property
+    def ranks(self) -> Mapping[str, int]:
+        """The degrees whose product is the number of ranks."""
+        return {kind: degree for kind, degree in self.degrees.items() if kind != SHARD} or self.degrees
+
+    @property
     def size(self) -> int:
         """How many ranks there are."""
-        return prod(self.degrees.values())
+        return prod(self.ranks.values())
+
+    @property
+    def parts(self) -> int:
+        """Of so many parts of the weights a rank holds one."""
+        return prod(self.degrees.get(kind, 1) for kind in HOLD)
 
     def __str__(self) -> str:
         return "+".join(f"{kind}:{degree}" for kind, degree in self.degrees.items())
@@ -45,19 +64,26 @@ class Spread(msgspec.Struct, frozen=True):
 
     def smaller(self) -> Spread:
         """One with half of the ranks, or with none of the last kind where that cannot be halved."""
-        *others, (kind, degree) = self.degrees.items()
-        return Spread(dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2})
+        *others, (kind, degree) = self.ranks.items()
+        ranks = dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2}
+        share = gcd(self.degrees.get(SHARD, 1), prod(ranks.values()))
+        return Spread({**ranks, **({SHARD: share} if share > 1 else {})})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
-        that degrees must divide (0: any will do), and names what would go instead. Heads are shared out twice by
-        `ulysses` beside `tensor`.
+        that degrees must divide (0: any will do), or of `layers` the most, and names what would go instead. Heads are
+        shared out twice by `ulysses` beside `tensor`.
         """
+        if len(parting := [kind for kind in PARTING if kind in self.degrees]) > 1:
+            return f"{' and '.join(parting)} both part the weights: leave one of them out"
         for kind, degree in self.degrees.items():
             if kind not in allowed:
                 return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
             whole = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
-            if whole and whole % degree:
+            whole = self.size if kind == SHARD else whole
+            if kind == "layers" and degree > whole:
+                return f"{kind}:{degree} is more than there are blocks: use {kind}:{whole}"
+            if kind != "layers" and whole and whole % degree:
                 near = min((d for d in divisors(whole) if d > 1), key=lambda d: (abs(d - degree), d), default=1)
                 other = f"use {kind}:{near}" if near > 1 else f"leave {kind} out"
                 return f"{kind}:{degree} does not divide {whole}: {other}"
@@ -124,10 +150,15 @@ def fewer(devices: str, spreads: Mapping[str, Spread]) -> Iterator[tuple[str, st
         yield from ((part, parallel) for part in dict.fromkeys(parts))
 
 
-def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec]) -> None:
+def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: str = "none") -> None:
     """Raise ConfigError for a role that no stage has, or one of whose stages none can be spread so, naming what can."""
     stages = list(stages)
     for role, spread in spreads.items():
+        if offload != "none" and any(kind in spread.degrees for kind in PARTING):
+            raise ConfigError(
+                f"--parallel {role}={spread} and --offload {offload} both say where weights are that do not run: "
+                "leave one of them out"
+            )
         ways = [stage.spreads for stage in stages if stage.role == role]
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 import msgspec
 from msgspec.structs import replace
@@ -12,7 +13,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
-from unfuse.core.spread import Spread, own_spreads, ranked
+from unfuse.core.spread import SHARD, Spread, own_spreads, parse_parallel, ranked
 
 CPU = "cpu"
 
@@ -33,7 +34,7 @@ Needs = Mapping[str, "tuple[Part, ...]"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype.
+    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank.
 
     What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once.
     """
@@ -56,6 +57,10 @@ class Part(msgspec.Struct, frozen=True):
         wide = self.dtype == "float32"
         return self if wide else replace(self, dtype="float32", bytes=2 * self.bytes, mapped=False)
 
+    def part_of(self, parts: int) -> Part:
+        """What is left of it where a rank holds one of so many parts, as memory of its own."""
+        return replace(self, bytes=-(-self.bytes // parts), mapped=False) if parts > 1 else self
+
     def resident(self, offload: Offload) -> int:
         """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
         layers = offload == "sequential" and not self.component.startswith("vae")
@@ -72,7 +77,8 @@ class Device(msgspec.Struct, frozen=True):
 class Wanted(msgspec.Struct, frozen=True):
     """Workers to start: how many by what they are (a role, several as `a+b`, or all), the devices that were named by
     that, and how they compute. Where models are `split` there is one of each role that `counts` does not name; with
-    `auto`, all of that is still to be chosen. Those of the roles in `first` are placed first.
+    `auto`, all of that is still to be chosen. Those of the roles in `first` are placed first; `parted` are roles of
+    which a rank can hold a part of the weights.
     """
 
     counts: Mapping[str, int] = {}
@@ -81,6 +87,7 @@ class Wanted(msgspec.Struct, frozen=True):
     arena: int = 0
     split: bool = True
     first: frozenset[str] = frozenset()
+    parted: frozenset[str] = frozenset()
     auto: bool = False
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
@@ -215,7 +222,7 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
         named, spreads = wanted.place.get(role, ()), own_spreads(wanted.compute.parallel, roles_of(role))
         for number in range(max(counts[role], len(named))):
             name = named[number % len(named)] if named else _roomiest(able, room, spreads)
-            worker = Placed(role, "+".join(ranked(name, spreads)), parts_of(role, needs))
+            worker = Placed(role, "+".join(ranked(name, spreads)), parts_of(role, needs, spreads))
             placed.append(worker)
             for where, size in worker.takes(wanted).items():
                 room[where] -= size
@@ -235,10 +242,11 @@ def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str
     return "+".join(ordered[:size])
 
 
-def parts_of(role: str, needs: Needs) -> tuple[Part, ...]:
-    """What a worker with these roles holds."""
-    roles = roles_of(role)
-    return tuple(part for name, parts in needs.items() if roles is None or name in roles for part in parts)
+def parts_of(role: str, needs: Needs, spreads: Mapping[str, Spread]) -> tuple[Part, ...]:
+    """What a worker with these roles holds, or each of its ranks."""
+    roles, spread = roles_of(role), {name: spreads.get(name, Spread()) for name in needs}
+    own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
+    return tuple(part.part_of(spread[name].parts) for name, part in own)
 
 
 def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:
@@ -270,13 +278,16 @@ def _refusal(
     others = [f"{device.name} has {readable_bytes(device.free)} free" for device in devices if device not in short]
     ways = [way for way, other, less in _ways(needs, wanted, devices) if _fits(other, less, devices)]
     helps = f"it would fit with {', or with '.join(ways)}" if ways else (
-        "none of fewer workers, --arena, --dtype, --offload and --place is enough alone: it takes more memory"
+        "none of fewer workers, --arena, --dtype, --parallel, --offload and --place is enough alone: "
+        "it takes more memory"
     )  # fmt: skip
     return f"the models do not fit: {'; '.join([*sums, *others])}; activations come on top; {helps}"
 
 
 def _fits(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> bool:
-    return not _short(_arrange(needs, wanted, devices), wanted, devices)
+    with suppress(ConfigError):  # of ranks there are more than devices
+        return not _short(_arrange(needs, wanted, devices), wanted, devices)
+    return False
 
 
 def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[tuple[str, Needs, Wanted]]:
@@ -288,7 +299,14 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     yield "--arena 64MiB", needs, replace(wanted, arena=min(64 << 20, wanted.arena))
     yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
     roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
-    offloads: tuple[Offload, ...] = ("model", "sequential") if roles else ()
+    spreads = parse_parallel(wanted.compute.parallel)
+    parted = {role for role, spread in spreads.items() if spread.parts > 1}
+    for role in sorted(wanted.parted - parted):
+        spread = spreads.get(role, Spread())
+        more = spreads | {role: Spread({**spread.degrees, SHARD: max(2, spread.size)})}
+        text = ",".join(f"{role}={how}" for role, how in more.items())
+        yield f"--parallel {text}", needs, replace(wanted, compute=replace(wanted.compute, parallel=text))
+    offloads: tuple[Offload, ...] = ("model", "sequential") if roles and not parted else ()
     for offload in offloads:
         yield f"--offload {offload}", needs, replace(wanted, compute=replace(wanted.compute, offload=offload))
     for role in roles:

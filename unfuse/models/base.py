@@ -134,10 +134,8 @@ class DiffusersFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
-        if runtime.mesh and "tensor" in runtime.mesh.degrees:
-            adapted, offload = spec.kind == DENOISE.kind and runtime.loras, runtime.options.offload != "none"
-            if flag := "--offload" if offload else "--loras" if adapted else "":
-                raise ConfigError(f"{flag} does not go with {spec.role}=tensor, which cuts weights: leave one out")
+        if runtime.loras and spec.kind == DENOISE.kind and runtime.mesh and "tensor" in runtime.mesh.degrees:
+            raise ConfigError(f"--loras does not go with {spec.role}=tensor, which cuts weights: leave one out")
         model = ModelFolder(folder)
         stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
         stage.exact = runtime.options.batching == "exact"
@@ -172,15 +170,13 @@ class DiffusersFamily(Family):
         return {}
 
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """By stage kind, the kinds by which a stage may be spread over ranks, and what their degrees must divide."""
+        """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them."""
         with folder.reading("transformer"):
             config = folder.config("transformer")
             heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
-        halves = len(("towards", "away"))
-        ways = {
-            DENOISE.kind: {"ulysses": heads, "ring": 0, "cfg": halves, "tensor": common},
-            VAE_DECODE.kind: {"tiles": 0},
-        }
+            blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
+        denoise = {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
+        ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
         for component, (_, kind) in self.components(folder).items():
             if kind in ENCODERS:
                 with folder.reading(component):
@@ -261,6 +257,12 @@ def weights_ids(
     }
 
 
+def held(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights and buffers that are here: of those that are spread over ranks, what this one keeps."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
     """What `--dtype` says: the dtype of whatever it does not name ("auto" if it does not say), and those by component.
 
@@ -326,10 +328,9 @@ class Loader:
         if self.runtime.mesh and cut:
             from unfuse.parallel.spreading import spread
 
-            spread(model, cut, self.runtime.mesh)
+            spread(model.eval(), cut, self.runtime.mesh)
         model = self._settle(model.eval())
-        tensors = (*model.parameters(), *model.buffers())
-        self._tell(component, began, sum(tensor.nbytes for tensor in tensors))
+        self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
         return model
 
     def class_of(self, component: str) -> str:
@@ -372,7 +373,9 @@ class Loader:
         """The model on the device, or resting until it runs there."""
         offload = self.runtime.options.offload
         if offload == "none":
-            return model.to(self.device)
+            for tensor in held(model):
+                tensor.data = tensor.data.to(self.device)
+            return model
         if self.device.type == "cpu":
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
         from unfuse.models.offload import rest

@@ -156,6 +156,7 @@ class Flux(PackedFamily):
             gathered=("*_blocks.*.norm*.linear",),
             divided=("num_attention_heads",),
         ),
+        gives=("encoder_hidden_states", "hidden_states"),
     )
 
     @override

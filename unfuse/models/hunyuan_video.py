@@ -185,6 +185,7 @@ class HunyuanVideo(DiffusersFamily):
             heads=("*_blocks.*.attn.heads",),
             divided=("num_attention_heads",),
         ),
+        gives=("hidden_states", "encoder_hidden_states"),
     )
 
     @override

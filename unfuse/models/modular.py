@@ -262,6 +262,7 @@ KLEIN = Modular(Served(
             packed={"*.linear_in": (0, 2), "*.to_qkv_mlp_proj": (3, 2), "single_*.to_out": (1, 1)},
             divided=("num_attention_heads",),
         ),
+        gives=("encoder_hidden_states", "hidden_states"),
     ),
     unguided=1.0,
 ))  # fmt: skip

@@ -169,6 +169,7 @@ class QwenImage(PackedFamily):
             gathered=("*.???_mod.1",),
             divided=("num_attention_heads",),
         ),
+        gives=("encoder_hidden_states", "hidden_states"),
     )
 
     @override

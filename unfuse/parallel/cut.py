@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 class Along(msgspec.Struct, frozen=True):
@@ -55,7 +58,8 @@ class Cut(msgspec.Struct, frozen=True):
     every token sees the others, whose `order` is that of these segments. Tokens enter in those arguments of the first
     block that are named in `enter`, one segment each; `follow` names what all blocks are given that lies along tokens,
     a rule an element where it is a tuple. They leave in what the last block returns, of which `leave` has a rule an
-    element; one without segments is not read any more. Its weights are cut as `matrices` says.
+    element; one without segments is not read any more. `gives` names the arguments of a block in the place of which it
+    gives others, in their order; what a block is not given, it does not give. Its weights are cut as `matrices` says.
     """
 
     blocks: tuple[str, ...]
@@ -65,3 +69,8 @@ class Cut(msgspec.Struct, frozen=True):
     leave: tuple[Along, ...]
     matrices: Matrices
     follow: Mapping[str, tuple[Along, ...]] = {}
+    gives: tuple[str, ...] = ("hidden_states",)
+
+    def blocks_of(self, model: Module) -> list[Module]:
+        """The blocks of such a transformer, in the order in which they run."""
+        return [block for name in self.blocks for block in model.get_submodule(name).children()]

@@ -7,10 +7,11 @@ starts all ranks anew.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
@@ -20,11 +21,12 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import TransientError
-from unfuse.core.spread import KINDS, Spread
+from unfuse.core.spread import KINDS, SHARD, Spread
 
 T = TypeVar("T")
 
@@ -115,7 +117,7 @@ class Group:
 
     def mesh(self, spread: Spread) -> Mesh:
         """The ranks as that spread has them. Every rank calls this, in the same order."""
-        return Mesh(self, spread.degrees)
+        return Mesh(self, spread)
 
     def close(self) -> None:
         """Leave the group."""
@@ -133,13 +135,15 @@ class _Told(Exception):
 class Mesh:
     """The ranks of a stage, arranged by the kinds over which it is spread. Each rank has a place along each kind."""
 
-    def __init__(self, group: Group, degrees: Mapping[str, int]) -> None:
-        self.group, self.degrees = group, degrees
-        self._places = [*product(*(range(degree) for degree in degrees.values()))]
+    def __init__(self, group: Group, spread: Spread) -> None:
+        self.group, self.degrees, self._ranks = group, spread.degrees, spread.ranks
+        self._places = [*product(*(range(degree) for degree in self._ranks.values()))]
         self._made: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *kinds: str) -> Axis:
-        """The ranks that differ from this one in their place along these kinds alone, itself included."""
+        """The ranks that differ from this one in their place along these kinds alone, itself included. Those of `shard`
+        are neighbours.
+        """
         along = tuple(kind for kind in KINDS if kind in kinds and kind in self.degrees)
         if along not in self._made:
             self._made[along] = self._axis(along)
@@ -150,7 +154,8 @@ class Mesh:
         own: Axis | None = None
         same: dict[tuple[int, ...], list[int]] = {}
         for rank, place in enumerate(self._places):
-            others = tuple(at for kind, at in zip(self.degrees, place, strict=True) if kind not in along)
+            others = tuple(at for kind, at in zip(self._ranks, place, strict=True) if kind not in along)
+            others = (rank // self.degrees[SHARD],) if SHARD in along else others
             same.setdefault(others, []).append(rank)
         for ranks in same.values():
             made = dist.new_group(ranks, timeout=self.group.limit)
@@ -188,6 +193,12 @@ class Axis:
         own = reduce(torch.add, parts.float().unbind(0)).to(tensor.dtype)
         return self.gather(own).flatten()[: tensor.numel()].view(tensor.shape)
 
+    def hand_out(self, tensor: Tensor, giver: int) -> Tensor:
+        """What rank `giver` has; the others give a tensor like it."""
+        made = tensor.contiguous() if self.rank == giver else torch.empty_like(tensor).contiguous()
+        self._wait(lambda: dist.broadcast(made, group=self._ranks, group_src=giver))
+        return made
+
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to give a tensor to the next rank, the last one's to the first. Call what is returned for what came."""
         given, came = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
@@ -205,6 +216,16 @@ class Axis:
 
         return arrived
 
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The same ranks for torch's own kinds."""
+        return DeviceMesh.from_group(self._ranks, self.group.device.type)
+
     def _wait(self, exchange: Callable[[], T]) -> T:
         self.group.meet()
         return self.group.wait(exchange)
+
+
+def give_back() -> None:
+    """Return to the system what was let go: of weights that came and went more would stay here than others take."""
+    ctypes.CDLL(None).malloc_trim(0)

@@ -130,8 +130,7 @@ class _Replaced(TorchFunctionMode):
 
 def spread(model: Module, cut: Cut, axis: Axis, attend: Attend) -> None:
     """Spread a transformer's tokens over these ranks."""
-    blocks = [block for name in cut.blocks for block in model.get_submodule(name).children()]
-    shares = Shares(axis, cut.order)
+    blocks, shares = cut.blocks_of(model), Shares(axis, cut.order)
     for number, block in enumerate(blocks):
         _Entrance(block, shares, cut.enter if number == 0 else {}, cut.follow)
         _within(block.get_submodule(cut.attention), _Replaced(shares, attend))

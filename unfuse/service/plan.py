@@ -13,7 +13,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import StageSpec, roles_of
-from unfuse.core.spread import parse_parallel, refuse
+from unfuse.core.spread import SHARD, parse_parallel, refuse
 from unfuse.launch.placement import (
     Device,
     Part,
@@ -125,9 +125,13 @@ def plan_for(
     models = look_into(names, revision, wanted, devices)
     needed = needs(models)
     stages = [stage for model in models for stage in model.card.pipeline.stages]
-    wanted = replace(wanted, first=frozenset(stage.role for stage in stages if stage.work.forwards))
+    wanted = replace(
+        wanted,
+        first=frozenset(stage.role for stage in stages if stage.work.forwards),
+        parted=frozenset(stage.role for stage in stages if SHARD in stage.spreads),
+    )
     wanted.numbers(needed)
-    refuse(parse_parallel(wanted.compute.parallel), stages)
+    refuse(parse_parallel(wanted.compute.parallel), stages, wanted.compute.offload)
     looked = None
     if wanted.auto:
         looked = layouts([model.card for model in models], needed, wanted, devices, means or Means())

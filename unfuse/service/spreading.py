@@ -33,7 +33,8 @@ SENT: Mapping[str, Callable[[int], float]] = {
     "ring": lambda degree: (degree - 1) / degree,
     "ulysses": lambda degree: (degree - 1) / degree**2,
 }
-"""What leaves a rank in a step, by degree, in shares of something that all degrees have in common."""
+"""What leaves a rank in a step, by degree, in shares of something that all degrees have in common; of kinds by which
+ranks share work."""
 
 
 Shown = Callable[[str], AbstractContextManager[object]]
@@ -103,7 +104,7 @@ def predicted(measured: Found, alone: Step, spread: Spread, card: ModelCard, mos
     """The other degrees, where it is spread by one kind: each rank computes its part as efficiently as was measured.
     Of its exchanges what the smallest picture takes grows with the number of others, the rest with what leaves a rank.
     """
-    if len(spread.degrees) != 1:
+    if len(spread.degrees) != 1 or not spread.degrees.keys() <= SENT.keys():
         return
     ((kind, degree),) = spread.degrees.items()
     able = [stage.spreads for stage in card.pipeline.stages if stage.role == measured.role]

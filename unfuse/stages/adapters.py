@@ -133,7 +133,7 @@ class Adapters:
         except (*BROKEN, SafetensorError) as error:
             raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
         for key, tensor in model.named_parameters():
-            if id in key.split("."):
+            if id in key.split(".") and not tensor.is_meta:  # as where the layer is on another rank
                 tensor.data = tensor.data.to(self._device)
 
 

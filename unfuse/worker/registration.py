@@ -43,7 +43,7 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     cards, models = fetch_models(chosen or welcome.models, choice)
     spreads = own_spreads(compute.parallel, choice.roles)
-    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages])
+    refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
     batch = compute.max_batch if compute.batching == "batched" or any(stage.shares for stage in stages) else 1
     slots = max(options.slots or slots_of(stages), batch + 1)

@@ -1,0 +1,71 @@
+"""Ranks that hold a part of the weights each: what they make, and how much memory they take."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.integration.test_ranks import ROUNDING, alone as alone, compute_of_denoiser, own, pixels, ranks
+from tools.server import serving
+from unfuse.core.spread import Spread
+from unfuse.models import resolve_source
+
+NIGHTLY = pytest.mark.nightly
+WIDE, LIMIT = 88_000, "575MiB"
+"""How wide a feed-forward is, so that all weights take 300 MB in bfloat16, and less than a process and all of these."""
+
+
+@pytest.mark.parametrize(("spread", "equal"), [
+    ("layers:2", True), ("shard:2", False),
+    pytest.param("cfg:2+layers:2", True, marks=NIGHTLY), pytest.param("ulysses:2+shard:2", False, marks=NIGHTLY),
+])  # fmt: skip
+def test_ranks_that_hold_a_part_make_the_pictures_of_one(
+    spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path
+) -> None:
+    with ranks(tmp_path, spread) as server:
+        assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
+        asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
+        for seed, request in asked.items():
+            assert server.finished(request)["status"] == "completed"
+            made = server.result(request)
+            assert made == alone[seed] or not equal
+            assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+
+
+def widened(folder: Path) -> Path:
+    """The built-in model, with feed-forwards that have zeros behind what they had."""
+    shutil.copytree(resolve_source("unfuse/shapes"), folder)
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".ffn.net.0." in name or name.endswith(".ffn.net.2.weight"):
+            axis = 0 if ".net.0." in name else 1
+            behind = [(0, WIDE - size if number == axis else 0) for number, size in enumerate(tensor.shape)]
+            tensors[name] = np.pad(tensor, behind)
+    save_file(tensors, file)
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "ffn_dim": WIDE}))
+    return folder
+
+
+@NIGHTLY
+def test_what_one_process_may_not_hold_two_serve(tmp_path: Path) -> None:
+    """What weights take that are not as their file has them is memory of the process."""
+    model = widened(tmp_path / "wide")
+    limit = ("--workers", "split", "--threads", "1", "--dtype", "transformer=bfloat16", "--memory-limit", LIMIT)
+    ended = {}
+    for how in ("", "layers:2", "shard:2"):
+        spread = ("--parallel", f"denoiser={how}") if how else ()
+        place = tmp_path / (how or "one")
+        place.mkdir()
+        with serving(place, str(model), *limit, *spread) as server:
+            server.ready()
+            request = server.submit("a red circle on white", seed=1, num_inference_steps=2)
+            ended[how] = server.finished(request)
+    assert "--memory-limit allows 575.0 MiB" in ended[""]["error"]["message"]
+    assert [ended[how]["status"] for how in ("layers:2", "shard:2")] == ["completed", "completed"]
