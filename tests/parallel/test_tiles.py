@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
 
 from tests.models import conftest as c
 from tests.parallel.conftest import run_ranks
-
-pytestmark = pytest.mark.slow
+from unfuse.parallel.tiles import Call, Tiles, shares
 
 ALONE = [(job.name, 0) for job in c.TILED]
 ONE_TILE, IN_A_BATCH = ("tiled-one", 0), ("tiled-flux", 2)
@@ -30,6 +34,7 @@ def decoded(size: int, undivided: c.Undivided, folder: Path) -> Work:
     return {task: [int(own[number]) for own in said] for number, task in enumerate(TASKS)}
 
 
+@pytest.mark.slow
 def test_two_ranks_decode_in_tiles_what_one_does(undivided: c.Undivided, tmp_path: Path) -> None:
     work = decoded(2, undivided, tmp_path)
 
@@ -38,6 +43,7 @@ def test_two_ranks_decode_in_tiles_what_one_does(undivided: c.Undivided, tmp_pat
         assert 0.4 < first / (first + second) < 0.6, task
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 def test_each_tile_is_decoded_once_by_however_many(undivided: c.Undivided, tmp_path: Path) -> None:
     for size in (2, 3):
@@ -45,3 +51,52 @@ def test_each_tile_is_decoded_once_by_however_many(undivided: c.Undivided, tmp_p
     two, three = (decoded(size, undivided, tmp_path / str(size)) for size in (2, 3))
 
     assert {task: sum(work) for task, work in two.items()} == {task: sum(work) for task, work in three.items()}
+
+
+@given(sides=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1), ranks=st.integers(1, 5))
+def test_a_tile_is_of_one_rank_and_no_rank_has_more_than_a_tile_over_another(
+    sides: list[tuple[int, int]], ranks: int
+) -> None:
+    memories = [{"feat_cache": [side]} for side, _ in sides]
+    tiles = [memory for memory, (_, frames) in zip(memories, sides, strict=True) for _ in range(frames)]
+    calls = [Call((torch.zeros(1, *memory["feat_cache"]),), memory) for memory in tiles]
+
+    owners = shares(calls, ranks)
+
+    assert len({(id(tile), owner) for tile, owner in zip(tiles, owners, strict=True)}) == len(sides)
+    loads = Counter(dict.fromkeys(range(ranks), 0))
+    for call, owner in zip(calls, owners, strict=True):
+        loads[owner] += call.latents.numel()
+    assert max(loads.values()) - min(loads.values()) <= max(side * frames for side, frames in sides)
+
+
+class Full(torch.nn.Module):
+    """A decoder that doubles, on a device that is full at its second call."""
+
+    calls = 0
+
+    def forward(self, tile: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise torch.OutOfMemoryError("the device is full")
+        return 2 * tile
+
+
+class Alone:
+    """An axis of one rank."""
+
+    rank, size = 0, 1
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        return tensor[None]
+
+
+def test_what_ran_out_of_memory_can_be_decoded_again() -> None:
+    decoder, grid = Full(), torch.arange(5.0).view(1, 5)
+    axis: Any = Alone()
+    decode = Tiles(lambda grid: torch.cat([decoder(grid[:, :3]), decoder(grid[:, 3:])], 1), decoder, axis)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        decode(grid)
+
+    assert torch.equal(decode(grid), 2 * grid)

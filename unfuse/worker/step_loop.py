@@ -261,13 +261,13 @@ class StepLoop:
         except Exception as error:  # an error of one task must not end the process
             self._fall_apart(batch, error, how)
             return
-        seconds = time.monotonic() - began
+        seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
         self._sizes.measured(key, size, seconds * size / len(batch))
         if how == "compared":
             self._compare(batch, made)
         for job, computed in zip(batch, made, strict=True):
             job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
-            job.exchange_s += self._ranks.exchange_s - waited
+            job.exchange_s += waited
             self._settle(job, computed)
 
     def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
