@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
@@ -109,7 +110,7 @@ def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
     assert [*fewer("cpu+cpu+cpu", {"denoiser": Spread.parse("ring:3")})] == [("cpu", "")]
 
 
-@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1), st.data())
+@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1, max_size=4), st.data())
 def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
     spread = Spread.parse("+".join(f"{kind}:{data.draw(st.integers(2, 6))}" for kind in kinds))
     before = spread.size
@@ -127,6 +128,13 @@ def test_shares_of_weights_are_on_ranks_that_others_make() -> None:
     assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
     for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
         refuse({"denoiser": Spread.parse(text)}, [DENOISE])
+
+
+def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() -> None:
+    other = replace(DENOISE, spreads={**WAYS, "layers": 20})
+    refuse({"denoiser": Spread.parse("layers:19")}, [DENOISE, other])
+    with pytest.raises(ConfigError, match="layers:21 is more than there are blocks: use layers:20"):
+        refuse({"denoiser": Spread.parse("layers:21")}, [DENOISE, other])
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])

@@ -163,6 +163,7 @@ def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: 
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
-        common = {kind: gcd(*(way[kind] for way in ways)) for kind in ways[0] if all(kind in way for way in ways)}
+        each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
+        common = {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
         if refusal := spread.refusal(common):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")
