@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
+from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
-from unfuse.core.spread import KINDS, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
+from unfuse.core.spread import KINDS, MOST, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
 
 WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
@@ -17,6 +18,7 @@ DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 @given(st.dictionaries(st.sampled_from(KINDS), st.integers(2, 64), min_size=1))
 def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
     """In any order: the kinds have one of their own, which says who is next to whom."""
+    assume(Spread(degrees).size <= MOST)
     text = " + ".join(f"{kind} : {degree}" for kind, degree in degrees.items())
     spread = Spread.parse(text)
     assert dict(spread.degrees) == degrees
@@ -26,7 +28,8 @@ def test_a_spread_is_read_as_it_is_written(degrees: dict[str, int]) -> None:
 
 @pytest.mark.parametrize(("text", "says"), [
     ("ulysses", "needs a number of ranks from 2 to 64"), ("ulysses:1", "from 2 to 64"), ("ulysses:65", "from 2 to 64"),
-    ("ulysses:two", "from 2 to 64"), ("rings:2", f"is not KIND:N with a KIND of {', '.join(KINDS)}, each once"),
+    ("ulysses:two", "from 2 to 64"), ("ulysses:9+ring:8", "is 72 ranks, and a worker has at most 64"),
+    ("rings:2", f"is not KIND:N with a KIND of {', '.join(KINDS)}, each once"),
     ("cfg:2+cfg:2", "each once"), ("", "is not KIND:N"), ("ulysses:2+", "is not KIND:N"),
 ])  # fmt: skip
 def test_a_spread_that_is_not_understood_shows_how_it_is_written(text: str, says: str) -> None:
@@ -109,9 +112,10 @@ def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
     assert [*fewer("cpu+cpu+cpu", {"denoiser": Spread.parse("ring:3")})] == [("cpu", "")]
 
 
-@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1), st.data())
+@given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1, max_size=4), st.data())
 def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], data: st.DataObject) -> None:
-    spread = Spread.parse("+".join(f"{kind}:{data.draw(st.integers(2, 6))}" for kind in kinds))
+    spread = Spread({kind: data.draw(st.integers(2, 4)) for kind in kinds})
+    assume(spread.size <= MOST)
     before = spread.size
     for devices, parallel in fewer("+".join(f"cuda:{n}" for n in range(before)), {"denoiser": spread}):
         found = own_spreads(parallel, frozenset({"denoiser"}))
@@ -127,6 +131,13 @@ def test_shares_of_weights_are_on_ranks_that_others_make() -> None:
     assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
     for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
         refuse({"denoiser": Spread.parse(text)}, [DENOISE])
+
+
+def test_two_models_of_a_role_have_at_most_the_blocks_of_the_one_with_fewer() -> None:
+    other = replace(DENOISE, spreads={**WAYS, "layers": 20})
+    refuse({"denoiser": Spread.parse("layers:19")}, [DENOISE, other])
+    with pytest.raises(ConfigError, match="layers:21 is more than there are blocks: use layers:20"):
+        refuse({"denoiser": Spread.parse("layers:21")}, [DENOISE, other])
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2", "tensor:2"])

@@ -65,7 +65,7 @@ def test_what_one_process_may_not_hold_two_serve(tmp_path: Path) -> None:
         place.mkdir()
         with serving(place, str(model), *limit, *spread) as server:
             server.ready()
-            request = server.submit("a red circle on white", seed=1, num_inference_steps=2)
+            request = server.submit("a red circle on white", seed=1, num_inference_steps=20)
             ended[how] = server.finished(request)
     assert "--memory-limit allows 575.0 MiB" in ended[""]["error"]["message"]
     assert [ended[how]["status"] for how in ("layers:2", "shard:2")] == ["completed", "completed"]

@@ -231,7 +231,10 @@ def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:
     text = refusal(NEEDS, replace(want, parted=frozenset({"denoiser"})), gpus(16, 16, 16, 16))
     assert "it would fit with --parallel denoiser=ulysses:4+shard:4" in text
     assert "shard" not in refusal(NEEDS, replace(want, parted=frozenset()), gpus(16, 16, 16, 16))
-    assert "offload" not in refusal(NEEDS, spread("shard:2", place="encoder=cpu,decoder=cpu"), gpus(9, 9))
+    for how in ("shard:2", "tensor:2"):
+        text = refusal(NEEDS, spread(how, place="encoder=cpu,decoder=cpu"), gpus(9, 9))
+        assert "with --offload" not in text
+        assert "with --parallel" not in text
 
 
 def test_the_devices_of_ranks_are_those_named() -> None:

@@ -10,12 +10,28 @@ import sys
 import time
 
 import torch
+from torch.nn import Linear, Sequential
 
 from unfuse.core.spread import Spread
+from unfuse.parallel import shard
+from unfuse.parallel.cut import Cut, Matrices
 from unfuse.parallel.group import Axis, Group
 
 LIMIT_S = 3.0
 LINGER_S = 2.0
+
+
+@torch.no_grad()
+def lent(group: Group, model: torch.nn.Module, how: str) -> str:
+    """One step of a model whose weights all ranks lend each other; rank 1 fails as `how` says."""
+    fails = group.rank == 1
+    with group.together():
+        if how == "lent before" and fails:
+            raise ValueError("no such thing")
+        made = model(torch.ones(1, 2))
+        if how == "lent stop" and fails:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return str([*model(made).shape])
 
 
 def step(group: Group, axis: Axis, how: str) -> str:
@@ -49,11 +65,13 @@ def step(group: Group, axis: Axis, how: str) -> str:
 def main(rank: int, size: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, rendezvous, "cpu", LIMIT_S)
-    axis = group.mesh(Spread({"ulysses": size})).axis("ulysses")
+    mesh = group.mesh(Spread({"ulysses": size, "shard": size}))
+    axis, model = mesh.axis("ulysses"), Sequential(Sequential(Linear(2, 2)))
+    shard.spread(model, Cut(("0",), "", (), {}, (), Matrices((), (), ())), mesh.axis("shard"))
     print(json.dumps([len(said) for said in group.exchange(b"x" * rank)]), flush=True)
     for how in json.load(sys.stdin):
         try:
-            said = step(group, axis, how)
+            said = lent(group, model, how) if how.startswith("lent") else step(group, axis, how)
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         print(json.dumps(said), flush=True)

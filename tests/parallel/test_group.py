@@ -39,6 +39,13 @@ def test_a_sum_over_ranks_is_that_of_each_row_alone(tmp_path: Path) -> None:
     assert [said(tmp_path, rank)[1] for rank in range(3)] == ["near: True, alone as together: True"] * 3
 
 
+def test_what_one_rank_cannot_begin_none_makes_where_they_lend_weights(tmp_path: Path) -> None:
+    codes = run_ranks("failing", 2, tmp_path, ["lent", "lent before", "lent"])
+
+    assert codes == [0, 0], (tmp_path / "log0").read_text()
+    assert said(tmp_path, 0)[1:] == ["[1, 2]", "RankFailed: rank 1: ValueError: no such thing", "[1, 2]"]
+
+
 def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["", "amid", ""])
 
@@ -48,12 +55,17 @@ def test_a_rank_that_fails_amid_a_step_ends_and_the_other_one_notices(tmp_path: 
     assert said(tmp_path, 0) == [[0, 1], "[0.0, 1.0]"]
 
 
-def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(tmp_path: Path) -> None:
-    first, second = begin_ranks("failing", 2, tmp_path, ["", "stop"])
+@pytest.mark.parametrize(("how", "says"), [
+    ("stop", "an exchange with other ranks failed"), ("lent stop", "it failed amid a step"),
+])  # fmt: skip
+def test_a_rank_that_is_stopped_holds_the_others_up_no_longer_than_the_limit(
+    how: str, says: str, tmp_path: Path
+) -> None:
+    first, second = begin_ranks("failing", 2, tmp_path, ["", how])
     try:
         assert first.wait(60) == 1
         assert psutil.Process(second.pid).status() == psutil.STATUS_STOPPED
-        assert "rank 0 ends: an exchange with other ranks failed" in (tmp_path / "log0").read_text()
+        assert f"rank 0 ends: {says}" in (tmp_path / "log0").read_text()
     finally:
         second.kill()
         second.wait()

@@ -17,7 +17,7 @@ from tests.worker import outside
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
-from unfuse.launch.placement import CPU, Device, Wanted, parse_place
+from unfuse.launch.placement import CONTEXT, CPU, Device, Wanted, parse_place
 from unfuse.models import resolve_source
 from unfuse.service.options import options
 from unfuse.service.plan import Model, explicit_dtypes, look_into, needs, plan_for
@@ -192,3 +192,12 @@ def test_a_hub_model_is_weighed_without_its_weights_and_workers_are_told_its_com
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.split() == [f"owner/model@{commit}", *(str(4 * n) for n in (281952, 1981072, 1508032))]
         assert not [file for file in hub.brought() if file.endswith(".safetensors")]
+
+
+def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -> None:
+    """Alone on its GPU a transformer needs a context and itself; a half of it fits beside one."""
+    want = wanted(place="encoder=cpu,decoder=cpu")
+    (transformer,) = (part for part in plan_for([SHAPES], "", want, GPUS).needs["denoiser"])
+    little = tuple(Device(f"cuda:{number}", CONTEXT + transformer.bytes * 3 // 4) for number in range(2))
+    found = plan_for([SHAPES], "", want, (*HOST, *little))
+    assert "it would fit with --parallel denoiser=shard:2" in found.refusal

@@ -60,7 +60,10 @@ class Spread(msgspec.Struct, frozen=True):
             if not degree.isdecimal() or not 2 <= int(degree) <= MOST:
                 raise ConfigError(f"--parallel: {entry!r} needs a number of ranks from 2 to {MOST} behind {kind}:")
             degrees[kind] = int(degree)
-        return cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
+        found = cls({kind: degrees[kind] for kind in KINDS if kind in degrees})
+        if found.size > MOST:
+            raise ConfigError(f"--parallel: {text} is {found.size} ranks, and a worker has at most {MOST}")
+        return found
 
     def smaller(self) -> Spread:
         """One with half of the ranks, or with none of the last kind where that cannot be halved."""
@@ -163,6 +166,7 @@ def refuse(spreads: Mapping[str, Spread], stages: Iterable[StageSpec], offload: 
         if not ways:
             known = ", ".join(dict.fromkeys(stage.role for stage in stages))
             raise ConfigError(f"--parallel {role}={spread}: no stage has that role; roles are {known}")
-        common = {kind: gcd(*(way[kind] for way in ways)) for kind in ways[0] if all(kind in way for way in ways)}
+        each = {kind: [way[kind] for way in ways] for kind in ways[0] if all(kind in way for way in ways)}
+        common = {kind: min(most) if kind == "layers" else gcd(*most) for kind, most in each.items()}
         if refusal := spread.refusal(common):
             raise ConfigError(f"--parallel {role}={spread}: {refusal}")

@@ -13,7 +13,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
-from unfuse.core.spread import SHARD, Spread, own_spreads, parse_parallel, ranked
+from unfuse.core.spread import PARTING, SHARD, Spread, own_spreads, parse_parallel, ranked
 
 CPU = "cpu"
 
@@ -300,7 +300,7 @@ def _ways(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> Iterator[t
     yield "--dtype bfloat16", {role: tuple(part.half for part in parts) for role, parts in needs.items()}, wanted
     roles = [role for role in numbers if not only_cpu(devices_of(role, wanted, devices))]
     spreads = parse_parallel(wanted.compute.parallel)
-    parted = {role for role, spread in spreads.items() if spread.parts > 1}
+    parted = {role for role, spread in spreads.items() if {*PARTING} & {*spread.degrees}}
     for role in sorted(wanted.parted - parted):
         spread = spreads.get(role, Spread())
         more = spreads | {role: Spread({**spread.degrees, SHARD: max(2, spread.size)})}

@@ -19,5 +19,6 @@ def spread(model: Module, cut: Cut, axis: Axis) -> None:
     mesh = axis.mesh
     for part in (*cut.blocks_of(model), model):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        part.register_forward_hook(lambda *_: give_back())
+        if axis.group.device.type == "cpu":
+            part.register_forward_hook(lambda *_: give_back())
     model.register_forward_pre_hook(lambda *_: axis.group.meet(), prepend=True)
