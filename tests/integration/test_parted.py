@@ -16,8 +16,10 @@ from unfuse.core.spread import Spread
 from unfuse.models import resolve_source
 
 NIGHTLY = pytest.mark.nightly
-WIDE, LIMIT = 88_000, "575MiB"
-"""How wide a feed-forward is, so that all weights take 300 MB in bfloat16, and less than a process and all of these."""
+DEEP, WIDE, LIMIT = 24, 22_000, "575MiB"
+"""Blocks, and the width of their feed-forwards, so that all weights take 300 MB in bfloat16; and less than a process
+with all of them takes.
+"""
 
 
 @pytest.mark.parametrize(("spread", "equal"), [
@@ -38,18 +40,23 @@ def test_ranks_that_hold_a_part_make_the_pictures_of_one(
 
 
 def widened(folder: Path) -> Path:
-    """The built-in model, with feed-forwards that have zeros behind what they had."""
+    """The built-in model with many blocks, and feed-forwards that have zeros behind what they had."""
     shutil.copytree(resolve_source("unfuse/shapes"), folder)
     (file,) = (folder / "transformer").glob("*.safetensors")
+    config = folder / "transformer" / "config.json"
+    said = json.loads(config.read_text())
     tensors = load_file(file)
-    for name, tensor in tensors.items():
+    for name, tensor in [*tensors.items()]:
         if ".ffn.net.0." in name or name.endswith(".ffn.net.2.weight"):
             axis = 0 if ".net.0." in name else 1
             behind = [(0, WIDE - size if number == axis else 0) for number, size in enumerate(tensor.shape)]
             tensors[name] = np.pad(tensor, behind)
+        if name.startswith("blocks."):
+            _, block, rest = name.split(".", 2)
+            more = range(int(block) + said["num_layers"], DEEP, said["num_layers"])
+            tensors |= {f"blocks.{number}.{rest}": tensors[name] for number in more}
     save_file(tensors, file)
-    config = folder / "transformer" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "ffn_dim": WIDE}))
+    config.write_text(json.dumps({**said, "ffn_dim": WIDE, "num_layers": DEEP}))
     return folder
 
 
@@ -65,7 +72,7 @@ def test_what_one_process_may_not_hold_two_serve(tmp_path: Path) -> None:
         place.mkdir()
         with serving(place, str(model), *limit, *spread) as server:
             server.ready()
-            request = server.submit("a red circle on white", seed=1, num_inference_steps=20)
+            request = server.submit("a red circle on white", seed=1, num_inference_steps=8)
             ended[how] = server.finished(request)
     assert "--memory-limit allows 575.0 MiB" in ended[""]["error"]["message"]
     assert [ended[how]["status"] for how in ("layers:2", "shard:2")] == ["completed", "completed"]
