@@ -21,27 +21,33 @@ from tools.server import Server, serving
 from unfuse.core.spread import Spread
 from unfuse.models import resolve_source
 
+SHAPES = "unfuse/shapes"
+SPREADS = "ulysses:2", "ring:2", "tensor:2", "layers:2", "shard:2", "cfg:2", "ulysses:4", "ring:4", "ulysses:2+cfg:2"
 HALVES = 2
 """Both halves of guidance, each a forward of the transformer."""
+SUMS = 3
+"""The matrices of a block behind which ranks add what they made of it: of both attentions, and of the feed-forward."""
 WIDTH = 4
 """Bytes of a number."""
-LATENT = 8
+LATENT = 16
 """Pixels of a side of the picture for each of its latents."""
 
 
 def numbers(spread: Spread, model: Path, size: int) -> int:
     """The numbers that leave a rank in a step of a picture, over all ranks, as the kinds' formulas have it."""
     config = json.loads((model / "transformer" / "config.json").read_text())
-    width = config["num_attention_heads"] * config["attention_head_dim"]
     cells = (size // LATENT) ** 2
-    ranks = spread.degrees.get("ulysses", 1) * spread.degrees.get("ring", 1)
+    heads, ring, halves, ranges, parts, shares = (
+        spread.degrees.get(kind, 1) for kind in ("ulysses", "ring", "cfg", "layers", "tensor", "shard")
+    )
+    ranks = heads * ring
     tokens = -(-(cells // config["patch_size"][1] ** 2) // (8 * ranks)) * 8 * ranks
-    heads, ring = (spread.degrees.get(kind, 1) for kind in ("ulysses", "ring"))
-    attention = 4 * tokens * width * (heads - 1) // heads + 2 * tokens * width * (ring - 1)
-    behind = tokens * width * (ranks - 1)
-    forward = config["num_layers"] * attention + behind
-    halves = config["out_channels"] * cells * spread.size * (spread.degrees.get("cfg", 1) - 1)
-    return HALVES * forward + halves
+    hidden = tokens * config["num_attention_heads"] * config["attention_head_dim"]
+    block = 4 * hidden * (heads - 1) // heads + 2 * hidden * (ring - 1) + SUMS * 2 * hidden * (parts - 1)
+    forward = config["num_layers"] * block + hidden * (ranks - 1) + ranges * (ranges - 1) * hidden
+    weights = sum(file.stat().st_size for file in (model / "transformer").glob("*.safetensors")) // WIDTH
+    both = config["out_channels"] * cells * spread.size * (halves - 1)
+    return HALVES * (forward + weights * (shares - 1)) + both
 
 
 def crossed() -> int:
@@ -64,11 +70,13 @@ def step(server: Server, size: int, steps: int, seed: int) -> dict[str, float]:
 
 def main() -> None:
     options = argparse.ArgumentParser()
-    options.add_argument("--model", default="unfuse/shapes")
+    options.add_argument("--model", default=SHAPES)
     options.add_argument("--size", type=int, default=256)
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--spreads", default="ulysses:2,ring:2,cfg:2,ulysses:4,ring:4,ulysses:2+cfg:2")
+    options.add_argument(
+        "--spreads", default="ulysses:2,ring:2,tensor:2,layers:2,shard:2,cfg:2,ulysses:4,ring:4,ulysses:2+cfg:2"
+    )
     options.add_argument("--devices", default="")
     given = options.parse_args()
     spreads = ["", *given.spreads.split(",")]
@@ -81,7 +89,7 @@ def main() -> None:
             devices = "+".join(given.devices.split(",")[: Spread.parse(spread).size if spread else 1])
             parallel = ("--parallel", f"denoiser={spread}") if spread else ()
             place = ("--place", f"denoiser={devices}") if devices else ()
-            flags = (*NO_CACHE, "--workers", "split", "--threads", "1", *parallel, *place)
+            flags = (*NO_CACHE, "--guidance-halves", "apart", "--workers", "split", "--threads", "1", *parallel, *place)
             servers[spread] = running.enter_context(serving(own, given.model, *flags)).ready()
         for seed in range(given.rounds + 1):
             for spread, server in servers.items():
@@ -98,8 +106,8 @@ def main() -> None:
             "step ÷ one rank's": round((took["compute"] + took["exchange"]) / alone, 2),
             "KiB a step": round(took["bytes"] / 1024),
             "formula": round(WIDTH * numbers(Spread.parse(spread), resolve_source(given.model), given.size) / 1024)
-            if spread and not given.devices
-            else 0,
+            if spread and given.model == SHAPES and not given.devices
+            else "",
         }
     table("", rows)
 
