@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from tests.integration.test_ranks import ROUNDING, alone as alone, compute_of_denoiser, own, pixels, ranks
+from tests.integration.test_ranks import alone as alone, hold, ranks
 from tools.server import serving
-from unfuse.core.spread import Spread
 from unfuse.models import resolve_source
 
 NIGHTLY = pytest.mark.nightly
@@ -30,13 +29,7 @@ def test_ranks_that_hold_a_part_make_the_pictures_of_one(
     spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path
 ) -> None:
     with ranks(tmp_path, spread) as server:
-        assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
-        asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
-        for seed, request in asked.items():
-            assert server.finished(request)["status"] == "completed"
-            made = server.result(request)
-            assert made == alone[seed] or not equal
-            assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+        hold(server, spread, equal, alone)
 
 
 def widened(folder: Path) -> Path:

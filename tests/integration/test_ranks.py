@@ -56,6 +56,18 @@ def compute_of_denoiser(server: Server) -> list[psutil.Process]:
     return computes_of(of_denoiser(server)["pid"])
 
 
+def hold(server: Server, spread: str, equal: bool, alone: dict[int, bytes]) -> str:
+    """Hold so many ranks to the pictures of one. Returns the last request."""
+    assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
+    asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
+    for seed, request in asked.items():
+        assert server.finished(request)["status"] == "completed"
+        made = server.result(request)
+        assert made == alone[seed] or not equal
+        assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+    return request
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, bytes]:
     """Pictures by seed, of one rank; odd sizes and a negative prompt among them."""
@@ -73,14 +85,7 @@ def own(seed: int) -> dict[str, object]:
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
-        assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
-        asked = {seed: server.submit("a red circle on white", seed=seed, **own(seed)) for seed in alone}
-        for seed, request in asked.items():
-            assert server.finished(request)["status"] == "completed"
-            made = server.result(request)
-            if equal:
-                assert made == alone[seed]
-            assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+        request = hold(server, spread, equal, alone)
         (denoise,) = (one for one in server.get(f"/v1/requests/{request}")["stages"] if one["name"] == "denoise.0")
         assert 0 < denoise["exchange_s"] < denoise["run_s"]
         until(lambda: all(rank["exchange_s"] > 0 < rank["compute_s"] for rank in of_denoiser(server)["ranks"]), "beats")

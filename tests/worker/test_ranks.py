@@ -17,11 +17,11 @@ from msgspec.structs import replace
 from tests.worker.test_step_loop import Bench, Count, Large, Shared
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, ResultsUnavailable, TransientError
-from unfuse.core.messages import Done, Failed, Spent
+from unfuse.core.messages import Done, Failed
 from unfuse.core.task import Claim
 from unfuse.stages.base import SteppedStage
 from unfuse.worker.compute import _agree
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stopped, Turn, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, RankSpent, Run, Stopped, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.ranks import SeveralRanks
 from unfuse.worker.step_loop import StepLoop
@@ -166,10 +166,10 @@ def test_all_ranks_make_the_same_batches_in_the_same_order_and_the_first_one_rep
         with ranks.bench.store.get(done.output) as held:
             assert np.array_equal(held["x"], np.full(3, run.lease.task.params["steps"]))
     assert stages[0].batches == stages[1].batches
-    spent = [message for message in ranks.sent[1] if isinstance(message, Spent)]
-    assert ranks.sent[1] == spent, "the first one reports"
-    assert spent[-1].exchange_s > 0.0
-    assert spent[-1].exchange_s % 2 == 0, "of each its own"
+    told = [message for message in ranks.sent[1] if isinstance(message, RankSpent)]
+    assert ranks.sent[1] == told, "the first one reports"
+    assert told[-1].spent.exchange_s > 0.0
+    assert told[-1].spent.exchange_s % 2 == 0, "of each its own"
     assert not ranks.loops[1]._jobs
 
 

@@ -61,7 +61,7 @@ class Sharing(msgspec.Struct, frozen=True):
         return Sharing(max(self.largest, other.largest), self.blame | other.blame)
 
 
-class Spent(msgspec.Struct, frozen=True, tag=True):
+class Spent(msgspec.Struct, frozen=True):
     """Seconds that a rank has computed steps since it started, and has waited for other ranks and their numbers.
 
     The rank that is slow is the one that computes longest: the others wait for it.

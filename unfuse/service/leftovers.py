@@ -26,7 +26,7 @@ LOCK = ".lock"
 """The file in such a folder that its process locks."""
 
 PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}")
-"""Names of files that are being written, in a folder of results or objects."""
+"""Names of files that are being written, in a folder of results or objects, and of those in which ranks meet."""
 
 YOUNG_S, WRITTEN_S = 60.0, 3600.0
 """Seconds: younger folders may not be locked yet, and no file takes so long to be written."""
@@ -54,7 +54,8 @@ def passing_folder() -> Iterator[Path]:
 
 def clean(settings: Settings) -> list[Remain]:
     """Remove what dead processes left, and return it. What a living process may need stays."""
-    found = [*_sockets(Path(settings.run_dir)), *_passing(), *_locks(Path(settings.data_dir))]
+    run_dir = Path(settings.run_dir)
+    found = [*_sockets(run_dir), *_partial(run_dir), *_passing(), *_locks(Path(settings.data_dir))]
     for url in {settings.serve.results, settings.serve.store, settings.serve.durable}:
         found += _partial(folder) if (folder := _disk(url, settings)) else []
     if (spill := _disk(settings.serve.store, settings)) and not _workers():

@@ -136,6 +136,12 @@ class Shares(msgspec.Struct, frozen=True, tag=True):
     sharing: Sharing
 
 
+class RankSpent(msgspec.Struct, frozen=True, tag=True):
+    """What this rank has spent so far; each of several tells it, now and then."""
+
+    spent: Spent
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
@@ -150,7 +156,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 
 ToCompute = Load | Run | Cancel | Turn
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | Spent
+    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent
     | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
 )  # fmt: skip
 

@@ -19,6 +19,7 @@ from unfuse.worker.compute_messages import (
     Cancel,
     FromCompute,
     Load,
+    RankSpent,
     Ready,
     Run,
     Shares,
@@ -63,7 +64,7 @@ class Executor:
         fork_server: socket.socket | None = None,
     ) -> None:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
-        self._background, self._run_dir = Supervisor(), loads[0].run_dir
+        self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
         self._processes = [ComputeProcess(load, self._background, fork_server) for load in loads]
         self._waiting: dict[Claim, Run] = {}
         self._given: dict[Claim, Run] = {}
@@ -95,7 +96,7 @@ class Executor:
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
-        meeting = Path(self._run_dir, f"ranks-{secrets.token_hex(8)}")
+        meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
             found = await asyncio.gather(*starting)
@@ -193,8 +194,8 @@ class Executor:
             except ProtocolError as error:
                 process.kill(f"killed, because it sent something that is not a message: {error}")
                 return process
-            if isinstance(message, Spent):
-                self._spent[process] = message
+            if isinstance(message, RankSpent):
+                self._spent[process] = message.spent
             else:
                 await take(message)
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.messages import Failed, Spent
-from unfuse.worker.compute_messages import Turn, Waits
+from unfuse.worker.compute_messages import RankSpent, Turn, Waits
 
 Verdict = Failed | Waits | int
 """Whether a rank can begin a task: the step at which it did, or why it did not."""
@@ -66,7 +66,7 @@ class Ranks:
 class SeveralRanks(Ranks):
     """One of several; the first one leads, and tells the others through `send`."""
 
-    def __init__(self, others: Exchange, send: Callable[[Turn | Spent], None]) -> None:
+    def __init__(self, others: Exchange, send: Callable[[Turn | RankSpent], None]) -> None:
         self._others, self._send, self.leads = others, send, others.rank == 0
         self._stepped_s, self._told_at = 0.0, 0.0
 
@@ -100,7 +100,7 @@ class SeveralRanks(Ranks):
             self._stepped_s += now - began - self.exchange_s + waited
             if now - self._told_at >= TELL_S:
                 self._told_at = now
-                self._send(Spent(self._stepped_s, self.exchange_s))
+                self._send(RankSpent(Spent(self._stepped_s, self.exchange_s)))
 
     @override
     def blame(self, differing: int | None, look: Callable[[int], str]) -> str:
