@@ -130,6 +130,7 @@ def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(rank: int, how: si
 def test_no_rank_outlives_its_worker(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         computes = compute_of_denoiser(server)
+        computes[1].suspend()  # it cannot notice
         os.kill(of_denoiser(server)["pid"], signal.SIGKILL)
         until(lambda: all_gone(computes), "the ranks to end")
         assert picture(server, 1, num_inference_steps=4)

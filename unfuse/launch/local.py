@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import structlog
 from typing_extensions import override
@@ -83,7 +84,9 @@ class LocalLauncher(Launcher):
         for watching in self._watching:
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
-        await asyncio.gather(*(process.wait() for process in self._processes.values()))
+        for process in self._processes.values():
+            await process.wait()
+            await asyncio.to_thread(_end_computes, process.pid)
         self.failed.cancel()
         await asyncio.to_thread(self._output.close)
         for end in (self._ours, self._lifeline):
@@ -101,6 +104,7 @@ class LocalLauncher(Launcher):
                 await asyncio.sleep(RESTART_S)
                 continue
             code = await process.wait()
+            await asyncio.to_thread(_end_computes, process.pid)
             if self._stopping:
                 return
             lived, smaller = self._clock.now() - began, number < len(self._specs) and self._specs[number].smaller
@@ -152,3 +156,11 @@ class LocalLauncher(Launcher):
             if process.returncode is None and (number < len(self._specs) or sent == signal.SIGKILL):
                 with suppress(ProcessLookupError):
                     process.send_signal(sent)
+
+
+def _end_computes(worker: int) -> None:
+    """Kill what a worker that is gone has left: a compute process that was stopped does not notice it."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if process.stat().st_uid == os.geteuid() and (process / "comm").read_text().strip() == f"compute {worker}":
+                os.kill(int(process.name), signal.SIGKILL)
