@@ -123,7 +123,9 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
     durable: bool, built_in: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Given a denoiser that has finished its stage and is killed, when a decoder comes, then the request completes with
-    the bytes it should have: from the durable copy without another attempt, else by one."""
+    the bytes it should have: from the durable copy, else by recomputing the stage once.
+
+    How many attempts that takes is open: the call in which the dead one waited for tasks may be given it first."""
     copies = tmp_path / "copies"
     kept = ["--durable", f"disk:{copies}"] if durable else []
     model, variables = ("unfuse/shapes", {"UNFUSE_LEASE__TTL_S": "2"}) if built_in else installed(tmp_path)
@@ -143,7 +145,7 @@ def test_the_owner_of_latents_is_killed_before_they_are_read(
             assert digest(made) == request.getfixturevalue("expected_pair")[0]
         else:
             assert made == expected(**PAIR[0], width=128, height=128)
-        assert stage(server, id, "denoise.0")["attempt"] == (1 if durable else 2)
+        assert stage(server, id, "denoise.0")["recomputes"] == (0 if durable else 1)
         until(lambda: not [path for path in copies.rglob("*") if path.is_file()], "the copy to be dropped")
 
 
