@@ -17,7 +17,7 @@ from tests.integration.pictures import PAIR, digest, made_pair
 from tests.integration.test_restarts import installed
 from tests.netns import SecondHost, second_host
 from tests.transfer.conftest import needed
-from tools.server import Server, environment, own_run_folder, serving, unfuse, until
+from tools.server import Server, environment, family_of, own_run_folder, serving, unfuse, until
 
 
 @pytest.fixture(scope="module")
@@ -97,14 +97,42 @@ def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
     assert denoised_elsewhere(server, other_host, *keys, "--engine", engine, *node, pulled=engine) == expected_pair
 
 
-@pytest.mark.nightly
-def test_a_denoiser_on_another_host_has_its_tensors_pulled_by_mooncake_where_that_can_run(
-    tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
+@pytest.mark.parametrize("engine", ["gloo", pytest.param("mooncake", marks=pytest.mark.nightly)])
+def test_a_denoiser_on_another_host_has_its_tensors_pulled_in_a_trusted_network(
+    engine: str, tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
 ) -> None:
-    needed("mooncake")
-    arguments = [*keys, "--engine", "mooncake", "--trusted-network"]
+    needed(engine)
+    arguments = [*keys, "--engine", engine, "--trusted-network"]
     with waiting(tmp_path, other_host, *arguments) as server:
-        assert denoised_elsewhere(server, other_host, *arguments, pulled="mooncake") == expected_pair
+        assert denoised_elsewhere(server, other_host, *arguments, pulled=engine) == expected_pair
+
+
+def test_nccl_is_refused_where_a_worker_computes_on_a_cpu(tmp_path: Path, keys: list[str]) -> None:
+    command = unfuse("serve", "unfuse/shapes", *keys, "--engine", "nccl", "--trusted-network", "--port", "0")
+    ended = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, timeout=110)
+    assert ended.returncode == 1
+    assert "nccl needs a GPU" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("whose", ["the owner's", "the reader's"])
+def test_a_compute_process_that_moves_tensors_is_killed(
+    whose: str, tmp_path: Path, other_host: SecondHost, keys: list[str], expected_pair: list[str]
+) -> None:
+    """Given workers that pull by gloo, when the compute process of one end is killed, then its pairs are gone with it,
+    new ones are made, and the next pictures are as they should be."""
+    arguments = [*keys, "--engine", "gloo", "--trusted-network"]
+    with waiting(tmp_path, other_host, *arguments) as server:
+        reader = server.worker("denoiser", *arguments, within=other_host.enter)
+        assert made_pair(server.ready()) == expected_pair
+        of = reader.pid if whose == "the reader's" else server.process.pid
+        computes = [process for process in family_of(of) if process.name().startswith("compute")]
+        for process in computes:
+            process.kill()
+        assert computes
+        assert made_pair(server) == expected_pair
+        assert {"gloo"} == {*moved(server)}
 
 
 @pytest.mark.nightly

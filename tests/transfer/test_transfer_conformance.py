@@ -24,22 +24,23 @@ from unfuse.transfer import open_engine
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine
 from unfuse.transfer.fake import FakeEngine, FakeLink
 
+GLOO = "tests.transfer.local_pairs:LocalGloo"
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", ["fake", "tcp", "zmq", nightly("mooncake"), nightly("nixl")])
+@pytest.mark.parametrize("name", ["fake", "tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
 def test_an_engine_in_one_process(name: str) -> None:
     needed(name)
     check_transfer(partial(one_process, name))
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", "mooncake", nightly("nixl")])
+@pytest.mark.parametrize("name", ["tcp", "zmq", GLOO, "mooncake", nightly("nixl")])
 def test_an_engine_between_processes(name: str) -> None:
     needed(name)
     check_transfer(partial(two_processes, name))
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", nightly("mooncake"), nightly("nixl")])
+@pytest.mark.parametrize("name", ["tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
 def test_an_engine_between_hosts(host: SecondHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     needed(name)
     monkeypatch.setenv("UCX_NET_DEVICES", f"{host.link},lo")  # NIXL takes any device, also one that leads nowhere
@@ -66,7 +67,7 @@ def test_on_another_host_who_does_not_know_the_secret_gets_nothing(host: SecondH
     owner.end()
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", "mooncake"])
+@pytest.mark.parametrize("name", ["tcp", "zmq", GLOO, "mooncake"])
 def test_an_owner_that_is_stopped_is_silent_and_heard_again_when_it_goes_on(name: str) -> None:
     """As by SIGSTOP, a debugger, or a machine that swaps: its connections stay, but nothing comes."""
     needed(name)

@@ -100,6 +100,11 @@ class ArenaClient:
         """The bytes of an object that was created here."""
         return self._writes.of(extent, self._given_back)
 
+    @property
+    def memory(self) -> NDArray[np.uint8]:
+        """All of the arena's bytes, for a writer."""
+        return self._writes.bytes
+
     def seal(self, id: str) -> None:
         """Make an object readable. Raises ObjectLost if it was released meanwhile."""
         self._ask(Seal(id), id)

@@ -261,7 +261,8 @@ class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
     engine: Annotated[
         tuple[str, ...],
         says(
-            "Ways to move tensors between machines: tcp, zmq, mooncake, nixl or module:attr; the best both ends have.",
+            "Ways to move tensors between machines, the best that both have: tcp, zmq, gloo, mooncake, nccl, nixl, "
+            "module:attr.",
             min_length=1,
         ),
     ] = ("tcp", "zmq")

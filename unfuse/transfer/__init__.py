@@ -10,14 +10,16 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 
 BACKENDS = {
     "fake": "unfuse.transfer.fake:FakeEngine",
+    "gloo": "unfuse.transfer.pairs:GlooEngine",
     "mooncake": "unfuse.transfer.mooncake:MooncakeEngine",
+    "nccl": "unfuse.transfer.pairs:NcclEngine",
     "nixl": "unfuse.transfer.nixl:NixlEngine",
     "tcp": "unfuse.transfer.tcp:TcpEngine",
     "zmq": "unfuse.transfer.zmq:ZmqEngine",
 }
 
-PREFERENCE = ("nixl", "mooncake", "tcp", "zmq")
-"""Best first. The first two run only if they are asked for. Engines that are not listed come last."""
+PREFERENCE = ("nccl", "nixl", "mooncake", "gloo", "tcp", "zmq")
+"""Best first. The first four run only if they are asked for. Engines that are not listed come last."""
 
 
 def open_engine(name: str, options: TransferOptions) -> TransferEngine:

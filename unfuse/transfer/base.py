@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -32,8 +32,8 @@ class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trusted_network: Annotated[
         bool,
         Meta(
-            description="Allow engines (mooncake, nixl) that let whoever reaches a worker read and overwrite its "
-            "tensors."
+            description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and "
+            "overwrite its tensors."
         ),
     ] = False
     threads: Annotated[
@@ -102,6 +102,30 @@ class Link(ABC):
         """Disconnect; pulls that are under way raise LinkBroken."""
 
 
+class Pairs(Protocol):
+    """What moves bytes between the memory of a worker here and that of another one.
+
+    Every method but `part` raises OSError where it fails; the pair is of no use then. It returns when nothing more is
+    read or written here.
+    """
+
+    def offer(self, pair: str, backend: str, host: str, patience_s: float) -> int:
+        """Begin a pair, as the one that sends. Returns the port of `host` at which the other can join it."""
+        ...
+
+    def join(self, pair: str, backend: str, host: str, patience_s: float, at: tuple[str, int]) -> None:
+        """Become the one that receives of the pair that is offered `at` a host and port; this one is at `host`."""
+        ...
+
+    def move(self, pair: str, start: int, stop: int) -> None:
+        """Send bytes `start` to `stop` of the memory here, or receive them there, as the other one does."""
+        ...
+
+    def part(self, pair: str) -> None:
+        """End a pair. Neither waits nor fails."""
+        ...
+
+
 class TransferEngine(ABC):
     """One way to move bytes. Synchronous and thread-safe; made with TransferOptions.
 
@@ -128,6 +152,13 @@ class TransferEngine(ABC):
     def register(self, memory: NDArray[np.uint8]) -> None:
         """Register the memory that pulls will write to, once, before the first pull; some hardware needs this."""
         del memory
+
+    def use(self, pairs: Pairs, device: str) -> None:
+        """Have `pairs` move bytes, for a worker that computes on `device`; once, before the first pull.
+
+        Engines whose library needs no compute process ignore it. Raises ConfigError for a device that cannot.
+        """
+        del pairs, device
 
     @abstractmethod
     def connect(self, address: str) -> Link:

@@ -12,12 +12,14 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from unfuse.arena.client import ArenaClient
 from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
@@ -29,9 +31,22 @@ from unfuse.models.base import Runtime
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.transfer.base import Pairs
 from unfuse.worker.checkpoints import Policy
-from unfuse.worker.compute_messages import Cancel, ComputeChannel, Load, Loaded, LoadFailed, Loading, Ready, Run, Turn
+from unfuse.worker.compute_messages import (
+    Cancel,
+    ComputeChannel,
+    ForPairs,
+    Load,
+    Loaded,
+    LoadFailed,
+    Loading,
+    Ready,
+    Run,
+    Turn,
+)
 from unfuse.worker.exactness import Exactness
+from unfuse.worker.pairs import PairServer
 from unfuse.worker.ranks import Ranks, SeveralRanks
 from unfuse.worker.records import write_records
 from unfuse.worker.step_loop import StepLoop
@@ -53,7 +68,7 @@ def compute(descriptor: int) -> None:
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
     inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(channel, inbox), daemon=True).start()
+    threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         group = _meet(load)
         device, stages, plain, libraries = _load(load, channel, group)
@@ -89,8 +104,9 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn]) -> None:
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn], load: Load) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
+    pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
         try:
             message = channel.receive()
@@ -98,7 +114,18 @@ def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Tur
             os._exit(0)
         if isinstance(message, Load):
             raise PermanentError("a compute process can load only once")
-        inbox.put(message)
+        if isinstance(message, ForPairs):
+            pairs.take(message)
+        else:
+            inbox.put(message)
+
+
+def _pairs(load: Load) -> Pairs:
+    """What moves bytes between the worker's arena and other workers'."""
+    from unfuse.parallel.pairs import TorchPairs
+
+    arena = ArenaClient(load.arena, load.write_token, Path(load.run_dir) if load.run_dir else None)
+    return TorchPairs(arena.memory, _device(load, with_torch=True))
 
 
 def _meet(load: Load) -> Group | None:

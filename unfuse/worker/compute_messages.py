@@ -76,6 +76,50 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     how: How = "together"
 
 
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Begin a pair with a compute process of another worker: `transfer.base.Pairs`. Answered by PairDone."""
+
+    pair: str
+    backend: str
+    host: str
+    patience_s: float
+
+
+class Join(msgspec.Struct, frozen=True, tag=True):
+    """Join the pair that is offered `at` a host and port. Answered by PairDone."""
+
+    pair: str
+    backend: str
+    host: str
+    patience_s: float
+    at: tuple[str, int]
+
+
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Have a pair move bytes `start` to `stop` of the arena. Answered by PairDone."""
+
+    pair: str
+    start: int
+    stop: int
+
+
+class Part(msgspec.Struct, frozen=True, tag=True):
+    """End a pair. Not answered."""
+
+    pair: str
+
+
+ForPairs = Offer | Join | Move | Part
+
+
+class PairDone(msgspec.Struct, frozen=True, tag=True):
+    """A pair is offered at a port, is made, or has moved; or it is of no use any more, for the reason in `error`."""
+
+    pair: str
+    port: int = 0
+    error: str = ""
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """A stage will be loaded next; `done` of the `total` bytes of all stages' files are loaded."""
 
@@ -154,9 +198,9 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
-ToCompute = Load | Run | Cancel | Turn
+ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent
+    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
     | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
 )  # fmt: skip
 

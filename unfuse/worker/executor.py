@@ -17,8 +17,10 @@ from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
     Cancel,
+    ForPairs,
     FromCompute,
     Load,
+    PairDone,
     RankSpent,
     Ready,
     Run,
@@ -31,6 +33,7 @@ from unfuse.worker.compute_messages import (
     Waits,
 )
 from unfuse.worker.compute_process import ComputeProcess
+from unfuse.worker.pairs import ComputePairs
 
 RESTART_S = 1.0
 RANKS_TRIED = 3
@@ -77,6 +80,8 @@ class Executor:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._spent: dict[ComputeProcess, Spent] = {}
+        self.pairs = ComputePairs(self._send_pairs)
+        """Moves bytes of the arena, in the first process."""
 
     @property
     def pids(self) -> list[int]:
@@ -157,6 +162,13 @@ class Executor:
 
     async def _end(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
+        self.pairs.lost()
+
+    async def _send_pairs(self, message: ForPairs) -> bool:
+        """Returns whether there is a process that answers."""
+        if self.ready:
+            await self._processes[0].send(message)
+        return self.ready
 
     async def _send(self, message: ToCompute, processes: Sequence[ComputeProcess]) -> None:
         for process in processes:
@@ -213,6 +225,8 @@ class Executor:
                     await self._report(message)
             case StateSaved():
                 await self._report(message)
+            case PairDone():
+                self.pairs.heard(message)
             case Shares():
                 self.shares[message.pool] = message.sharing
             case Stopped() | Done() | Failed():

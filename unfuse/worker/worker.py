@@ -170,6 +170,8 @@ class Worker:
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server)
         started = await executor.start()
         self._device = started.device
+        for engine in self._engines.values():
+            engine.use(executor.pairs, started.device)
         if welcome.by_outcome:
             self._outcome = started.outcome
         named = [manned(pool, self._outcome) for pool in served.pools]

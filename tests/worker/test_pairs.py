@@ -1,0 +1,79 @@
+"""A transfer engine has a compute process move bytes: every call ends, with its answer or with the process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from unfuse.worker.compute_messages import ForPairs, Join, Move, Offer, PairDone, Part
+from unfuse.worker.pairs import ComputePairs, PairServer
+
+
+class Process:
+    """A compute process that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.runs, self.asked = True, asyncio.Queue[ForPairs]()
+        self.pairs = ComputePairs(self.send)
+
+    async def send(self, message: ForPairs) -> bool:
+        await self.asked.put(message)
+        return self.runs
+
+
+@pytest.fixture
+async def process() -> AsyncIterator[Process]:
+    yield Process()
+
+
+async def test_a_call_ends_with_its_answer(process: Process) -> None:
+    offering = asyncio.create_task(asyncio.to_thread(process.pairs.offer, "a", "gloo", "127.0.0.1", 1.0))
+    joining = asyncio.create_task(asyncio.to_thread(process.pairs.join, "b", "gloo", "127.0.0.1", 1.0, ("h", 7)))
+    assert {type(await process.asked.get()) for _ in range(2)} == {Offer, Join}
+    process.pairs.heard(PairDone("b", error="nobody is there"))
+    process.pairs.heard(PairDone("a", 4711))
+    assert await offering == 4711
+    with pytest.raises(ConnectionError, match="nobody is there"):
+        await joining
+
+
+async def test_a_call_ends_with_the_process(process: Process) -> None:
+    """Not before: until then it may write to the arena."""
+    moving = asyncio.create_task(asyncio.to_thread(process.pairs.move, "a", 0, 10))
+    assert await process.asked.get() == Move("a", 0, 10)
+    process.pairs.part("a")
+    assert await process.asked.get() == Part("a")
+    assert not moving.done()
+    process.pairs.lost()
+    with pytest.raises(ConnectionError, match="ended"):
+        await moving
+
+
+async def test_no_call_waits_for_a_process_that_does_not_run(process: Process) -> None:
+    process.runs = False
+    with pytest.raises(ConnectionError, match="no compute process"):
+        await asyncio.to_thread(process.pairs.move, "a", 0, 10)
+
+
+def test_a_pair_ends_after_the_loop_without_a_word() -> None:
+    """Connections may live longer than the worker."""
+
+    async def made() -> ComputePairs:
+        return Process().pairs
+
+    asyncio.run(made()).part("a")
+
+
+async def test_whatever_fails_in_the_process_is_told(process: Process) -> None:
+    """Given a library that cannot be imported there, when it is asked to move, then it says so, and lives on."""
+    told, loop = asyncio.Queue[object](), asyncio.get_running_loop()
+
+    def missing() -> ComputePairs:
+        raise ImportError("no torch")
+
+    server = PairServer(missing, lambda message: loop.call_soon_threadsafe(told.put_nowait, message))
+    for _ in range(2):
+        server.take(Move("a", 0, 10))
+        assert await told.get() == PairDone("a", error="ImportError: no torch")

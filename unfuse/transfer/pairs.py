@@ -1,0 +1,138 @@
+"""Transfer by gloo or NCCL, between a compute process of the owner and one of the reader: in trusted networks only.
+
+The workers agree over TCP on what may be read. Each of their connections then has a pair of compute processes, which
+move the bytes: only these have the libraries, and the memory of GPUs.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import deque
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary, finalize
+
+from typing_extensions import override
+
+from unfuse.arena.arena import Arena
+from unfuse.arena.objects import Extent
+from unfuse.core.codec import decode, encode
+from unfuse.core.errors import ConfigError
+from unfuse.transfer.base import Link, Pairs, TransferEngine, TransferOptions
+from unfuse.transfer.owner_messages import Pull
+from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, write
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+PIECE = 4 * 1024 * 1024
+"""Bytes that are moved at a time: so many must come within the seconds after which a peer counts as gone."""
+
+
+class PairsEngine(TransferEngine):
+    """Each connection's pair is made for its first pull, and ends with it."""
+
+    enforces_refs = False
+    _owner: Owner | None = None
+    _pairs: Pairs
+    _memory: NDArray[np.uint8]
+
+    def __init__(self, options: TransferOptions) -> None:
+        super().__init__(options)
+        self._of = WeakKeyDictionary[object, str]()
+
+    @override
+    def use(self, pairs: Pairs, device: str) -> None:
+        self._pairs = pairs
+
+    @override
+    def register(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+
+    @override
+    def serve(self, arena: Arena) -> str:
+        self._owner = Owner(arena, self.options, self._send)
+        return self._owner.address
+
+    @override
+    def connect(self, address: str) -> Link:
+        return _PairsLink(address, self)
+
+    @override
+    def close(self) -> None:
+        if self._owner:
+            self._owner.close()
+
+    def receive(self, connection: Connection, address: str, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        """Fill `into`, a part of the registered memory, over a connection to an owner; yields how many bytes came."""
+        pair = self._of.get(connection)
+        if not pair:
+            port: int = decode(read(connection.socket), int)
+            pair = self._begin(connection)
+            at = urlsplit(address).hostname or "", port
+            self._pairs.join(pair, self.name, self.options.host, self.options.silence_s, at)
+        yield from self._move(pair, into.ctypes.data - self._memory.ctypes.data, into.nbytes)
+
+    def _send(self, peer: socket.socket, extent: Extent, pull: Pull) -> None:
+        if pull.stop == pull.start:
+            return
+        pair = self._of.get(peer)
+        if not pair:
+            pair = self._begin(peer)
+            port = self._pairs.offer(pair, self.name, self.options.host, self.options.silence_s)
+            write(peer, encode(port))
+        deque(self._move(pair, extent.offset + pull.start, pull.stop - pull.start), 0)
+
+    def _begin(self, connection: object) -> str:
+        """The name of a new pair, which ends with the connection."""
+        pair = self._of[connection] = secrets.token_hex(8)
+        finalize(connection, self._pairs.part, pair).atexit = False
+        return pair
+
+    def _move(self, pair: str, start: int, count: int) -> Generator[int, None, None]:
+        """Both ends cut the bytes in the same places."""
+        try:
+            for done in range(0, count, PIECE):
+                stop = min(done + PIECE, count)
+                self._pairs.move(pair, start + done, start + stop)
+                yield stop
+        except BaseException:
+            self._pairs.part(pair)  # now: the other end may be waiting
+            raise
+
+
+class GlooEngine(PairsEngine):
+    """From CPU to CPU."""
+
+    name = "gloo"
+
+
+class NcclEngine(PairsEngine):
+    """From GPU to GPU."""
+
+    name = "nccl"
+
+    @override
+    def use(self, pairs: Pairs, device: str) -> None:
+        if device == "cpu":
+            raise ConfigError("the transfer engine nccl needs a GPU, and this worker computes on a CPU: use tcp")
+        super().use(pairs, device)
+
+
+class _PairsLink(ChannelLink):
+    """Receives what the owner's compute process sends."""
+
+    def __init__(self, address: str, engine: PairsEngine) -> None:
+        super().__init__(address, engine.options)
+        self._engine = engine
+
+    @override
+    def bring(self, connection: Connection, offset: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
+        if into.nbytes:
+            for done in self._engine.receive(connection, self._address, into):
+                yield done
+                if done < into.nbytes and not connection.is_alive():
+                    raise ConnectionAbortedError("the link was closed")
