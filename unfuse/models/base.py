@@ -349,9 +349,9 @@ class Loader:
         if how == "tiled":
             vae.enable_tiling()
         if mesh and "tiles" in mesh.degrees:
-            from unfuse.parallel.tiles import Tiles
+            from unfuse.parallel import tiles
 
-            vae.decode = Tiles(vae.decode, vae.decoder, mesh.axis("tiles"))
+            tiles.spread(vae, mesh.axis("tiles"))
         return vae
 
     def noise_scheduler(self) -> Any:
