@@ -107,9 +107,9 @@ def _wan(kind: str) -> Any:
     vae = _wan_vae(small)
     picture = kind.startswith("wan-image") or kind.endswith("-image")
     sees = picture and "2.2" not in kind
-    own = {"in_channels": CHANNELS}
+    own = {"in_channels": CHANNELS, "rope_max_seq_len": 64 if kind == "wan-image-euler" else 32}
     if picture and not small:
-        own = {"in_channels": 2 * CHANNELS + 2}
+        own |= {"in_channels": 2 * CHANNELS + 2}
     if sees:
         own |= {"image_dim": IMAGE_DIM, "added_kv_proj_dim": 24}
     transformer, low = (_wan_transformer(seed, own) for seed in (3, 23))
@@ -152,7 +152,7 @@ def _wan_transformer(seed: int, own: dict[str, Any]) -> Any:
 
     transformer = _seeded(seed, lambda: WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, out_channels=CHANNELS,
-        text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, rope_max_seq_len=32, **own,
+        text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, **own,
     ))  # fmt: skip
     _louder(
         text=(transformer.condition_embedder.text_embedder.linear_2.weight, 20),

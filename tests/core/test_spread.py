@@ -10,7 +10,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
 from unfuse.core.spread import KINDS, MOST, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
 
-WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "shard": 0}
+WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "tiles": 0, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
 DECODE = StageSpec("decode", "vae_decode", (), role="decoder")
 
@@ -63,6 +63,7 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
     ("layers:31", "layers:31 is more than there are blocks: use layers:30"),
     ("ulysses:4+shard:3", "shard:3 does not divide 4: use shard:2"),
     ("ulysses:3+shard:2", "shard:2 does not divide 3: use shard:3"),
+    ("tensor:2+tiles:3", "tiles:3 does not divide 2: use tiles:2"),
     ("layers:2+shard:2", "layers and shard both part the weights: leave one of them out"),
 ])  # fmt: skip
 def test_a_degree_that_does_not_divide_names_the_nearest_that_does(degrees: str, says: str) -> None:
@@ -110,6 +111,8 @@ def test_where_devices_are_gone_there_are_ways_to_go_on_with_fewer() -> None:
     ]  # fmt: skip
     assert [*fewer("cuda:0", {})] == []
     assert [*fewer("cpu+cpu+cpu", {"denoiser": Spread.parse("ring:3")})] == [("cpu", "")]
+    four = {"encoder": Spread.parse("tensor:4+tiles:4")}
+    assert [how for _, how in fewer("+".join(["cpu"] * 4), four)] == ["encoder=tensor:2+tiles:2", ""]
 
 
 @given(st.lists(st.sampled_from(KINDS), unique=True, min_size=1, max_size=4), st.data())
@@ -125,9 +128,10 @@ def test_every_way_with_fewer_is_one_that_can_be_asked_for(kinds: list[str], dat
     assert before == 1
 
 
-def test_shares_of_weights_are_on_ranks_that_others_make() -> None:
-    """A kind of its own it makes ranks only where there is no other."""
+def test_shares_of_weights_and_tiles_are_on_ranks_that_others_make() -> None:
+    """They make ranks only where there is no other."""
     sizes = {"shard:3": (3, 3), "ulysses:4+shard:2": (4, 2), "cfg:2+layers:3": (6, 3), "ring:2": (2, 1)}
+    sizes |= {"tiles:3": (3, 1), "tensor:4+tiles:2": (4, 1), "tiles:4+shard:2": (4, 2)}
     assert {text: (Spread.parse(text).size, Spread.parse(text).parts) for text in sizes} == sizes
     for text in ("shard:7", "layers:30", "layers:7+cfg:2", "cfg:2+ulysses:3+shard:6"):
         refuse({"denoiser": Spread.parse(text)}, [DENOISE])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
@@ -56,6 +57,14 @@ def compute_of_denoiser(server: Server) -> list[psutil.Process]:
     return computes_of(of_denoiser(server)["pid"])
 
 
+def loaded(server: Server) -> set[tuple[str, int | None]]:
+    """By which ranks what of the denoiser was loaded, by the log."""
+    lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+    said = [line for line in lines if line["event"] == "loaded"]
+    assert all("rank" not in line for line in said if line["role"] != "denoiser")
+    return {(line["component"], line.get("rank")) for line in said if line["component"] == "transformer"}
+
+
 def hold(server: Server, spread: str, equal: bool, alone: dict[int, bytes]) -> str:
     """Hold so many ranks to the pictures of one. Returns the last request."""
     assert len(compute_of_denoiser(server)) == Spread.parse(spread).size
@@ -85,6 +94,7 @@ def own(seed: int) -> dict[str, object]:
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
+        assert loaded(server) == {("transformer", rank) for rank in range(Spread.parse(spread).size)}
         request = hold(server, spread, equal, alone)
         (denoise,) = (one for one in server.get(f"/v1/requests/{request}")["stages"] if one["name"] == "denoise.0")
         assert 0 < denoise["exchange_s"] < denoise["run_s"]

@@ -1,4 +1,4 @@
-"""A decoder of several ranks, served: files of one rank that works in tiles, and no rank's end loses a request."""
+"""A VAE of several ranks, served: files of one rank that works in tiles, and no rank's end loses a request."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
+from tests.integration.test_families import submitted
+from tests.models.conftest import draw_pictures
 from tools.server import Server, all_gone, computes_of, serving, unfuse, until
+from tools.tiny import build
 from unfuse.models import resolve_source
 
 WAIT_S = "4"
@@ -54,8 +58,8 @@ def content(server: Server, id: str, query: str = "") -> bytes:
         return bytes(answer.read())
 
 
-def ranks_of_decoder(server: Server) -> list[psutil.Process]:
-    (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "decoder")
+def ranks_of(server: Server, role: str = "decoder") -> list[psutil.Process]:
+    (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == role)
     return computes_of(worker["pid"])
 
 
@@ -63,8 +67,26 @@ def test_ranks_make_the_pictures_of_one_that_works_in_tiles(tmp_path: Path) -> N
     with tiled(tmp_path / "one", "--vae", "tiled") as server:
         wanted = pictures(server)
     with tiled(tmp_path / "two") as server:
-        assert len(ranks_of_decoder(server)) == 2
+        assert len(ranks_of(server)) == 2
         assert pictures(server) == wanted
+
+
+@pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+def test_ranks_encode_the_picture_that_a_video_starts_from_in_tiles(tmp_path: Path) -> None:
+    draw_pictures(tmp_path)
+    model, made = build("wan-image-euler", tmp_path / "model"), []
+    asked = {"prompt": "it turns", "image": "wall.jpg", "seed": 3, "num_frames": 5, "num_inference_steps": 1}
+    case = {**asked, "size": "448x48"}
+    for spread in ((), ("--parallel", "encoder=tiles:2")):
+        (folder := tmp_path / str(len(spread))).mkdir()
+        with serving(folder, str(model), "--workers", "split", "--threads", "1", "--vae", "tiled", *spread) as server:
+            server.ready()
+            assert len(ranks_of(server, "encoder")) == (2 if spread else 1)
+            with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+                video = submitted(str(model), case, server, client, tmp_path)
+            assert server.finished(video)["status"] == "completed"
+            made.append([server.result(video, place) for place in range(5)])
+    assert made[1] == made[0]
 
 
 @pytest.mark.nightly
@@ -75,7 +97,7 @@ def test_a_video_outlives_a_rank_of_its_decoder(tmp_path: Path) -> None:
         calm = film(server)
         assert [content(server, calm, query) for query in ("", "?stream=1")] == wanted
         for how in (signal.SIGKILL, signal.SIGSTOP):
-            id, before = film(server), ranks_of_decoder(server)
+            id, before = film(server), ranks_of(server)
             until(lambda id=id: decoding(server, id), "the decoder to begin")
             os.kill(before[1].pid, how)
             assert content(server, id) == wanted[0]
@@ -91,6 +113,7 @@ def decoding(server: Server, id: str) -> bool:
 def test_who_has_no_tiles_is_refused_before_anything_is_loaded() -> None:
     for said, reason in (
         ("denoiser=tiles:2", "it cannot be spread by tiles, only by cfg, "),
+        ("encoder=tiles:2", "it cannot be spread by tiles, only by tensor"),
         ("decoder=ulysses:2", "it cannot be spread by ulysses, only by tiles"),
     ):
         command = unfuse("serve", "unfuse/shapes", "--parallel", said)

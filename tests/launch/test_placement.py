@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
+from unfuse.core.spread import Spread
 from unfuse.launch.placement import (
     CONTEXT,
     CPU,
@@ -224,6 +225,19 @@ def test_weights_that_are_parted_are_no_file_s_and_those_of_other_roles_are_whol
     (whole,) = place(mapped, want, (HOST,))
     assert [part.bytes for part in whole.parts] == [10 * GIB, GIB, 12 * GIB, GIB // 2]
     assert whole.takes(want) == {CPU: 2 * PROCESS + (11 + 24) * GIB + GIB // 2}
+
+
+def test_ranks_that_share_matrices_have_the_rest_whole() -> None:
+    shared = replace(TRANSFORMER, shared=16 * GIB)
+    needs = {**NEEDS, "denoiser": (shared,)}
+    want = spread("tensor:4", place="encoder=cpu,decoder=cpu")
+    placed = place(needs, want, gpus(13, 13, 13, 13))
+    assert placed[1].takes(want) == {**{f"cuda:{n}": CONTEXT + 12 * GIB for n in range(4)}, CPU: 4 * PROCESS}
+    with pytest.raises(ConfigError, match="do not fit"):
+        place(NEEDS, want, gpus(13, 13, 13, 13))
+    assert (shared.full.shared, replace(shared, dtype="float32").half.shared) == (32 * GIB, 8 * GIB)
+    mapped = replace(shared, mapped=True)
+    assert [mapped.of_rank(Spread.parse(how)).mapped for how in ("cfg:2", "tensor:2")] == [True, False]
 
 
 def test_a_refusal_adds_shares_to_how_a_role_is_spread() -> None:

@@ -226,8 +226,10 @@ TILED = [
     Job("tiled-qwen", "qwen-image", qwen_params(36, **WIDE), tiled=True),
     Job("tiled-klein", "klein", block_params(37, width=144, height=80, num_inference_steps=1), tiled=True),
     Job("tiled-krea", "krea", block_params(38, **WIDE, height=16), tiled=True),
+    Job("tiled-picture", "wan-image-euler", image_params(39, **WIDE, image="wall.jpg"), tiled=True),
+    Job("tiled-first", "wan-2.2-5b-image", image_params(40, **WIDE | {"width": 896}), HALF, tiled=True),
 ]
-"""Those whose VAE decodes in tiles; all but one are larger than a tile."""
+"""Those whose VAE works in tiles; all but one are larger than a tile. The last two start from a picture."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -121,10 +121,10 @@ def _shard(model: ModelFolder) -> Path:
 def test_shards_named_by_an_index_must_all_be_there(model: ModelFolder) -> None:
     component = _shard(model)
     assert [file.name for file in model.weights("vae")] == [SHARD.format(1), SHARD.format(2)]
-    assert model.parameters("vae") == {"F16": 3, "F32": 6}
+    assert model.tensors("vae") == {"t1": ("F16", 3), "t2": ("F32", 6)}
 
     (component / SHARD.format(2)).unlink()
-    for ask in (model.weights, model.size, model.identity, model.parameters):
+    for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=r"component vae lacks vae/diffusion\S+-00002-of-00002.safetensors; down"):
             ask("vae")
 
@@ -163,16 +163,16 @@ def test_of_a_file_and_an_index_counts_what_its_library_loads(
 
 
 def test_variants_beside_the_plain_weights_do_not_count(model: ModelFolder) -> None:
-    before = model.identity("vae"), model.size("vae"), model.weights("vae"), model.parameters("vae")
+    before = model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")
     assert before[1] == 2 + len(WHOLE)
-    assert before[3] == {"U8": 4000}
+    assert before[3] == {"tensor": ("U8", 4000)}
 
     for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.safetensors.index.fp16.json",
                  "diffusion_pytorch_model.fp16-00001-of-00002.safetensors", "diffusion_pytorch_model.bin",
                  "diffusion_pytorch_model.bin.index.json"):  # fmt: skip
         (model.path / "vae" / name).write_bytes(b"not read")
 
-    assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.parameters("vae")) == before
+    assert (model.identity("vae"), model.size("vae"), model.weights("vae"), model.tensors("vae")) == before
 
 
 PICKLES = "weights that are not safetensors: save the model anew with its library"
@@ -190,7 +190,7 @@ PICKLES = "weights that are not safetensors: save the model anew with its librar
 def test_a_component_with_other_weights_only(name: str, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).rename(model.path / "vae" / name)
 
-    for ask in (model.weights, model.size, model.identity, model.parameters):
+    for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=rf"the weights of component vae are {name}, {sentence}"):
             ask("vae")
 
@@ -220,7 +220,7 @@ def test_a_quantised_component_is_refused(model: ModelFolder) -> None:
     model.weights("vae")
 
     (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
-    for ask in (model.weights, model.size, model.identity, model.parameters):
+    for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=r"component vae is quantised \(quantization_config\), which is not serv"):
             ask("vae")
 
@@ -230,7 +230,7 @@ def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str
     head = HEADER.replace(b'"U8"', f'"{dtype}"'.encode())
     (model.path / "vae" / FILE).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4000))
 
-    for ask in (model.weights, model.identity, model.parameters):
+    for ask in (model.weights, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=rf"vae/{FILE} has 8-bit floats, which are not served"):
             ask("vae")
 
@@ -249,7 +249,7 @@ def test_eight_bit_floats_are_refused_whose_scales_nobody_would_apply(dtype: str
 def test_a_file_that_is_not_whole_is_named(content: bytes, sentence: str, model: ModelFolder) -> None:
     (model.path / "vae" / FILE).write_bytes(content)
 
-    for ask in (model.weights, model.size, model.identity, model.parameters):
+    for ask in (model.weights, model.size, model.identity, model.tensors):
         with pytest.raises(ConfigError, match=rf"vae/{FILE} {sentence}"):
             ask("vae")
 
@@ -290,7 +290,7 @@ def test_a_component_without_weights_has_a_size_and_no_parameters(tmp_path: Path
     (tmp_path / "tokenizer" / "merges.txt").write_text("a b")
 
     model = ModelFolder(tmp_path)
-    assert (model.size("tokenizer"), model.weights("tokenizer"), model.parameters("tokenizer")) == (5, [], {})
+    assert (model.size("tokenizer"), model.weights("tokenizer"), model.tensors("tokenizer")) == (5, [], {})
     (tmp_path / "tokenizer" / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer/tokenizer_config.json cannot be read"):
         model.identity("tokenizer")

@@ -94,8 +94,8 @@ def machine(hub: Hub, tmp_path: Path) -> Machine:
     return Machine(tmp_path / "machine", hub)
 
 
-def _weights(value: float = 0, *shape: int, dtype: type = np.float32) -> bytes:
-    return save({"w": np.full(shape or (4,), value, dtype)})
+def _weights(value: float = 0, *shape: int, dtype: type = np.float32, name: str = "w") -> bytes:
+    return save({name: np.full(shape or (4,), value, dtype)})
 
 
 def _model(without: str = "") -> dict[str, bytes]:
@@ -111,8 +111,8 @@ def _model(without: str = "") -> dict[str, bytes]:
         "single.safetensors": _weights(), "tokenizer/merges.txt": b"a b", "tokenizer/spiece.model": b"\0\1",
         "text_encoder/model.safetensors": _weights(1, 3, 5),
         f"transformer/{SHARD}.safetensors.index.json": json.dumps(shards).encode(),
-        f"transformer/{SHARD}-00001-of-00002.safetensors": _weights(2),
-        f"transformer/{SHARD}-00002-of-00002.safetensors": _weights(3, 7, dtype=np.float16),
+        f"transformer/{SHARD}-00001-of-00002.safetensors": _weights(2, name="w1"),
+        f"transformer/{SHARD}-00002-of-00002.safetensors": _weights(3, 7, dtype=np.float16, name="w2"),
         f"transformer/{SHARD}.fp16-00001-of-00001.safetensors": _weights(5),
         f"vae/{SHARD}.safetensors": _weights(4), f"vae/{SHARD}.bin": b"pickle",
         f"vae/{SHARD}.fp16.safetensors": _weights(6),
@@ -210,7 +210,7 @@ def test_the_token_is_sent_to_the_hub_and_not_where_its_files_are_stored(machine
     assert "make sure you are authenticated" in refused
 
     hub.asked.clear()
-    machine.ask(("resolve", NAME, None, ["vae"]), ("parameters", "transformer"), HF_TOKEN=hub.token)
+    machine.ask(("resolve", NAME, None, ["vae"]), ("tensors", "transformer"), HF_TOKEN=hub.token)
     sent = {(asked.storage, asked.authorization) for asked in hub.asked}
     assert sent == {(False, f"Bearer {hub.token}"), (True, None)}
 
@@ -302,19 +302,20 @@ def test_another_commit_changes_the_identity_of_what_is_other_in_it(machine: Mac
     assert len(set(vae)) == 3
 
 
-def test_size_and_parameters_need_no_weights(machine: Machine, hub: Hub) -> None:
+def test_size_and_tensors_need_no_weights(machine: Machine, hub: Hub) -> None:
     files = _model()
-    asked = [("size", "transformer"), *[("parameters", component) for component in COMPONENTS]]
+    asked = [("size", "transformer"), *[("tensors", component) for component in COMPONENTS]]
 
     pinned = hub.push(NAME, files)
     hub.push(NAME, {**files, VAE[0]: _weights(0, 99)})  # where the branch is
     without = machine.ask(("resolve", NAME, pinned, []), *asked)[1:]
     assert not set(hub.brought()) & {*TEXT, *TRANSFORMER, *VAE}
-    counted = {"tokenizer": {}, "scheduler": {}, "text_encoder": {"F32": 15}, "vae": {"F32": 4}}
+    counted = {"tokenizer": {}, "scheduler": {}, "text_encoder": {"w": ["F32", 15]}, "vae": {"w": ["F32", 4]}}
+    counted["transformer"] = {"w1": ["F32", 4], "w2": ["F16", 7]}
     size = sum(len(files[name]) for name in (*TRANSFORMER, "transformer/config.json"))
-    assert without == [size, *[{**counted, "transformer": {"F32": 4, "F16": 7}}[name] for name in COMPONENTS]]
+    assert without == [size, *[counted[name] for name in COMPONENTS]]
 
-    refused = machine.ask(("resolve", NAME, pinned, []), ("parameters", "vae"), offline=True)[1]
+    refused = machine.ask(("resolve", NAME, pinned, []), ("tensors", "vae"), offline=True)[1]
     assert f"component vae lacks vae/{SHARD}.safetensors; bring it while the hub can be reached" in refused
 
     machine.ask(("resolve", NAME, pinned))

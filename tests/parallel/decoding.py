@@ -1,12 +1,13 @@
 """One rank of several that decode together: `decoding.py RANK SIZE RENDEZVOUS ROOT`, with tasks as JSON on its input.
 
-Each task is a job, and with how many others it shares a forward. Each rank makes the job's latents for itself and saves
-the frames that all decode as `TASK RANK.npy`, by number, in the rendezvous' folder; it prints a line for each task: how
-many latents its own decoder was given.
+Each task is a job, and with how many others it shares a forward. All encode the job's picture together, if it has one.
+Each rank makes the latents for itself, and saves them and the frames that all decode as `TASK RANK.npz`, by number, in
+the rendezvous' folder; it prints a line for each task: how many numbers its own VAE encoded and decoded.
 """
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,22 @@ from unfuse.models import base, find, modular
 from unfuse.models.base import Loader, Runtime
 from unfuse.parallel.group import Group
 from unfuse.stages.base import Stage, StageInput, StageOutput
-from unfuse.stages.specs import VAE_DECODE
 from unfuse.stages.vae_decode import VaeDecode
 
 LIMIT_S = 60.0
 
-given: list[int] = []
-"""Numbers that decoders of this process were given, a call each."""
+given: Counter[str] = Counter()
+"""Numbers that encoders and decoders of this process were given."""
 
 
 class Counting(Loader):
-    """Loads VAEs that note what their decoders run on."""
+    """Loads VAEs that note what their encoders and decoders run on."""
 
     def vae(self) -> Any:
         vae = super().vae()
-        vae.decoder.conv_in.register_forward_hook(lambda _module, args, _made: given.append(args[0].numel()))
+        for part in ("encoder", "decoder"):
+            first = getattr(vae, part).conv_in
+            first.register_forward_hook(lambda _, args, _made, part=part: given.update({part: args[0].numel()}))
         return vae
 
 
@@ -42,7 +44,7 @@ def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     card = family.card("model", folder, dtype)
     made = {}
     for spec in card.pipeline.stages:
-        mesh = group.mesh(Spread({"tiles": group.size})) if spec.kind == VAE_DECODE.kind else None
+        mesh = group.mesh(Spread({"tiles": group.size})) if "tiles" in spec.spreads else None
         made[spec.name] = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh))
     return made
 
@@ -61,15 +63,17 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     for number, (name, mates) in enumerate(json.load(sys.stdin)):
         job = jobs[name]
         loaded = stages(tiny.folder(job.model), job.dtype, group)
-        encoded = c.encode(loaded, job.params, tiny.uploads(job.params))
+        given.clear()
+        with group.together():
+            encoded = c.encode(loaded, job.params, tiny.uploads(job.params))
         latents = c.run(loaded["denoise"], job.params, encoded).tensors["latents"]
         params = {**job.params, "output_format": "png"}
         tasks = [StageInput(params, {"latents": own}) for own in (latents, *[-latents] * mates)]
-        given.clear()
         with group.together():
             output, *_ = decoded(loaded["vae_decode"], tasks)
-        np.save(rendezvous.with_name(f"{number} {rank}.npy"), c.frames(output.media))
-        print(sum(given), flush=True)
+        made = {"latents": latents.float().numpy(), "pixels": c.frames(output.media)}
+        np.savez(rendezvous.with_name(f"{number} {rank}.npz"), **made)
+        print(given["encoder"], given["decoder"], flush=True)
     group.close()
 
 

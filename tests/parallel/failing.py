@@ -51,6 +51,8 @@ def step(group: Group, axis: Axis, how: str) -> str:
             rows = torch.cat([axis.sum(row) for row in own.split(1)])
             near = torch.allclose(rows, axis.gather(own).sum(0), atol=1e-5)
             return f"near: {near}, alone as together: {torch.equal(axis.sum(own), rows)}"
+        if how == "beside":
+            axis = group.mesh(Spread({"tensor": group.size, "tiles": group.size})).axis("tiles")
         gathered = axis.gather(torch.full((2,), float(group.rank)))
         if how == "amid" and fails:
             raise ValueError("too late")

@@ -49,7 +49,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
             return [family.load(spec, folder, runtime) for spec in specs]
 
     for spread, name in json.load(sys.stdin):
-        job = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS]}[name]
+        job = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS, *c.TILED]}[name]
         params, loras = dict(job.params), str(root / "loras") if "lora" in job.params else ""
         if loras:
             params["lora_id"] = Loras(loras).id_of(params["lora"])

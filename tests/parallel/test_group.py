@@ -39,6 +39,11 @@ def test_a_sum_over_ranks_is_that_of_each_row_alone(tmp_path: Path) -> None:
     assert [said(tmp_path, rank)[1] for rank in range(3)] == ["near: True, alone as together: True"] * 3
 
 
+def test_tiles_are_shared_by_ranks_that_another_kind_makes(tmp_path: Path) -> None:
+    assert run_ranks("failing", 2, tmp_path, ["beside"]) == [0, 0], (tmp_path / "log0").read_text()
+    assert [said(tmp_path, rank)[1] for rank in range(2)] == ["[0.0, 1.0]"] * 2
+
+
 def test_what_one_rank_cannot_begin_none_makes_where_they_lend_weights(tmp_path: Path) -> None:
     codes = run_ranks("failing", 2, tmp_path, ["lent", "lent before", "lent"])
 

@@ -36,7 +36,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
 CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
 """What is made with a part of the weights: with each transformer, with each encoder."""
 
-JOBS = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS]}
+JOBS = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS, *c.TILED]}
 LORAS = [job.name for job in c.LORA_JOBS]
 APART = ("klein", "krea")
 """Models whose halves of guidance are their own affair."""
@@ -84,7 +84,7 @@ def test_all_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided
 
 
 def test_two_ranks_make_with_half_of_the_weights_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
-    asked = tasks(CUT, ("tensor:2", "encoder=tensor:2"))
+    asked = [*tasks(CUT, ("tensor:2", "encoder=tensor:2")), ("encoder=tensor:2+tiles:2", "tiled-picture")]
     check(undivided, latents(2, asked), asked)
 
 
@@ -102,4 +102,5 @@ def test_four_ranks_make_what_one_makes(undivided: c.Undivided, latents: Make) -
         "layers:2+ulysses:2", "cfg:2+ulysses:2+shard:2", "ring:4+shard:4", "cfg:2+tensor:2", "ring:2+tensor:2",
     ))  # fmt: skip
     asked += tasks(("shapes-image", "shapes-video"), ("ulysses:2+tensor:2", "tensor:4", "encoder=tensor:4"))
+    asked.append(("encoder=tensor:4+tiles:2", "tiled-picture"))
     check(undivided, latents(4, asked), asked)

@@ -1,4 +1,4 @@
-"""What of a model's weights a rank keeps when they are cut."""
+"""What of a model's weights a rank keeps when they are cut, and that plans count so much."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.models.conftest import Undivided
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
+from unfuse.core.spread import Spread
+from unfuse.launch.placement import Device, Wanted
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime
 from unfuse.models.folder import ModelFolder
 from unfuse.parallel.cut import Matrices
+from unfuse.service.plan import look_into, needs
 
 pytestmark = pytest.mark.slow
 
@@ -45,16 +49,22 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     folder = ModelFolder(undivided.folder(model))
     family = find(folder.path)
 
-    def sizes(given: Runtime) -> dict[str, int]:
-        loader = Loader(folder, family.components(folder), given, None, family.cut)
-        weights = loader.model(component).state_dict().items()
-        return {name: tensor.numel() for name, tensor in weights if BLOCKS.match(name) and tensor.dim() > 1}
+    def sizes(given: Runtime) -> tuple[dict[str, int], int]:
+        """Elements of the matrices of blocks, and all bytes."""
+        loaded = Loader(folder, family.components(folder), given, None, family.cut).model(component)
+        weights, takes = loaded.state_dict().items(), sum(tensor.nbytes for tensor in loaded.parameters())
+        return {name: tensor.numel() for name, tensor in weights if BLOCKS.match(name) and tensor.dim() > 1}, takes
 
     dtypes = {component: "float32"}
-    whole = sizes(Runtime("cpu", dtypes))
+    whole, takes = sizes(Runtime("cpu", dtypes))
     assert len(whole) > 5
+    (plan,) = look_into([str(folder.path)], "", Wanted(), (Device("cpu", 1 << 40),))
+    (part,) = (part for parts in needs([plan]).values() for part in parts if part.component == component)
+    assert part.of_rank(Spread({"ulysses": 2})) == part == replace(part, bytes=takes)
+    most = part.of_rank(Spread({"tensor": 2, "cfg": 2})).bytes
     for rank in (0, 1):
-        kept = sizes(runtime(rank, dtypes))
+        kept, takes = sizes(runtime(rank, dtypes))
+        assert most == takes if rank == 0 else 0.9 * most < takes <= most
         words = [name for name in whole if name.endswith("embed_tokens.weight") and model in SPEAK]
         assert [name for name in whole if 2 * kept[name] != whole[name]] == words
 

@@ -1,8 +1,9 @@
-"""Ranks decode together what the undivided pipeline decodes in tiles, and each tile is decoded once."""
+"""Ranks encode and decode together what the undivided pipeline does in tiles, and each tile is made once."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,48 @@ from unfuse.parallel.tiles import Call, Tiles, shares
 ALONE = [(job.name, 0) for job in c.TILED]
 ONE_TILE, IN_A_BATCH = ("tiled-one", 0), ("tiled-flux", 2)
 TASKS = [*ALONE, IN_A_BATCH]
-Work = dict[tuple[str, int], list[int]]
+PICTURED = {"tiled-picture": 3 * 5 * 32 * (256 + 256 + 64), "tiled-first": 12 * 16 * (256 + 256 + 64)}
+"""What starts from a picture, and the numbers that its tiles have; the VAE of the second takes pixels by fours."""
+Work = dict[tuple[str, int], np.ndarray]
 
 
-def decoded(size: int, undivided: c.Undivided, folder: Path) -> Work:
-    """How many latents each rank decoded for each task, whose frames are the undivided pipeline's on every rank."""
+def worked(size: int, undivided: c.Undivided, folder: Path) -> Work:
+    """How many numbers each rank encoded and decoded for each task, a row a rank. What they make of it is the
+    undivided pipeline's on every rank, and so are the latents that begin with a picture.
+    """
     codes = run_ranks("decoding", size, folder, TASKS, str(undivided.root))
     assert codes == [0] * size, "\n".join((folder / f"log{rank}").read_text()[-2000:] for rank in range(size))
     for number, (name, mates) in enumerate(TASKS):
-        wanted = undivided.result(name)["pixels"]
-        for rank in range(size):
-            assert np.array_equal(np.load(folder / f"{number} {rank}.npy"), wanted), (name, mates, rank)
-    said = [(folder / f"out{rank}").read_text().split() for rank in range(size)]
-    return {task: [int(own[number]) for own in said] for number, task in enumerate(TASKS)}
+        wanted = undivided.result(name)
+        for rank, kind in product(range(size), ("pixels", "latents") if name in PICTURED else ("pixels",)):
+            with np.load(folder / f"{number} {rank}.npz") as made:
+                assert np.array_equal(made[kind], wanted[kind]), (name, mates, rank, kind)
+    said = [np.loadtxt(folder / f"out{rank}", int) for rank in range(size)]
+    return {task: np.stack([own[number] for own in said]) for number, task in enumerate(TASKS)}
 
 
 @pytest.mark.slow
-def test_two_ranks_decode_in_tiles_what_one_does(undivided: c.Undivided, tmp_path: Path) -> None:
-    work = decoded(2, undivided, tmp_path)
+def test_two_ranks_work_in_tiles_as_one_does(undivided: c.Undivided, tmp_path: Path) -> None:
+    work = worked(2, undivided, tmp_path)
 
-    assert work.pop(ONE_TILE) == [4 * 12 * 8, 0]
-    for task, (first, second) in work.items():
-        assert 0.4 < first / (first + second) < 0.6, task
+    assert work.pop(ONE_TILE).tolist() == [[0, 4 * 12 * 8], [0, 0]]
+    for task, ranks in work.items():
+        encoded, decoded = ranks.T
+        assert 0.4 < decoded[0] / sum(decoded) < 0.6, task
+        assert sum(encoded) == PICTURED.get(task[0], 0), task
+        assert not any(encoded) or 0.4 < encoded[0] / sum(encoded) < 0.6, task
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_each_tile_is_decoded_once_by_however_many(undivided: c.Undivided, tmp_path: Path) -> None:
+def test_each_tile_is_made_once_by_however_many(undivided: c.Undivided, tmp_path: Path) -> None:
     for size in (2, 3):
         (tmp_path / str(size)).mkdir()
-    two, three = (decoded(size, undivided, tmp_path / str(size)) for size in (2, 3))
+    two, three = (worked(size, undivided, tmp_path / str(size)) for size in (2, 3))
 
-    assert {task: sum(work) for task, work in two.items()} == {task: sum(work) for task, work in three.items()}
+    assert {task: work.sum(0).tolist() for task, work in two.items()} == {
+        task: work.sum(0).tolist() for task, work in three.items()
+    }
 
 
 @given(sides=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1), ranks=st.integers(1, 5))
@@ -66,7 +77,7 @@ def test_a_tile_is_of_one_rank_and_no_rank_has_more_than_a_tile_over_another(
     assert len({(id(tile), owner) for tile, owner in zip(tiles, owners, strict=True)}) == len(sides)
     loads = Counter(dict.fromkeys(range(ranks), 0))
     for call, owner in zip(calls, owners, strict=True):
-        loads[owner] += call.latents.numel()
+        loads[owner] += call.given.numel()
     assert max(loads.values()) - min(loads.values()) <= max(side * frames for side, frames in sides)
 
 

@@ -22,6 +22,23 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     assert str(loading) == "", "and nothing needs to be said any more"
 
 
+def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
+    loading = Loading(["one"])
+    loading.expect(["denoiser"])
+
+    def told(event: str, rank: int, **more: int) -> str:
+        loading.hear(0, {"event": event, "rank": rank, **more})
+        return str(loading).removeprefix("loading one: denoiser ")
+
+    assert (told("importing", 0), told("importing", 1)) == ("importing", "importing")
+    assert told("loading", 1, done=0, total=8 << 20) == "importing"
+    assert told("loading", 0, done=0, total=8 << 20) == "0 B of 8.0 MiB"
+    assert told("loaded", 1, done=8 << 20, total=8 << 20) == "0 B of 8.0 MiB"
+    assert told("loaded", 0, done=2 << 20, total=8 << 20) == "2.0 MiB of 8.0 MiB"
+    assert told("loaded", 0, done=8 << 20, total=8 << 20) == "8.0 MiB of 8.0 MiB"
+    assert told("importing", 0) == "importing", "when they are started again"
+
+
 def test_who_starts_no_worker_has_nothing_to_wait_for() -> None:
     ready: list[bool] = []
     Loading(["one"]).expect([], lambda: ready.append(True))

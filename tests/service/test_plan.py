@@ -63,6 +63,18 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
     assert (tokenizer.memory, tokenizer.files > 0) == (0, True)
 
 
+def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:
+    compute = ComputeOptions(parallel="denoiser=tensor:2,encoder=tensor:4")
+    parts = {part.component: part for part in needs(look(wanted()))["denoiser"] + needs(look(wanted()))["encoder"]}
+    found = plan_for([SHAPES], "", Wanted(dict.fromkeys(("encoder", "denoiser", "decoder"), 1), {}, compute), HOST)
+    own = {part.component: part.bytes for worker in found.workers for part in worker.parts}
+    for name, ranks in (("transformer", 2), ("text_encoder", 4)):
+        part = parts[name]
+        assert 0.7 * part.bytes < part.shared < part.bytes
+        assert own[name] == part.bytes - part.shared + part.shared // ranks
+    assert own["vae"] == found.models[0].components["vae"].memory
+
+
 def test_auto_is_float32_on_a_cpu() -> None:
     (model,) = look(wanted())
     assert set(dtypes(model).values()) == {"float32"}

@@ -14,7 +14,10 @@ KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
 
 SHARD = "shard"
-"""The kind that parts weights among ranks that others make; only without others these are ranks of its own."""
+"""The kind that parts weights among ranks that compute different things."""
+
+SHARING = ("tiles", SHARD)
+"""The kinds that take ranks that others make; only where there are no others they make ranks."""
 
 HOLD = ("layers", SHARD)
 """The kinds of which each rank holds a part of the weights."""
@@ -34,7 +37,8 @@ class Spread(msgspec.Struct, frozen=True):
     @property
     def ranks(self) -> Mapping[str, int]:
         """The degrees whose product is the number of ranks."""
-        return {kind: degree for kind, degree in self.degrees.items() if kind != SHARD} or self.degrees
+        own = {kind: degree for kind, degree in self.degrees.items() if kind not in SHARING}
+        return own or dict([*self.degrees.items()][:1])
 
     @property
     def size(self) -> int:
@@ -69,8 +73,8 @@ class Spread(msgspec.Struct, frozen=True):
         """One with half of the ranks, or with none of the last kind where that cannot be halved."""
         *others, (kind, degree) = self.ranks.items()
         ranks = dict(others) if degree % 2 or degree == 2 else {**dict(others), kind: degree // 2}
-        share = gcd(self.degrees.get(SHARD, 1), prod(ranks.values()))
-        return Spread({**ranks, **({SHARD: share} if share > 1 else {})})
+        shares = {kind: gcd(self.degrees.get(kind, 1), prod(ranks.values())) for kind in SHARING}
+        return Spread(ranks | {kind: share for kind, share in shares.items() if share > 1})
 
     def refusal(self, allowed: Mapping[str, int]) -> str:
         """Why a stage cannot be spread so; "" if it can. `allowed` has the kinds by which it can, each with the number
@@ -83,7 +87,7 @@ class Spread(msgspec.Struct, frozen=True):
             if kind not in allowed:
                 return f"it cannot be spread by {kind}, only by {', '.join(sorted(allowed)) or 'nothing'}"
             whole = allowed[kind] // (self.degrees.get("tensor", 1) if kind == "ulysses" else 1)
-            whole = self.size if kind == SHARD else whole
+            whole = self.size if kind in SHARING else whole
             if kind == "layers" and degree > whole:
                 return f"{kind}:{degree} is more than there are blocks: use {kind}:{whole}"
             if kind != "layers" and whole and whole % degree:

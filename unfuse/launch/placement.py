@@ -34,7 +34,8 @@ Needs = Mapping[str, "tuple[Part, ...]"]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank.
+    """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank. Of these
+    ranks have a share each of `shared`, if they are spread by `tensor`.
 
     What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once.
     """
@@ -44,22 +45,29 @@ class Part(msgspec.Struct, frozen=True):
     bytes: int
     models: tuple[str, ...] = ()
     mapped: bool = False
+    shared: int = 0
 
     @property
     def half(self) -> Part:
         """The same component in bfloat16; for a VAE only if `--dtype` names it."""
         plain = self.dtype == "float32" and not self.component.startswith("vae")
-        return replace(self, dtype="bfloat16", bytes=self.bytes // 2, mapped=False) if plain else self
+        return self._in("bfloat16", 1 / 2) if plain else self
 
     @property
     def full(self) -> Part:
         """The same in float32."""
         wide = self.dtype == "float32"
-        return self if wide else replace(self, dtype="float32", bytes=2 * self.bytes, mapped=False)
+        return self if wide else self._in("float32", 2)
 
-    def part_of(self, parts: int) -> Part:
-        """What is left of it where a rank holds one of so many parts, as memory of its own."""
-        return replace(self, bytes=-(-self.bytes // parts), mapped=False) if parts > 1 else self
+    def _in(self, dtype: str, factor: float) -> Part:
+        sizes = {"bytes": int(self.bytes * factor), "shared": int(self.shared * factor)}
+        return replace(self, dtype=dtype, mapped=False, **sizes)
+
+    def of_rank(self, spread: Spread) -> Part:
+        """What a rank has of it; as memory of its own where that is a part."""
+        lacks = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
+        own = -(-(self.bytes - lacks) // spread.parts)
+        return replace(self, bytes=own, mapped=False) if own < self.bytes else self
 
     def resident(self, offload: Offload) -> int:
         """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
@@ -246,7 +254,7 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, Spread]) -> tuple[Pa
     """What a worker with these roles holds, or each of its ranks."""
     roles, spread = roles_of(role), {name: spreads.get(name, Spread()) for name in needs}
     own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
-    return tuple(part.part_of(spread[name].parts) for name, part in own)
+    return tuple(part.of_rank(spread[name]) for name, part in own)
 
 
 def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:

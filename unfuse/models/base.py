@@ -22,7 +22,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
-from unfuse.models.encoders import ENCODERS
+from unfuse.models.encoders import ENCODERS, cut_of
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
@@ -68,6 +68,9 @@ class Family(ABC):
     libraries: tuple[str, ...] = ("diffusers", "transformers")
     """Installed packages, beside torch, on whose versions the bytes of its results depend."""
 
+    cut: Cut | None = None
+    """Where its transformers may be cut, to be spread over ranks."""
+
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """The card of the model in a folder, served as `name`.
@@ -107,7 +110,6 @@ class DiffusersFamily(Family):
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
     cut: Cut
-    """Where its transformers may be cut, to be spread over ranks."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
@@ -324,8 +326,7 @@ class Loader:
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        cut = self._cut if component.startswith("transformer") else ENCODERS.get(name)
-        if self.runtime.mesh and cut:
+        if self.runtime.mesh and (cut := cut_of(component, name, self._cut)):
             from unfuse.parallel.spreading import spread
 
             spread(model.eval(), cut, self.runtime.mesh)
@@ -338,10 +339,7 @@ class Loader:
         return self._classes[component][1]
 
     def vae(self) -> Any:
-        """The VAE, working as `--vae` says; in tiles it also takes the pictures of a batch one by one.
-
-        One whose tiles are spread over ranks works in tiles, whatever `--vae` says.
-        """
+        """The VAE, as `--vae` says, or in tiles if ranks share these; in tiles it takes pictures one by one."""
         vae, how, mesh = self.model("vae"), self.runtime.options.vae, self.runtime.mesh
         how = "tiled" if mesh and "tiles" in mesh.degrees else how
         if how != "whole":
@@ -349,9 +347,9 @@ class Loader:
         if how == "tiled":
             vae.enable_tiling()
         if mesh and "tiles" in mesh.degrees:
-            from unfuse.parallel.tiles import Tiles
+            from unfuse.parallel import tiles
 
-            vae.decode = Tiles(vae.decode, vae.decoder, mesh.axis("tiles"))
+            tiles.spread(vae, mesh.axis("tiles"))
         return vae
 
     def noise_scheduler(self) -> Any:

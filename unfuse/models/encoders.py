@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from msgspec.structs import replace
 
-from unfuse.parallel.cut import Matrices
+from unfuse.parallel.cut import Cut, Matrices
 
 T5 = Matrices(
     outputs=("*.SelfAttention.[qkv]", "*.relative_attention_bias", "*.DenseReluDense.wi*"),
     inputs=("*.SelfAttention.o", "*.DenseReluDense.wo"),
     gathered=("encoder.embed_tokens",),
     heads=("*.SelfAttention.n_heads",),
+    stored=("shared",),
     divided=("num_heads", "d_ff", "d_model"),
 )
 
@@ -35,3 +38,15 @@ ENCODERS = {
     "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "Qwen2_5_VLForConditionalGeneration": SPEAKS,
     "Qwen3ForCausalLM": SPEAKS, "Qwen3VLModel": READS,
 }  # fmt: skip
+
+
+def cut_of(component: str, kind: str, transformers: Cut | None) -> Cut | Matrices | None:
+    """Where a component of that class may be cut, of a model whose `transformers` may be cut so."""
+    return transformers if component.startswith("transformer") else ENCODERS.get(kind)
+
+
+def shared_of(component: str, kind: str, transformers: Cut | None, tensors: Mapping[str, int]) -> int:
+    """Elements of which ranks have a share each with `tensor`, by those of the tensors in the component's files."""
+    cut = cut_of(component, kind, transformers)
+    matrices = cut.matrices if isinstance(cut, Cut) else cut
+    return matrices.shared(tensors) if matrices else 0

@@ -6,7 +6,6 @@ In the hub library's cache, files that were not downloaded are known too: by the
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -148,16 +147,17 @@ class ModelFolder:
             if name not in files:
                 raise self._lacks(component, name)
             if (self.path / component / name).exists():
-                self._elements(component, name)
+                self._tensors(component, name)
         return names
 
     def size(self, component: str) -> int:
         """Bytes of a component's files."""
         return sum(file.size for file in self._files(component).values())
 
-    def parameters(self, component: str) -> dict[str, int]:
-        """Elements of a component's tensors by dtype (F32, BF16, ...), as the headers of its files have them."""
-        return dict(sum((self._elements(component, name) for name in self.weight_names(component)), Counter[str]()))
+    def tensors(self, component: str) -> dict[str, tuple[str, int]]:
+        """A component's tensors: dtype (F32, BF16, ...) and elements by name, as the headers of its files have them."""
+        files = self.weight_names(component)
+        return {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.
@@ -182,23 +182,23 @@ class ModelFolder:
         plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
         return {name: file for name, file in files if name in weights or name in plain}
 
-    def _elements(self, component: str, name: str) -> Counter[str]:
-        """Elements by dtype in a weight file, from its header: here, or at the hub."""
-        file, elements = self.path / component / name, Counter[str]()
+    def _tensors(self, component: str, name: str) -> dict[str, tuple[str, int]]:
+        """Those in a weight file, from its header: here, or at the hub."""
+        file = self.path / component / name
         if file.exists() or self.hub is None:
-            for tensor in header(file).values():
-                elements[tensor["dtype"]] += prod(tensor["shape"])
+            found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
             from huggingface_hub import parse_safetensors_file_metadata as ask
 
             try:
-                elements.update(ask(self.hub[0], f"{component}/{name}", revision=self.hub[1]).parameter_count)
+                asked = ask(self.hub[0], f"{component}/{name}", revision=self.hub[1]).tensors
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
-        if any(dtype.startswith("F8") for dtype in elements):
+            found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
+        if any(dtype.startswith("F8") for dtype, _ in found.values()):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
-        return elements
+        return found
 
     def _inside(self, folder: str) -> dict[str, _File]:
         """The files directly in a folder of the model by name, also those that were not downloaded."""

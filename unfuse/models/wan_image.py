@@ -124,8 +124,9 @@ class WanImage(Wan):
 
     @override
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
-        """Of a picture, what CLIP does; the VAE works whole on each rank."""
-        return {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
+        """Of a picture, what CLIP does by weights, and what the VAE does by tiles; texts have no tiles to share."""
+        ways = {IMAGE_ENCODE.kind: {"tensor": 0}} | super().spreads(folder)
+        return {kind: ways[kind] | ({"tiles": 0} if kind.endswith("_encode") else {}) for kind in ways}
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:

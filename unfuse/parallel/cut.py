@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,8 @@ class Matrices(msgspec.Struct, frozen=True):
     Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
     layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
     cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls.
-    `norms` are over all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Degrees must divide what
-    the entries `divided` of the model's configuration say.
+    `norms` are over all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Files have some `gathered`
+    layers under the names `stored`. Degrees must divide what the entries `divided` of the model's configuration say.
     """
 
     outputs: tuple[str, ...]
@@ -41,6 +42,16 @@ class Matrices(msgspec.Struct, frozen=True):
     packed: Mapping[str, tuple[int, int]] = {}
     norms: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+
+    def shared(self, tensors: Mapping[str, int]) -> int:
+        """How many elements ranks have a share of, by those of all tensors in a model's files: all but these a rank
+        has whole, at most, since of a bias that is added to a sum only the first has any.
+        """
+        whole = (*self.outputs, *self.gathered, *self.stored)
+        ways = {"weight": (*whole, *self.inputs, *self.norms), "bias": whole}
+        named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
+        return sum(n for layer, _, kind, n in named if any(fnmatchcase(layer, way) for way in ways.get(kind, ())))
 
     def common(self, config: Mapping[str, Any]) -> int:
         """What degrees must divide, by a model's configuration: that of the language, where it has several.

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import TransientError
-from unfuse.core.spread import KINDS, SHARD, Spread
+from unfuse.core.spread import KINDS, SHARING, Spread
 
 T = TypeVar("T")
 
@@ -141,8 +141,8 @@ class Mesh:
         self._made: dict[tuple[str, ...], Axis] = {}
 
     def axis(self, *kinds: str) -> Axis:
-        """The ranks that differ from this one in their place along these kinds alone, itself included. Those of `shard`
-        are neighbours.
+        """The ranks that differ from this one in their place along these kinds alone, itself included. Those of
+        kinds that take the ranks of others are neighbours.
         """
         along = tuple(kind for kind in KINDS if kind in kinds and kind in self.degrees)
         if along not in self._made:
@@ -153,9 +153,10 @@ class Mesh:
         """All ranks make all groups, as torch asks."""
         own: Axis | None = None
         same: dict[tuple[int, ...], list[int]] = {}
+        share = next((self.degrees[kind] for kind in along if kind in SHARING), 0)
         for rank, place in enumerate(self._places):
             others = tuple(at for kind, at in zip(self._ranks, place, strict=True) if kind not in along)
-            others = (rank // self.degrees[SHARD],) if SHARD in along else others
+            others = (rank // share,) if share else others
             same.setdefault(others, []).append(rank)
         for ranks in same.values():
             made = dist.new_group(ranks, timeout=self.group.limit)

@@ -1,9 +1,9 @@
-"""Decoding spread over ranks by tiles: each decodes some of them, and all of them blend the pixels of all.
+"""A VAE spread over ranks by tiles: each decodes, or encodes, some of them, and all of them blend what all have made.
 
-A VAE's own code cuts a grid into tiles, decodes each and blends them where they meet. It runs twice here. First its
-decoder only notes what it is given, and makes nothing of it; then each rank decodes its share of that, all exchange
-what they made, and the decoder plays this back. So all is as on one rank that works in tiles, bit for bit. What a tile
-becomes leaves the rank that made it once for each other rank.
+A VAE's own code cuts a grid or a picture into tiles, has each decoded or encoded, and blends them where they meet. It
+runs twice here. First its decoder only notes what it is given, and makes nothing of it; then each rank decodes its
+share of that, all exchange what they made, and the decoder plays this back. So does its encoder. So all is as on one
+rank that works in tiles, bit for bit. What a tile becomes leaves the rank that made it once for each other rank.
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ from torch.nn import Module
 from unfuse.parallel.group import Axis
 
 
+def spread(vae: Any, axis: Axis) -> None:
+    """Have these ranks share the tiles of what a VAE decodes and encodes, which has to work in tiles."""
+    vae.decode = Tiles(vae.decode, vae.decoder, axis)
+    vae.encode = Tiles(vae.encode, vae.encoder, axis, getattr(vae.quant_conv, "in_channels", 1))
+
+
 class Call(NamedTuple):
-    """What a decoder is given. Calls that have a `feat_cache` in common, its memory of frames, are of one tile."""
+    """What a decoder or encoder is given. Those with one `feat_cache`, its memory of frames, are of one tile."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -32,53 +38,55 @@ class Call(NamedTuple):
         return id(self.kwargs.get("feat_cache", self.args))
 
     @property
-    def latents(self) -> Tensor:
-        """What is decoded."""
+    def given(self) -> Tensor:
+        """What is decoded or encoded."""
         given: Tensor = self.args[0]
         return given
 
 
 class Tiles:
-    """A VAE's `decode`, of which these ranks share the tiles."""
+    """`work` of a VAE, which is to decode or to encode by that `part` of it, and whose tiles these ranks share.
 
-    def __init__(self, decode: Callable[..., Any], decoder: Module, axis: Axis) -> None:
-        self._decode, self._decoder, self._axis = decode, decoder, axis
+    What follows the part in `work` may read so many `channels` of what it makes.
+    """
+
+    def __init__(self, work: Callable[..., Any], part: Module, axis: Axis, channels: int = 1) -> None:
+        self._work, self._part, self._axis, self._channels = work, part, axis, channels
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `decode` makes of this on one rank."""
+        """What `work` makes of this on one rank."""
         calls = list[Call]()
-        with self._decoding(lambda *given, **how: _noted(calls, Call(given, how))):
-            self._decode(*args, **kwargs)
-        like, owners, own = calls[0].latents, shares(calls, self._axis.size), list[Tensor]()
+        with self._doing(lambda *given, **how: self._noted(calls, Call(given, how))):
+            self._work(*args, **kwargs)
+        like, owners, own = calls[0].given, shares(calls, self._axis.size), list[Tensor]()
         for owner in owners:
             call = calls.pop(0)  # so that what layers remember goes with the last call of a tile
             if owner == self._axis.rank:
-                own.append(self._decoder(*call.args, **call.kwargs))
+                own.append(self._part(*call.args, **call.kwargs))
         made = _exchanged(self._axis, own, owners, like)
-        with self._decoding(lambda *given, **how: next(made)):
-            return self._decode(*args, **kwargs)
+        with self._doing(lambda *given, **how: next(made)):
+            return self._work(*args, **kwargs)
 
     @contextmanager
-    def _decoding(self, forward: Callable[..., Tensor]) -> Iterator[None]:
-        """Meanwhile the decoder does that."""
-        own, self._decoder.forward = self._decoder.forward, forward
+    def _doing(self, forward: Callable[..., Tensor]) -> Iterator[None]:
+        """Meanwhile the part does that."""
+        own, self._part.forward = self._part.forward, forward
         try:
             yield
         finally:
-            self._decoder.forward = own
+            self._part.forward = own
 
-
-def _noted(calls: list[Call], call: Call) -> Tensor:
-    """Pixels of no request, which can be joined and blended with their like."""
-    calls.append(call)
-    return call.latents.new_empty(0, *[1] * (call.latents.dim() - 1))
+    def _noted(self, calls: list[Call], call: Call) -> Tensor:
+        """What is made of no request, and can be joined and blended with its like."""
+        calls.append(call)
+        return call.given.new_empty(0, self._channels, *[1] * (call.given.dim() - 2))
 
 
 def shares(calls: Sequence[Call], ranks: int) -> list[int]:
     """The rank that makes each call. Tiles go to whoever has least to do, the largest first."""
     sizes = dict[int, int]()
     for call in calls:
-        sizes[call.tile] = sizes.get(call.tile, 0) + call.latents.numel()
+        sizes[call.tile] = sizes.get(call.tile, 0) + call.given.numel()
     loads, owners = [0] * ranks, dict[int, int]()
     for tile in sorted(sizes, key=lambda tile: -sizes[tile]):
         owners[tile] = loads.index(min(loads))

@@ -8,6 +8,8 @@ from typing import Any
 from unfuse.arena.limits import readable_bytes
 
 STARTING, READY = "starting", "ready"
+IMPORTING = (-1, 0)
+"""Where a rank is before it loads: behind those that have loaded so many bytes, of so many."""
 
 
 class Loading:
@@ -17,23 +19,31 @@ class Loading:
         self._models = ", ".join(models)
         self._roles: list[str] = []
         self._states: list[str] = []
+        self._ranks: list[dict[str, tuple[int, int]]] = []
         self._ready: Callable[[], object] = bool
 
     def expect(self, roles: Sequence[str], ready: Callable[[], object] = bool) -> None:
         """Workers with these roles will be started; `ready` is called once all of them have loaded."""
         self._roles, self._states, self._ready = list(roles), [STARTING] * len(roles), ready
+        self._ranks = [{} for _ in roles]
         self._look()
 
     def hear(self, worker: int, record: Mapping[str, Any]) -> None:
-        """Read a log record of a worker."""
+        """Read a log record of a worker. Of its ranks the last one counts."""
         match record:
             case {"event": "importing"}:
-                self._states[worker] = "importing"
+                self._heard(worker, record, IMPORTING)
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
-                self._states[worker] = f"{readable_bytes(done)} of {readable_bytes(total)}"
+                self._heard(worker, record, (done, total))
             case {"event": "ready"}:
                 self._states[worker] = READY
                 self._look()
+
+    def _heard(self, worker: int, record: Mapping[str, Any], loaded: tuple[int, int]) -> None:
+        self._ranks[worker][str(record.get("rank"))] = loaded
+        last = min(self._ranks[worker].values())
+        done, total = map(readable_bytes, last)
+        self._states[worker] = "importing" if last == IMPORTING else f"{done} of {total}"
 
     def _look(self) -> None:
         if self._is_over:

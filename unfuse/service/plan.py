@@ -26,8 +26,9 @@ from unfuse.launch.placement import (
     place,
     taken,
 )
-from unfuse.models import card_of, resolve_source
+from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import choose_dtypes, parse_dtypes
+from unfuse.models.encoders import shared_of
 from unfuse.models.folder import ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
@@ -42,7 +43,8 @@ IN_FILES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Component(msgspec.Struct, frozen=True):
-    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype.
+    """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype,
+    of which ranks can share `shared`.
 
     What is `mapped` has that dtype in its files, so that on CPUs processes read the same memory.
     """
@@ -54,6 +56,7 @@ class Component(msgspec.Struct, frozen=True):
     dtype: str
     memory: int
     mapped: bool = False
+    shared: int = 0
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -166,11 +169,11 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
 
 
 def _component(files: ModelFolder, name: str, dtype: str) -> Component:
-    counts = files.parameters(name)
-    elements, kind = sum(counts.values()), str(files.index()[name][1])
-    return Component(
-        name, kind, elements, files.size(name), dtype, elements * DTYPES[dtype], {*counts} == {IN_FILES[dtype]}
-    )
+    tensors, kind, width = files.tensors(name), str(files.index()[name][1]), DTYPES[dtype]
+    elements = {tensor: number for tensor, (_, number) in tensors.items()}
+    shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
+    mapped = {stored for stored, _ in tensors.values()} == {IN_FILES[dtype]}
+    return Component(name, kind, whole, files.size(name), dtype, whole * width, mapped, shared * width)
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:
@@ -198,6 +201,8 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
     for users in pools.values():
         stage, model = next(iter(users.values()))
         held = (model.components[name] for name in stage.components)
-        parts = tuple(Part(one.name, one.dtype, one.memory, tuple(users), one.mapped) for one in held if one.memory)
+        parts = tuple(
+            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared) for one in held if one.memory
+        )
         found[stage.role] = found.get(stage.role, ()) + parts
     return found

@@ -63,9 +63,14 @@ class ComputeProcess:
         return self._child.pid if self._child else None
 
     async def start(self, rendezvous: str = "") -> Ready:
-        """Start the process and have it load; ranks meet in that file. Raises ConfigError if it cannot."""
+        """Start the process and have it load; ranks meet in that file, each is started in a task of its own.
+
+        Raises ConfigError if it cannot.
+        """
         if self._channel:
             self._channel.close()
+        if self._load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
+            structlog.contextvars.bind_contextvars(rank=self._load.rank)
         log.info("importing")
         environment = os.environ | compute_environment(self._load.compute.threads)
         begun = await begin(environment, self._fork_server)
