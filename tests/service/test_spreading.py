@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tools.server import environment, unfuse
+from tools.tiny import build
 from unfuse.core.spread import HOLD, KINDS, Spread
 from unfuse.models import card_of, resolve_source
 from unfuse.service.spreading import SENT, Found, Step, advised, predicted, rows_of
@@ -63,12 +64,16 @@ def test_it_says_what_has_the_shortest_step_and_where_more_ranks_are_slower() ->
 
 
 @pytest.mark.slow
-def test_doctor_measures_what_it_is_asked_for(tmp_path: Path) -> None:
-    command = unfuse("doctor", SHAPES, "--parallel", "denoiser=ring:2", "--json")
+@pytest.mark.parametrize(("kind", "role", "how"), [
+    ("", "denoiser", "ring:2"), pytest.param("wan-image", "encoder", "tiles:2", marks=pytest.mark.nightly),
+])  # fmt: skip
+def test_doctor_measures_what_it_is_asked_for(kind: str, role: str, how: str, tmp_path: Path) -> None:
+    model = str(build(kind, tmp_path / kind)) if kind else SHAPES
+    command = unfuse("doctor", model, "--parallel", f"{role}={how}", "--json")
     done = subprocess.run(command, capture_output=True, env=environment(tmp_path), timeout=300, check=True)
     one, two, *more = json.loads(done.stdout)["spreads"]
     assert (one["spread"], one["how"], one["exchange_s"]) == ("one rank", "measured", 0)
-    assert (two["spread"], two["how"]) == ("ring:2", "measured")
+    assert (two["spread"], two["how"]) == (how, "measured")
     assert two["step_s"] == pytest.approx(two["compute_s"] + two["exchange_s"], abs=2e-4)
     assert two["exchange_s"] > 0
     assert all(row["how"] == "predicted" for row in more)
