@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, http_edge, idle, leases, load, lora, steps, stored, stream, tasks
+from bench import arrivals, costs, gpu, hop, http_edge, idle, kv, leases, load, lora, steps, stored, stream, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
@@ -189,6 +189,13 @@ async def test_a_task_is_over_for_its_client_when_a_worker_has_said_so(tmp_path:
     mouth.close()
 
     assert len(found["each"]) == len(submitted) >= 3
+
+
+def test_a_token_is_timed_by_its_context_and_its_company() -> None:
+    by_context, by_count = kv.contexts((256,), 1), kv.together((1, 2), 1, 64)
+
+    assert {"one run", "many runs", "gathered", "DynamicCache"} <= by_context["256"].keys()
+    assert all(cost > 0 for row in (*by_context.values(), *by_count.values()) for cost in row.values())
 
 
 def test_leases_are_timed_at_every_depth() -> None:

@@ -1,0 +1,161 @@
+"""One forward of a language model for many sequences of any lengths, over paged keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from unfuse.core.errors import ConfigError
+from unfuse.stages.paged_kv import KvSequence, PagedKv, Span, joined
+from unfuse.stages.refusal import refusal
+
+PAGED = "unfuse_paged"
+"""The name under which transformers finds the attention over paged keys and values."""
+
+LONG = 1 << 18
+"""Bytes a run (of a layer, on average) from which on reading several runs in place costs less than joining them."""
+
+OnLayer = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one sequence in a forward, and where all its tokens lie."""
+
+    rows: slice
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What attention needs to know of a forward: its parts, and where the new tokens of all of them lie."""
+
+    kv: PagedKv
+    parts: list[_Part]
+    places: Tensor
+    alone: bool
+    on_layer: OnLayer | None
+
+
+class LanguageModel:
+    """A causal language model of transformers over paged keys and values, which have its device and dtype.
+
+    The model is used for nothing else from then on. Raises ConfigError for one whose attention is not served.
+    """
+
+    def __init__(self, model: Any, kv: PagedKv) -> None:
+        if reason := refusal(model.config.to_dict()):
+            raise ConfigError(f"this model cannot be served: {reason}")
+        AttentionInterface.register(PAGED, _attention)
+        model.set_attn_implementation(PAGED)
+        self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self._kv = kv
+
+    @torch.no_grad()
+    def forward(
+        self,
+        parts: Sequence[tuple[KvSequence, Sequence[int]]],
+        alone: bool = False,
+        on_layer: OnLayer | None = None,
+    ) -> list[Tensor]:
+        """Compute keys and values of the last tokens of each sequence, and what may follow.
+
+        A part is a sequence, once, which has grown by its new tokens, and their ids; what it has before them was
+        computed earlier. Returns each part's float32 logits (of shape (words,)) behind its last token. Said again, it
+        computes the same again. All parts share a forward; `alone`, each has one of its own, and its bytes depend
+        neither on mates nor on where its keys and values lie. `on_layer` hears of each layer, in order, when what it
+        keeps of these tokens is in place (on the device's current stream). Raises ValueError for a part without
+        tokens, or with more than its sequence has.
+        """
+        if not alone:
+            return self._forward(parts, False, on_layer) if parts else []
+        last = len(parts) - 1
+        each = (self._forward([part], True, on_layer if at == last else None) for at, part in enumerate(parts))
+        return [logits for (logits,) in each]
+
+    def _forward(
+        self, parts: Sequence[tuple[KvSequence, Sequence[int]]], alone: bool, on_layer: OnLayer | None
+    ) -> list[Tensor]:
+        ids: list[int] = []
+        positions: list[int] = []
+        places: list[int] = []
+        rows: list[_Part] = []
+        for sequence, tokens in parts:
+            start = sequence.length - len(tokens)
+            if not tokens:
+                raise ValueError("a part has no tokens, so there is nothing for logits to follow")
+            rows.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
+            ids += tokens
+            positions += range(start, sequence.length)
+            places += (place for span in sequence.spans(start) for place in range(*span))
+        device = self._kv.keys[0].device
+        packed, at, where = torch.tensor([ids, positions, places], device=device)
+        hidden = self._decoder(
+            input_ids=packed[None],
+            position_ids=at[None],
+            use_cache=False,
+            paged=_Forward(self._kv, rows, where, alone, on_layer),
+        ).last_hidden_state
+        ends = [part.rows.stop - 1 for part in rows]
+        return [*self._head(hidden[0, ends]).float()]
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, *, scaling: float, paged: _Forward, **_: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: keeps the new keys and values, and has each part attend to its sequence.
+
+    `query` is (1, heads, tokens, width) of packed tokens, `key` and `value` have the heads that are kept.
+    """
+    layer = module.layer_idx
+    keys, values = paged.kv.keys[layer], paged.kv.values[layer]
+    keys.index_copy_(1, paged.places, key[0])
+    values.index_copy_(1, paged.places, value[0])
+    if paged.on_layer:
+        paged.on_layer(layer)
+    attend = _in_one_piece if paged.alone else _in_place
+    made = [attend(query[0, :, part.rows], keys, values, part.spans, scaling) for part in paged.parts]
+    return torch.cat(made, 1).transpose(0, 1)[None], None
+
+
+def _in_one_piece(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
+    """As transformers computes it, over keys and values that lie behind each other; a copy, if in several runs."""
+    new, length = query.shape[1], sum(stop - start for start, stop in spans)
+    return scaled_dot_product_attention(
+        query[None],
+        joined(keys, spans)[None],
+        joined(values, spans)[None],
+        attn_mask=causal_lower_right(new, length) if new > 1 else None,
+        scale=scaling,
+        enable_gqa=True,
+    )[0]
+
+
+def _in_place(query: Tensor, keys: Tensor, values: Tensor, spans: list[Span], scaling: float) -> Tensor:
+    """For a single token, nothing is copied that lies in one run, or in long ones. Heads that share a key are its rows.
+
+    Chunks of several tokens may copy: that is once a chunk, which computes much more with it.
+    """
+    heads, new, width = query.shape
+    if new > 1:
+        return _in_one_piece(query, keys, values, spans, scaling)
+    rows = query.reshape(keys.shape[0], -1, width)
+    lengths = [stop - start for start, stop in spans]
+    nbytes = sum(lengths) * 2 * keys.shape[0] * width * keys.element_size()
+    if len(spans) == 1 or nbytes < LONG * len(spans):
+        kept = joined(keys, spans)[None], joined(values, spans)[None]
+        return scaled_dot_product_attention(rows[None], *kept, scale=scaling).reshape(heads, 1, width)
+    asked = (rows * scaling).mT
+    scores = torch.cat([keys[:, start:stop] @ asked for start, stop in spans], 1)
+    shares = torch.split_with_sizes(scores.mT.softmax(-1, torch.float32).to(query.dtype), lengths, -1)
+    seen = torch.zeros_like(rows)
+    for share, (start, stop) in zip(shares, spans, strict=True):
+        seen = torch.baddbmm(seen, share, values[:, start:stop])
+    return seen.reshape(heads, 1, width)

@@ -1,0 +1,42 @@
+"""What a language model must not have, to be computed over paged keys and values. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ROPES = ("default", "linear", "llama3", "yarn")
+"""Scalings of rotary positions that were compared; others depend on how long a text has become."""
+
+UNLIKE = {
+    "attention_chunk_size": "attends within chunks",
+    "attn_logit_softcapping": "caps what its attention scores",
+    "kv_lora_rank": "keeps compressed keys and values",
+}
+"""What says by its presence that attention is another one."""
+
+
+def refusal(config: Mapping[str, Any]) -> str:
+    """Why a model of this configuration (what `config.json` has) cannot be served, in a sentence; "" if it can."""
+    kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
+    if kinds:
+        return f"its layers are of kind {', '.join(kinds)}: only full_attention is served"
+    window = config.get("use_sliding_window", True) and config.get("sliding_window")
+    if window and "layer_types" not in config:
+        return f"it attends within a sliding window of {window} tokens: only attention to all tokens is served"
+    for name, does in UNLIKE.items():
+        if config.get(name):
+            return f"it {does} ({name}), which is not served"
+    sinks = [name for name, value in config.items() if "sink" in name and value]
+    if sinks:
+        return f"it has attention sinks ({sinks[0]}), which are not served"
+    return _rope_refusal(config.get("rope_parameters") or config.get("rope_scaling") or {})
+
+
+def _rope_refusal(rope: Mapping[str, Any]) -> str:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if "mrope_section" in rope or any(isinstance(value, Mapping) for value in rope.values()):
+        return "its rotary positions have several sections or differ by layer: only one kind of position is served"
+    if kind not in ROPES:
+        return f"its rotary positions are scaled by {kind}: {', '.join(ROPES)} are served"
+    return ""
