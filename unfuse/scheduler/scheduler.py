@@ -19,7 +19,8 @@ from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import EXACT, Limits, TaskQueue
+from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.storable import EXACT
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
