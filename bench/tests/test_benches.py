@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, hop, http_edge, idle, kv, leases, load, lora, steps, stored, stream, tasks
+from bench import arrivals, costs, gpu, growth, hop, http_edge, idle, leases, load, lora, steps, stored, stream, tasks
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server
@@ -216,6 +216,14 @@ async def test_hops_are_timed_over_every_queue(tmp_path: Path) -> None:
     with redis_server() as server:
         for url in ("memory", f"sqlite:{tmp_path}/queue.db", server.url):
             assert len(await hop.measure(url, 4, warm=1)) == 4, url
+
+
+def test_what_grows_is_counted_beside_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "CALLS", 2)
+
+    found = asyncio.run(growth.measured("memory", 2))
+
+    assert found["calls ÷ commits"]["n"] == 2
 
 
 def test_an_idle_process_is_told_from_a_busy_one() -> None:

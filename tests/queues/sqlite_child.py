@@ -50,6 +50,9 @@ async def caller(queue: SqliteQueue, chance: random.Random) -> None:
 
 async def transition(queue: SqliteQueue, chance: random.Random, lease: Lease) -> None:
     task, now = lease.task, await queue.now()
+    pieces = [b"%d" % number for number in range(lease.appended, lease.appended + chance.randint(0, 3))]
+    if await queue.append(lease.claim, lease.appended, pieces):
+        os.write(1, f"{task.request} {task.stage} +{lease.appended + len(pieces)}\n".encode())
     record = await queue.load(task.request)
     change: Change | None = None
     match chance.choice("dddddfbc"):

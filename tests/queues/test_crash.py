@@ -54,6 +54,10 @@ class Life:
         assert self.lease
         assert await self.queue.progress(self.lease.claim, [Event("progress", step=1, steps=2)])
 
+    async def grow(self, offset: int, *pieces: bytes) -> None:
+        assert self.lease
+        assert await self.queue.append(self.lease.claim, offset, pieces)
+
     async def renew(self) -> None:
         assert self.lease
         assert (await self.queue.renew([self.lease.claim], TTL)).held
@@ -113,12 +117,15 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
     (True, lambda life: life.submit("a")),
     (False, Life.take),
     (False, Life.report),
+    (True, lambda life: life.grow(0, b"a", b"b")),
+    (True, lambda life: life.grow(1, b"B", b"c", b"d")),
     (True, Life.complete),
     (True, lambda life: life.submit("b")),
     (False, Life.take),
     (False, Life.hand_back),
     (False, Life.take),
     (False, Life.renew),
+    (True, lambda life: life.grow(0, b"e" * 5000)),
     (True, Life.fail),
     (True, lambda life: life.end("b", "cancelled")),
     (False, Life.take),
@@ -140,9 +147,11 @@ STEPS: tuple[tuple[bool, Callable[[Life], Awaitable[object]]], ...] = (
 
 async def seen(queue: TaskQueue, tasks: Iterable[tuple[str, str, int]]) -> object:
     """What a queue knows and has to do, without how far it is; a task may be leased or wait."""
+    contexts = [record.context for record in await queue.list(Filter())]
+    grown = {c.id: [await queue.appended(c.id, stage) for stage in ("one", *FOLLOWS.values())] for c in contexts}
     known = [
-        (c.id, c.version, c.status, c.dead, [(name, s.status, s.attempt) for name, s in c.stages.items()])
-        for c in [record.context for record in await queue.list(Filter())]
+        (c.id, c.version, c.status, c.dead, [(name, s.status, s.attempt) for name, s in c.stages.items()], grown[c.id])
+        for c in contexts
     ]
     return sorted(known), sorted(tasks)
 

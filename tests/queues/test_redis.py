@@ -127,6 +127,19 @@ class TestTwoQueuesOverOneServer:
         assert len({record.context.id for record in await asyncio.gather(*same)}) == 1
         assert (len(await other.list(Filter())), await queue.size("p")) == (1, 1)
 
+    async def test_pieces_that_both_record_are_there_once(self, queue: TaskQueue, other: TaskQueue) -> None:
+        """As one worker says them again to a second scheduler; and a lease that ended at one has ended at both."""
+        await submitted(queue, "a")
+        claim = (await leased(queue)).claim
+        for at in range(0, 60, 3):
+            told = [b"%d" % number for number in range(at, at + 4)]
+            both = (one.append(claim, at, told) for one in (queue, other) * 2)
+            assert await asyncio.gather(*both) == [True] * 4
+        assert [int(piece) for piece in await other.appended("a", "s")] == list(range(61))
+        assert await other.hand_back(claim)
+        assert (await leased(queue)).appended == 61
+        assert await asyncio.gather(*(one.append(claim, 61, [b"late"]) for one in (queue, other))) == [False, False]
+
     async def test_a_task_is_leased_by_one_of_them(self, queue: TaskQueue, other: TaskQueue) -> None:
         waiting = [await started(q.lease("w", wanted("p"), TTL, wait=30.0)) for q in (queue, other) * 10]
         for number in range(20):

@@ -9,10 +9,11 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import apsw
@@ -30,7 +31,7 @@ from unfuse.core.request import StageState
 from unfuse.queues import journal, writer
 from unfuse.queues.base import MOST_RETURNS, Filter, Limits, PoolStats, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.queues.row import Row, StoredTask
+from unfuse.queues.row import StoredTask
 from unfuse.queues.sqlite import SqliteQueue
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
@@ -40,6 +41,7 @@ from unfuse.testing.queue_samples import (
     change,
     done,
     drained,
+    following,
     history,
     leased,
     passing,
@@ -233,6 +235,46 @@ class TestARestart:
         assert queue._journal.path.stat().st_size <= 2 * small
         await queue.close()
 
+    async def test_keeps_what_has_grown(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """And how much that is, under a lease of before, and under the next one; until its request is dropped."""
+        record = await submitted(queue, "a")
+        lease = await leased(queue)
+        await queue.append(lease.claim, 0, [b"a", b"b"])
+        await queue.append(lease.claim, 2, [b"c"])
+        queue = await again(queue, clock)
+        assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
+        assert await queue.append(lease.claim, 2, [b"C", b"d"])
+        await queue.hand_back(lease.claim)
+        lease = await leased(queue)
+        assert lease.appended == 4
+        await raised(ProtocolError, queue.append(lease.claim, 5, [b"f"]))
+        await queue.commit(change(record, status="cancelled", completed_at=1.0))
+        queue = await again(queue, clock)
+        assert await queue.appended("a", "s", 1) == [b"b", b"c", b"d"]
+        await queue.forget(2.0)
+        queue = await again(queue, clock)
+        assert stored_pieces(queue) == []
+        await queue.close()
+
+    async def test_lets_go_of_what_an_earlier_version_left(self, queue: SqliteQueue, clock: ManualClock) -> None:
+        """Given one that knew of no pieces and dropped a request, then they are gone, and others' are not."""
+        for name in "ab":
+            await submitted(queue, name)
+            await queue.append((await leased(queue)).claim, 0, [name.encode()])
+        await queue.close()
+        file = apsw.Connection(str(queue._journal.path))
+        file.execute("DELETE FROM requests WHERE id = 'a'")
+        file.close()
+        queue = SqliteQueue(queue._journal.path, clock)
+        assert [id for id, *_ in stored_pieces(queue)] == ["b"]
+        await submitted(queue, "a")
+        assert await queue.appended("a", "s") == []
+        await queue.close()
+
+
+def stored_pieces(queue: SqliteQueue) -> list[tuple[Any, ...]]:
+    return [*queue._journal._file.execute("SELECT * FROM pieces")]
+
 
 async def taken(queue: SqliteQueue, name: str, after: int, number: int) -> list[int]:
     """The numbers of the next events of a request that is not over."""
@@ -322,6 +364,28 @@ class TestADiskThatFails:
 
 
 class TestADiskThatIsFull:
+    async def test_shows_nothing_that_has_grown_meanwhile(self, path: Path, clock: ManualClock) -> None:
+        """Given pieces that cannot be written, then neither they nor their repeat are taken for recorded, and who
+        watches hears of none, until there is room."""
+        with failing_disk() as disk, patch.object(writer, "FULL_PAUSE_S", 0.01):
+            queue = SqliteQueue(path, clock)
+            await submitted(queue, "a")
+            claim = (await leased(queue)).claim
+            await queue.append(claim, 0, [b"a"])
+            disk.full = True
+            watching = await started(following(queue.watch("a", after=3)))
+            calls = [await started(queue.append(claim, 1, [b"b", b"c"])) for _ in range(2)]
+            for call in (*calls, queue.append(claim, 1, [b"b"]), queue.appended("a", "s")):
+                assert "full" in str(await raised(TransientError, call))
+            assert not watching.done()
+            assert [pieces for *_, pieces in stored_pieces(queue)] == [msgspec.msgpack.encode([b"a"])]
+            disk.full = False
+            event = await watching
+            assert event is not None and event.step == 3
+            assert await queue.append(claim, 1, [b"b", b"c"])
+            assert await queue.appended("a", "s") == [b"a", b"b", b"c"]
+            await queue.close()
+
     async def test_refuses_what_would_change_anything_until_there_is_room(self, path: Path, clock: ManualClock) -> None:
         """Given a full disk, then changes are refused and named, what is written can be read, and nobody is told of
         what is not; with room again all goes on by itself, and the file has what memory has."""
@@ -330,7 +394,7 @@ class TestADiskThatIsFull:
             record, other = await submitted(queue, "a"), await submitted(queue, "b")
             lease = await leased(queue)
             await queue.load("a")
-            following = await started(history(queue, "a", after=2))
+            ending = await started(history(queue, "a", after=2))
             disk.full = True
             for call in (
                 queue.commit(done(record, lease, status="completed", events=(Event("completed"),))),
@@ -348,9 +412,9 @@ class TestADiskThatIsFull:
                 assert str(path.parent) not in str(refusal)
             assert (await queue.load("b")).context == other.context
             assert await queue.workers() == []
-            assert not following.done()
+            assert not ending.done()
             disk.full = False
-            assert [event.type for event in await following] == ["completed"]
+            assert [event.type for event in await ending] == ["completed"]
             await queue.check()
             await submitted(queue, "d")
             stands = [await queue.load(name) for name in "abd"]
@@ -409,9 +473,9 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
     release = asyncio.Event()
     loop, write = asyncio.get_running_loop(), queue._journal.write
 
-    def slow(rows: list[tuple[int, object]], durable: bool) -> None:
+    def slow(*batch: Any) -> None:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
-        write(rows, durable)  # type: ignore[arg-type]
+        write(*batch)
 
     with patch.object(queue._journal, "write", slow):
         ending = await started(queue.commit(change(record, status="failed", events=(Event("failed"),))))
@@ -423,6 +487,7 @@ async def test_who_asks_is_told_only_what_is_written(queue: SqliteQueue) -> None
                 queue.list(Filter()),
                 history(queue, "a", after=1),
                 submitted(queue, "a"),
+                queue.appended("a", "s"),
             )
         ]
         assert not any(one.done() for one in (ending, *asking))
@@ -499,10 +564,10 @@ async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobod
     record = await queue.load(lease.task.request)
     write, full = queue._writer._journal.write, [True]
 
-    def writes(rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
+    def writes(*batch: Any) -> None:
         if full[0]:
             raise TransientError("full")
-        write(rows, durable)
+        write(*batch)
 
     queue._writer._journal.write = writes  # type: ignore[method-assign]
     with pytest.raises(TransientError, match="disk of the queue is full"):
@@ -512,6 +577,21 @@ async def test_what_was_leased_with_an_outcome_that_a_full_disk_refuses_is_nobod
         await asyncio.sleep(0.01)
     (given,) = await queue.lease("other", wanted("p"), 60.0)
     assert given.task.request != lease.task.request
+
+
+async def test_pieces_of_what_is_dropped_in_the_same_transaction_leave_nothing(queue: SqliteQueue) -> None:
+    """Also where another request of that id follows in it."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    growing = await started(queue.append(lease.claim, 0, [b"a"]))
+    queue._state.commit(change(record, status="cancelled", completed_at=1.0))
+    queue._state.drop("a")
+    submitting = await started(submitted(queue, "a"))
+    (lease,) = queue._state.claim("w", wanted("p"), TTL)
+    assert await queue.append(lease.claim, 0, [b"of the next"])
+    await asyncio.gather(growing, submitting)
+    assert await queue.appended("a", "s") == [b"of the next"]
+    assert len(stored_pieces(queue)) == 1
 
 
 async def test_what_cannot_be_put_into_a_row_ends_all_waiting(queue: SqliteQueue) -> None:
@@ -612,8 +692,10 @@ async def test_with_the_systems_clock_the_loop_rings_the_alarms(path: Path) -> N
 @pytest.mark.slow
 async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
     """Given a process that is killed at any moment, over and over, then every request stands where it was last said
-    to stand or further on, and is whole: what is queued in its context is there to be leased, once, and no more."""
+    to stand or further on, and is whole: what is queued in its context is there to be leased, once, and no more; and
+    so are the pieces that were said to be recorded."""
     told: dict[str, tuple[int, str]] = {}
+    grown: dict[tuple[str, str], int] = {}
     for seed in range(6):
         child = subprocess.Popen(
             [sys.executable, "-m", "tests.queues.sqlite_child", str(path), str(seed)],
@@ -629,8 +711,13 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
         child.wait()
         child.stdout.close()
         assert len(lines) >= kill_after
-        told |= {name: (int(version), status) for name, version, status in map(str.split, lines)}
+        said = [line.split() for line in lines]
+        told |= {name: (int(version), status) for name, version, status in said if status[0] != "+"}
+        grown |= {(name, stage): int(count) for name, stage, count in said if count[0] == "+"}
         queue = SqliteQueue(path, SystemClock())
+        for (name, stage), count in grown.items():
+            found = [int(piece) for piece in await queue.appended(name, stage)]
+            assert found == list(range(len(found))) and len(found) >= count
         for name, (version, status) in told.items():
             context = (await queue.load(name)).context
             assert context.version >= version
@@ -642,4 +729,5 @@ async def test_what_was_acknowledged_survives_kill_9(path: Path) -> None:
             assert sorted(there) == ([] if context.over else sorted(waiting))
             assert context.over or there
         await queue.close()
+    assert max(grown.values()) > 3
     assert {status for _, status in told.values()} >= {"queued", "in_progress", "completed", "cancelled"}

@@ -114,6 +114,7 @@ class Histories(RuleBasedStateMachine):
         self.accepted: list[Done] = []
         self.applied: Counter[tuple[str, str]] = Counter()
         self.lost: Counter[tuple[str, str]] = Counter()
+        self.grown: dict[tuple[str, str], list[bytes]] = {}
 
     def opened(self) -> TaskQueue:
         return MemoryQueue(self.clock)
@@ -161,6 +162,7 @@ class Histories(RuleBasedStateMachine):
             self.do(self.queue.commit(lifecycle.completed(context, done, "w", 0.0)))
         assert not self.do(self.queue.hand_back(lease.claim))
         assert not self.do(self.queue.progress(lease.claim, []))
+        assert not self.do(self.queue.append(lease.claim, 0, [b"by whom?"] * 9))
         assert self.do(self.queue.renew([lease.claim], TTL)).ended == (lease.claim,)
 
     @rule(pipeline=pipelines(), samples=st.integers(1, 2), priority=st.integers(-1, 1))
@@ -180,6 +182,7 @@ class Histories(RuleBasedStateMachine):
         assert [lease.task for lease in leases] == [entry.task for entry in expected]
         for lease, entry in zip(leases, expected, strict=True):
             entry.token, entry.expires = lease.token, lease.expires
+            assert lease.appended == len(self.grown.get(entry.task.key, []))
         self.leases += leases
 
     @precondition(lambda self: self.leases)
@@ -223,6 +226,18 @@ class Histories(RuleBasedStateMachine):
         assert entry is not None
         assert self.do(self.queue.hand_back(lease.claim))
         entry.hand_back()
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), behind=st.integers(0, 2), length=st.integers(0, 3))
+    def grow(self, data: st.DataObject, behind: int, length: int) -> None:
+        """As an attempt would that has heard of most of what is recorded, and makes other bytes."""
+        if (lease := self.live_lease(data)) is None:
+            return
+        kept = self.grown.setdefault(lease.task.key, [])
+        offset = max(0, len(kept) - behind)
+        pieces = [b"%d of attempt %d" % (offset + piece, lease.task.attempt) for piece in range(length)]
+        assert self.do(self.queue.append(lease.claim, offset, pieces))
+        kept += pieces[len(kept) - offset :]
 
     @rule(seconds=st.sampled_from([0.3, 1.0, 4.0, TTL]))
     def let_time_pass(self, seconds: float) -> None:
@@ -284,6 +299,11 @@ class Histories(RuleBasedStateMachine):
             queued = {(context.id, name) for name, state in context.stages.items() if state.status == "queued"}
             assert queued == {key for key in tasks if key[0] == context.id}
             assert bool(queued) != context.over
+
+    @invariant()
+    def what_has_grown_is_there(self) -> None:
+        for (request, stage), pieces in self.grown.items():
+            assert self.do(self.queue.appended(request, stage)) == pieces
 
     @invariant()
     def every_effect_is_there_once(self) -> None:

@@ -19,6 +19,7 @@ from tests.queues.conftest import Server
 from tests.queues.test_twins import FEW, shared_twins
 from tests.queues.yesterday.fill import CARD, POOLS, STATES, WORKER, done
 from unfuse import queues
+from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Record, StageState
 from unfuse.core.task import ARENA, SLOTS, Task
@@ -30,7 +31,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_lists import check_lists
-from unfuse.testing.queue_samples import LIMITS, change, planned, request, submitted, task, wanted
+from unfuse.testing.queue_samples import LIMITS, TTL, change, planned, request, submitted, task, wanted
 
 FOLDER = Path(__file__).parent / "yesterday"
 SCRIPT = (FOLDER / "script.lua").read_text()
@@ -171,6 +172,8 @@ class Reviewed(RedisQueue):
 
 
 OURS = {
+    "append_all",
+    "appended",
     "list",
     "over",
     "stats",
@@ -226,7 +229,27 @@ class Yesterdays(Reviewed):
                 pipeline.evalsha(SCRIPT_ID, 1, self._tag, verb, arguments)
             replies = await pipeline.execute(raise_on_error=False)
         wall = b"%f" % (self._servers_time or SystemClock()).wall()
-        return [[*reply, wall] if verb == "lease" else reply for (verb, _), reply in zip(told, replies, strict=True)]
+        await self._tidy()
+        return [
+            [*await self._counted(reply), wall] if verb == "lease" else reply
+            for (verb, _), reply in zip(told, replies, strict=True)
+        ]
+
+    async def _counted(self, reply: Any) -> Any:
+        """Its leases, and of each how many pieces are recorded, which it does not tell."""
+        for claim in (claim for claims in reply[2] for claim in claims):
+            task = decode(claim[0], Task)
+            name = f"{len(task.request)}:{task.request}:{task.stage}"
+            claim.append(await self._redis.llen(f"{self._tag}:pieces:{name}"))
+        return reply
+
+    async def _tidy(self) -> None:
+        """Let go of the pieces of what it drops, as this version does by and by."""
+        for name in await self._redis.smembers(f"{self._tag}:grown"):
+            _, id, _ = name.decode().split(":")
+            if not await self._redis.exists(f"{self._tag}:request:{id}"):
+                await self._redis.delete(f"{self._tag}:pieces:{name.decode()}")
+                await self._redis.srem(f"{self._tag}:grown", name)
 
 
 def test_the_earlier_version_beside_this_one(server: Server) -> None:
@@ -281,6 +304,25 @@ async def test_what_the_earlier_version_does_meanwhile_is_found(server: Server) 
     of_others = {b"7:default://", b"7:default:/over/0", b"7:default:/status/queued", b"/status/queued"}
     assert kept == {b"1:t:" + heading for heading in of_t} | of_others
     assert server.client.hlen("{unfuse}:listed") == 6
+    for queue in (old, new):
+        await queue.close()
+
+
+async def test_pieces_of_what_the_earlier_version_drops_do_not_stay(server: Server) -> None:
+    old, new = RedisQueue.at(server.url, ManualClock()), queues.open(server.url, ManualClock())
+    await old._redis.script_load(SCRIPT)
+    for name in "ab":
+        record = await submitted(new, name)
+        (lease,) = await new.lease("w", wanted("p"), TTL)
+        await new.append(lease.claim, 0, [b"x"])
+        await new.commit(change(record, status="completed", completed_at=1.0))
+    await old._redis.evalsha(SCRIPT_ID, 1, "{unfuse}", "drop", encode({"id": "a"}))
+    assert server.client.exists("{unfuse}:pieces:1:a:s")
+    await new.forget(0.0)
+    assert [*server.client.scan_iter("*:pieces:*")] == [b"{unfuse}:pieces:1:b:s"]
+    assert server.client.smembers("{unfuse}:grown") == {b"1:b:s"}
+    await new.forget(2.0)
+    assert [*server.client.scan_iter()] == [b"{unfuse}:meta"]
     for queue in (old, new):
         await queue.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import UnfuseError
+from unfuse.core.errors import NotFound, UnfuseError
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
 from unfuse.core.request import Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
@@ -115,7 +116,7 @@ class Side:
             case list() | tuple():
                 return [self.plain(one) for one in answer]
             case Lease(task, name, token, expires):
-                return self.plain(task), name, self.tokens[token], expires - self.began
+                return self.plain(task), name, self.tokens[token], expires - self.began, answer.appended
             case Claim():
                 return msgspec.structs.replace(answer, token=self.tokens.get(answer.token, b"damaged"))
             case Task():
@@ -246,6 +247,37 @@ class Twins(RuleBasedStateMachine):
             return await side.queue.hand_back(claim)
 
         self.both(ask)
+
+    @precondition(lambda self: self.sides[0].leases)
+    @rule(
+        number=st.integers(0, 1000),
+        damage=st.sampled_from(["", "", "", "", "token", "attempt", "stage"]),
+        shift=st.sampled_from([0, 0, 0, 0, -1, -2, 1]),
+        length=st.integers(0, 4),
+        mate=st.integers(0, 3),
+    )
+    def grow(self, number: int, damage: str, shift: int, length: int, mate: int) -> None:
+        """Record pieces behind what is there, or over it, or beyond; alone, or with those of another task."""
+        self.step()
+        pieces = tuple(b"%d:%d" % (self.lengths[-1], piece) for piece in range(length))
+
+        async def ask(side: Side) -> list[bool]:
+            claims = [side.claim(number, damage), *(side.claim(number + more) for more in range(1, mate))]
+            grown = []
+            for claim in {claim.key: claim for claim in claims}.values():
+                recorded = list[bytes]()
+                with suppress(NotFound):
+                    recorded = await side.queue.appended(claim.request, claim.stage)
+                grown.append(Grown(claim, len(recorded) + shift, pieces))
+            return await side.queue.append_all(grown)
+
+        self.both(ask)
+
+    @rule(number=st.integers(0, 1000), after=st.integers(0, 5), limit=st.integers(1, 4))
+    def read_pieces(self, number: int, after: int, limit: int) -> None:
+        self.step()
+        name, stage = self.chosen(number), STAGES[number % 4]
+        self.both(lambda side: side.queue.appended(name, stage, after, limit))
 
     @precondition(lambda self: self.sides[0].leases)
     @rule(
@@ -409,4 +441,7 @@ class Twins(RuleBasedStateMachine):
         self.both(lambda side: side.queue.list(Filter(), limit=1000))
         self.both(lambda side: side.queue.workers())
         self.both(lambda side: side.queue.cached(list("klmn")))
+        for name in self.names:
+            for stage in STAGES:
+                self.both(lambda side, name=name, stage=stage: side.queue.appended(name, stage))  # type: ignore[misc]
         self.they_stand_alike()

@@ -13,8 +13,10 @@ from tests.scheduler.model import CARD, DENOISE, ENCODE, params
 from tests.scheduler.test_scheduler import done, info, scheduling
 from tools.asking import asking
 from unfuse.core.errors import LeaseLost, TransientError
+from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Accepted,
+    Append,
     Ask,
     Beat,
     Bye,
@@ -25,6 +27,8 @@ from unfuse.core.messages import (
     Places,
     Progress,
     Pulse,
+    Recall,
+    Recorded,
     Refused,
     Steps,
     Stranger,
@@ -321,6 +325,39 @@ async def test_what_a_worker_says_of_another_s_task_has_no_effect() -> None:
         assert after == before
         assert await dispatcher.answer(PEER, Progress(lease.claim, 1, 9, 1)) == Accepted()
         assert await dispatcher.answer(PEER, done(lease)) == Accepted()
+
+
+async def test_what_has_grown_is_recorded_for_who_has_the_task_and_read_by_the_next() -> None:
+    """Given pieces of several tasks in one message, then one that is another's, lost, or has a gap costs none of the
+    others anything."""
+    async with dispatching() as (dispatcher, _):
+        await dispatcher.answer(OTHER, Hello(info("worker-2", ENCODE, DENOISE), (CARD,)))
+        requests = [await submit(dispatcher) for _ in range(4)]
+        first, second, gone = [lease for _ in range(3) for lease in await granted(dispatcher)]
+        (others,) = await granted(dispatcher, peer=OTHER)
+        await dispatcher.scheduler.cancel(gone.task.request)
+        claims = [lease.claim for lease in (first, gone, others, second)]
+
+        async def append(*offsets: int) -> ToWorker | None:
+            told = [Grown(claim, at, (b"%d" % at, b"!")) for claim, at in zip(claims, offsets, strict=True)]
+            return await dispatcher.answer(PEER, Append(tuple(told)))
+
+        assert await append(0, 0, 0, 0) == Pulse((gone.claim, others.claim), ())
+        assert await append(2, 0, 0, 9) == Pulse((gone.claim, others.claim, second.claim), ())
+        queue, stage = dispatcher.scheduler.queue, first.task.stage
+        found = {request: await queue.appended(request, stage) for request in requests}
+        assert {request: kept for request, kept in found.items() if kept} == {
+            first.task.request: [b"0", b"!", b"2", b"!"],
+            second.task.request: [b"0", b"!"],
+        }
+        assert await dispatcher.answer(PEER, Failed(first.claim, "hand_back", "no", reason="full")) == Accepted()
+        (again,) = await granted(dispatcher, peer=OTHER)
+        assert again.appended == 4
+        assert await dispatcher.answer(OTHER, Recall(again.claim, 1)) == Recorded((b"!", b"2", b"!"))
+        await queue.drop(gone.task.request)
+        for claim in (again.claim, gone.claim, msgspec.structs.replace(first.claim, request="nobody")):
+            answer = await dispatcher.answer(PEER, Recall(claim))
+            assert isinstance(answer, Refused) and answer.lease_lost
 
 
 async def test_a_worker_goes_on_at_another_scheduler() -> None:

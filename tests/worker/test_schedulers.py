@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -39,9 +40,10 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.growing import pieces
 from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
-from unfuse.worker import telling
+from unfuse.worker import growing, telling
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker
 
@@ -211,6 +213,32 @@ async def test_steps_of_one_moment_are_told_in_one_message_where_the_scheduler_t
         together = [message for _, message in found.heard if isinstance(message, Steps)]
         assert any(len({step.claim for step in message.progress}) > 1 for message in together) == gathers
         assert found.said(0, Progress) or gathers
+
+
+async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given an output that is read while it grows, when the compute process is killed, and a scheduler, then a reader
+    gets every piece once and in order, those of before from the process that died, and all are there at the end."""
+    monkeypatch.setattr(growing, "APPEND_S", 0.2)
+    async with town(model) as found:
+        worker = found.work()
+        request = await found.submit("speak", steps=60)
+        stream = pieces(found.queue, request, "denoise.0")
+        said = [await anext(stream)]
+        assert worker._executor
+        for pid in worker._executor.pids:
+            os.kill(pid, signal.SIGKILL)
+        said += [await anext(stream) for _ in range(20)]
+        await found.kill(0)
+        said += [piece async for piece in stream]
+        assert [int(piece.split()[0]) for piece in said] == list(range(1, 61))
+        makers = [piece.split()[1] for piece in said]
+        assert len(set(makers)) == 2 and makers == sorted(makers, key=makers.index)
+        assert {int(piece.split()[2]) for piece in said} == {0, makers.count(makers[0])}
+        context = (await found.over(request)).context
+        assert (context.status, context.stages["denoise.0"].crashes) == ("completed", 1)
+        await found.drained()
 
 
 async def test_a_worker_of_all_stages_is_given_the_next_one_with_the_answer_to_the_one_before(model: Path) -> None:

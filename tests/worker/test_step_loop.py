@@ -7,6 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace as changed
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, PermanentError, ResultsUnavailable, TransientError
+from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
@@ -99,6 +101,18 @@ class Grow(Count):
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
         return StageOutput(media=(Media("text/plain", b"whole"),))
+
+
+class Speak(Count):
+    """A stage whose output is read while it grows: at each step by so many pieces as `says` has of it."""
+
+    says = (1, 0, 2)
+
+    def start(self, task: StageInput) -> tuple[StageInput, int]:
+        return task, sum(list(accumulate(self.says))[step] <= len(task.recorded) for step in range(len(self.says)))
+
+    def grown(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
+        return [b"step %d" % state[1]] * self.says[state[1] - 1]
 
 
 class Print(Stage):
@@ -566,6 +580,30 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     assert told == [0, 1, 2, 3, 4]
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}
     assert loop.results.read(lease.task.request, 0) == b"whole"
+
+
+@pytest.mark.parametrize("recorded", [(), (b"step 1",)])
+def test_what_a_stage_grows_by_is_told_behind_what_is_recorded_and_before_its_end(
+    recorded: tuple[bytes, ...], tmp_path: Path
+) -> None:
+    loop = Bench(tmp_path, {"count": Speak()}, 1)
+    lease = loop.run()
+    loop.inbox.put(replace(loop.inbox.get(), recorded=recorded))
+    assert isinstance(loop.outcome(lease), Done)
+    whole = [(0, (b"step 1",)), (1, (b"step 3", b"step 3"))]
+    assert [(m.offset, m.pieces) for m in loop.sent if isinstance(m, Grown)] == whole[len(recorded) :]
+    assert all(m.claim == lease.claim for m in loop.sent if isinstance(m, Grown))
+    assert isinstance(loop.sent[-1], Done)
+
+
+@pytest.mark.parametrize("pieces", [[b"x"] * (PIECES_AT_ONCE + 1), [bytes(PIECE_BYTES + 1)]])
+def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: list[bytes], tmp_path: Path) -> None:
+    speak = Speak()
+    speak.grown = lambda state: pieces  # type: ignore[method-assign]
+    loop = Bench(tmp_path, {"count": speak}, 1)
+    failed = loop.outcome(loop.run())
+    assert isinstance(failed, Failed)
+    assert (failed.kind, "cannot be recorded" in failed.message) == ("permanent", True)
 
 
 def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:

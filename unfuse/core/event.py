@@ -7,8 +7,9 @@ from typing import Literal
 import msgspec
 
 EventType = Literal[
-    "queued", "stage_started", "progress", "preview", "stage_completed", "retrying", "completed", "failed", "cancelled"
-]
+    "queued", "stage_started", "progress", "preview", "appended", "stage_completed", "retrying",
+    "completed", "failed", "cancelled",
+]  # fmt: skip
 TERMINAL_EVENTS = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -16,7 +17,7 @@ class Event(msgspec.Struct, frozen=True):
     """One entry of a request's history.
 
     `seq` counts from 1 within the request; the queue sets it (0 before that). `at` is Unix seconds. `step` and `steps`
-    are set on progress.
+    are set on progress; of a stage that is read while it grows, `step` counts the recorded pieces in `appended`.
     """
 
     type: EventType

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from unfuse.core.card import ModelCard
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.spread import MOST
@@ -178,6 +179,22 @@ class Steps(msgspec.Struct, frozen=True, tag=True):
     progress: Annotated[tuple[Progress, ...], Meta(max_length=4096)]
 
 
+class Append(msgspec.Struct, frozen=True, tag=True):
+    """What the outputs of several tasks have grown by, for a scheduler that `appends`: at most PIECES_AT_ONCE pieces.
+
+    The answer, a Pulse, names the claims for which nothing is recorded any more; all else is.
+    """
+
+    grown: Annotated[tuple[Grown, ...], Meta(max_length=PIECES_AT_ONCE)]
+
+
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """A worker asks for the recorded pieces of a task from number `after` on. The answer, Recorded, has the first."""
+
+    claim: Claim
+    after: Count = 0
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A task is complete: the object that it made, or the results that it wrote.
 
@@ -225,7 +242,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The answer to Hello: models to serve as (name, source, dtype), where to keep things, seconds between heartbeats.
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
-    of their outcome into the names of their pools. A scheduler that `gathers` understands Steps.
+    of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
+    Append and Recall.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -235,6 +253,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     outcome: dict[str, str] = {}
     by_outcome: bool = False
     gathers: bool = False
+    appends: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -249,10 +268,19 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed."""
+    """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
+
+    To Steps and Append it has the claims alone.
+    """
 
     ended: tuple[Claim, ...]
     over: tuple[str, ...]
+
+
+class Recorded(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Recall: pieces in their order. There may be more behind them."""
+
+    pieces: tuple[bytes, ...]
 
 
 class Accepted(msgspec.Struct, frozen=True, tag=True):
@@ -270,5 +298,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Steps | Saved | Done | Failed | Bye
-ToWorker = Welcome | Granted | Pulse | Accepted | Stranger | Refused
+ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Saved | Done | Failed | Bye
+ToWorker = Welcome | Granted | Pulse | Recorded | Accepted | Stranger | Refused

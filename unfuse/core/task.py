@@ -92,7 +92,8 @@ class Claim(msgspec.Struct, frozen=True):
 class Lease(msgspec.Struct, frozen=True):
     """A timed claim on a task. `expires` is seconds of the queue's clock.
 
-    If an earlier attempt left a `checkpoint` that can be read, the worker resumes from it.
+    If an earlier attempt left a `checkpoint` that can be read, the worker resumes from it. Of what the stage makes, so
+    many pieces are `appended` already: they stay, and the worker goes on behind them.
     """
 
     task: Task
@@ -100,6 +101,7 @@ class Lease(msgspec.Struct, frozen=True):
     token: bytes
     expires: float
     checkpoint: ObjectRef | None = None
+    appended: int = 0
 
     @property
     def reads(self) -> tuple[ObjectRef, ...]:

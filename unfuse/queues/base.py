@@ -9,16 +9,14 @@ from __future__ import annotations
 import builtins
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
-from operator import attrgetter
 from typing import Any, Self
 
 import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
-from unfuse.core.codec import encode
-from unfuse.core.errors import ProtocolError
 from unfuse.core.event import Event
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext, RequestStatus
@@ -142,35 +140,6 @@ class Renewal(msgspec.Struct, frozen=True):
     ended: tuple[Claim, ...]
 
 
-EXACT = 2**53
-"""Every backend stores integers up to this one exactly."""
-
-_NUMBERS = {
-    kind: attrgetter(
-        *(field.name for field in msgspec.structs.fields(kind) if field.type in (int, float, float | None))
-    )
-    for kind in (RequestContext, Task, Event)
-}
-
-
-def check_storable(*parts: RequestContext | Task | Event) -> None:
-    """Raise ProtocolError for what no backend can store, before any of it is stored.
-
-    That is text that is not Unicode, more bytes than a message may have, NaN, or a number beyond EXACT.
-    """
-    encode(parts)
-    check_numbers(*parts)
-
-
-def check_numbers(*parts: RequestContext | Task | Event) -> None:
-    """Raise ProtocolError for NaN, or a number beyond EXACT: what encoding does not refuse."""
-    for part in parts:
-        needs = part.needs.values() if isinstance(part, Task) else ()
-        for number in (*_NUMBERS[type(part)](part), *needs):
-            if not -EXACT <= (number or 0) <= EXACT:
-                raise ProtocolError(f"{type(part).__name__} with a number of {number}: up to {EXACT} are stored")
-
-
 class TaskQueue(ABC):
     """Tasks, leases, contexts, events and the registry of workers, changed by transactions.
 
@@ -229,6 +198,7 @@ class TaskQueue(ABC):
         task ahead that is gone, or a pool that is no longer held back. Among callers that wait, those without `above`
         are served first, then lower `rank`s, then those that wait longer. A caller that is cancelled while it waits has
         claimed nothing. A claim publishes `stage_started` and shows in `Record.running`; the context does not change.
+        The lease says how many pieces of the stage are recorded.
         """
 
     @abstractmethod
@@ -242,6 +212,26 @@ class TaskQueue(ABC):
         `Record.running` shows the step of the last event. An event without a time (`at` 0) gets the queue's time.
         Progress is not durable, and does not change the context's version.
         """
+
+    async def append(self, claim: Claim, offset: int, pieces: Sequence[bytes]) -> bool:
+        """`append_all` of one task: whether its lease is held."""
+        (is_held,) = await self.append_all([Grown(claim, offset, tuple(pieces))])
+        return is_held
+
+    @abstractmethod
+    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+        """Record what the outputs of leased tasks have grown by, as durably as a commit. Says of each whether it holds.
+
+        A claim that does not hold its lease changes nothing. A piece that is recorded stays as it is, whichever attempt
+        it was of; those behind it are added. Of each stage that has more pieces now, an event `appended` with their
+        number as its `step` replaces the last such one. The context's version does not change. Pieces go with their
+        request, and before that whatever else becomes of their stage. Raises ProtocolError, with nothing changed, for
+        an offset beyond what is recorded, and for what `check_growth` refuses.
+        """
+
+    @abstractmethod
+    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+        """The recorded pieces of a stage from number `after` on, up to `limit`. Raises NotFound."""
 
     @abstractmethod
     async def commit(self, change: Change) -> Record:

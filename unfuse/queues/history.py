@@ -17,6 +17,9 @@ MAX_EVENTS = 512
 PASSING = ("progress", "preview")
 """Events that may be dropped, because a later one replaces them."""
 
+APPENDED = "appended"
+"""The event of which only the last one of each stage is kept."""
+
 
 class History:
     """Numbered events. Above MAX_EVENTS the oldest is dropped: progress first, then any."""
@@ -24,6 +27,7 @@ class History:
     def __init__(self, events: Iterable[Event] = (), last: int = 0) -> None:
         self._events = {event.seq: event for event in events}
         self._droppable: deque[int] = deque()
+        self._appended: dict[str, int] = {}
         self.last = last
         """The highest number that an event has got."""
         self.ended = False
@@ -36,6 +40,9 @@ class History:
         self._events[self.last] = msgspec.structs.replace(event, seq=self.last, at=event.at or wall)
         if event.type in PASSING:
             self._droppable.append(self.last)
+        elif event.type == APPENDED:
+            self._events.pop(self._appended.get(event.stage, 0), None)
+            self._appended[event.stage] = self.last
         if len(self._events) > MAX_EVENTS:
             del self._events[self._droppable.popleft() if self._droppable else next(iter(self._events))]
         self._call_listeners()
@@ -45,8 +52,8 @@ class History:
         return list(takewhile(lambda event: event.seq > after, reversed(self._events.values())))[::-1]
 
     def lasting(self) -> tuple[Event, ...]:
-        """The events that must not be lost: all but the PASSING ones."""
-        return tuple(event for event in self._events.values() if event.type not in PASSING)
+        """The events that must not be lost: all but the PASSING ones, and those that only count pieces."""
+        return tuple(event for event in self._events.values() if event.type not in (*PASSING, APPENDED))
 
     def end(self) -> None:
         """No more events will come: call the listeners."""

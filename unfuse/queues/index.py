@@ -19,7 +19,8 @@ BLOCK = 512
 @dataclass(eq=False, slots=True)
 class Entry:
     """A stored request and its history. `stages` has the names of all its tasks so far, `left` the predicted
-    nanoseconds by pool that it adds to the sums. The index maintains the other fields.
+    nanoseconds by pool that it adds to the sums, `appended` how many pieces of each stage are recorded. The index
+    maintains the other fields.
     """
 
     context: RequestContext
@@ -30,6 +31,7 @@ class Entry:
     headings: tuple[Heading, ...] = ()
     ended: float | None = None
     left: dict[str, int] = field(default_factory=dict)
+    appended: dict[str, int] = field(default_factory=dict)
 
     def fits(self, which: Filter) -> bool:
         """Whether the filter selects this request."""

@@ -16,7 +16,7 @@ import apsw
 import msgspec
 
 from unfuse.core.errors import ConfigError, InUse, TransientError
-from unfuse.queues.row import Row
+from unfuse.queues.row import Pieces, Row
 
 APPLICATION, SCHEMA = 0x756E6675, 2
 """SQLite's application_id for a queue of unfuse, and the version of the tables."""
@@ -26,6 +26,24 @@ CREATE TABLE requests (number INTEGER PRIMARY KEY, id TEXT NOT NULL, body BLOB N
 CREATE TABLE starts (number INTEGER NOT NULL) STRICT;
 INSERT INTO starts VALUES (-1);
 """
+
+PIECES = """
+CREATE TABLE IF NOT EXISTS pieces (
+    id TEXT, stage TEXT, first INTEGER, after INTEGER, body BLOB, PRIMARY KEY (id, stage, first)
+) WITHOUT ROWID, STRICT;
+DELETE FROM pieces WHERE id NOT IN (SELECT id FROM requests);
+"""
+"""A row for what was recorded at one time: the pieces from number `first` up to `after`.
+
+An earlier version reads a file with this table, and leaves the pieces of what it drops.
+"""
+
+FIND_PIECES = """
+SELECT first, body FROM pieces WHERE id = :id AND stage = :stage AND first >= (
+    SELECT coalesce(max(first), 0) FROM pieces WHERE id = :id AND stage = :stage AND first <= :after
+) ORDER BY first LIMIT :limit
+"""
+"""As many rows as there may be pieces, beginning with the one that has number `after`."""
 
 MAGIC = b"SQLite format 3\0"
 """The first bytes of every SQLite database."""
@@ -41,8 +59,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Journal:
     """The file. It is locked while it is open, and one thread writes it.
 
-    `rows` has what the file held at the start. `damaged` maps the id of a row that cannot be read to its number and
-    the error.
+    `rows` has what the file held at the start, `appended` how many pieces it has by request and stage. `damaged` maps
+    the id of a row that cannot be read to its number and the error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,6 +82,9 @@ class Journal:
                         self.rows.append((cast(int, number), decoder.decode(cast(bytes, body))))
                     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                         self.damaged[str(id)] = cast(int, number), str(error)
+                self.appended: dict[str, dict[str, int]] = {}
+                for id, stage, count in self._file.execute("SELECT id, stage, max(after) FROM pieces GROUP BY 1, 2"):
+                    self.appended.setdefault(str(id), {})[str(stage)] = cast(int, count)
                 self._opened = opened.pop_all()
         except InUse:
             raise
@@ -71,15 +92,20 @@ class Journal:
             raise ConfigError(f"the queue cannot be kept in {path}: {error}") from error
         self.thread = ThreadPoolExecutor(1, "queue")
 
-    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool) -> None:
-        """Replace these rows, and delete those that are None, in one transaction; without `durable` it is not synced.
+    def write(self, rows: Sequence[tuple[int, Row | None]], durable: bool, pieces: Sequence[Pieces] = ()) -> None:
+        """Replace these rows, delete those that are None with what belongs to them, and add these pieces.
 
-        Raises TransientError, with nothing changed, when the disk is full.
+        That is one transaction; without `durable` it is not synced. Raises TransientError, with nothing changed, when
+        the disk is full.
         """
         kept = [(number, row.context.id, msgspec.msgpack.encode(row)) for number, row in rows if row is not None]
         gone = [(number,) for number, row in rows if row is None]
+        grown = [
+            (one.id, one.stage, one.first, one.first + len(one.pieces), msgspec.msgpack.encode(one.pieces))
+            for one in pieces
+        ]
         try:
-            self._write(kept, gone, durable)
+            self._write(kept, gone, grown, durable)
         except apsw.Error as error:
             if not isinstance(error, apsw.FullError) and self._file.system_errno not in FULL:
                 raise
@@ -87,17 +113,34 @@ class Journal:
                 self._file.execute("ROLLBACK")
             raise TransientError("the disk is full") from error
 
+    def pieces(self, id: str, stage: str, after: int, limit: int) -> list[bytes]:
+        """The pieces of a stage from number `after` on, up to `limit`; to be called in the thread that writes."""
+        found: list[bytes] = []
+        asked = {"id": id, "stage": stage, "after": after, "limit": limit}
+        for first, body in self._file.execute(FIND_PIECES, asked):
+            found += msgspec.msgpack.decode(cast(bytes, body), type=list[bytes])[max(0, after - cast(int, first)) :]
+        return found[:limit]
+
     def close(self) -> None:
         """Close and unlock the file."""
         self.thread.shutdown()
         self._opened.close()
 
-    def _write(self, kept: Sequence[tuple[int, str, bytes]], gone: Sequence[tuple[int]], durable: bool) -> None:
+    def _write(
+        self,
+        kept: Sequence[tuple[int, str, bytes]],
+        gone: Sequence[tuple[int]],
+        grown: Sequence[tuple[str, str, int, int, bytes]],
+        durable: bool,
+    ) -> None:
         self._file.pragma("synchronous", "FULL" if durable else "NORMAL")
         self._file.execute("BEGIN IMMEDIATE")
-        self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
         if gone:
+            self._file.executemany("DELETE FROM pieces WHERE id = (SELECT id FROM requests WHERE number = ?)", gone)
             self._file.executemany("DELETE FROM requests WHERE number = ?", gone)
+        self._file.executemany("INSERT OR REPLACE INTO requests VALUES (?, ?, ?)", kept)
+        self._file.executemany("INSERT INTO pieces VALUES (?, ?, ?, ?, ?)", grown)
+        if gone:
             self._file.execute("PRAGMA incremental_vacuum").fetchall()
         self._file.execute("COMMIT")
 
@@ -116,6 +159,7 @@ class Journal:
             file.execute(TABLES)
             file.pragma("application_id", APPLICATION)
             file.pragma("user_version", SCHEMA)
+        file.execute(PIECES)
         file.execute("UPDATE starts SET number = number + 1")
         file.execute("COMMIT")
         ((start,),) = file.execute("SELECT number FROM starts")

@@ -7,11 +7,13 @@ one task at a time.
 from __future__ import annotations
 
 import builtins
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
@@ -30,6 +32,7 @@ class MemoryQueue(TaskQueue):
         self._clock = clock
         self._state = QueueState(clock)
         self._waiters = Waiters(self._state, clock)
+        self._pieces = defaultdict[str, defaultdict[str, list[bytes]]](lambda: defaultdict(list))
 
     @classmethod
     def at(cls, url: str, clock: Clock | None = None) -> MemoryQueue:
@@ -62,6 +65,18 @@ class MemoryQueue(TaskQueue):
     async def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
         """Publish progress of a lease that is held."""
         return self._state.progress(claim, events)
+
+    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+        """Keep what is new."""
+        new = self._state.append(grown)
+        for one in filter(None, new):
+            self._pieces[one.claim.request][one.claim.stage] += one.pieces
+        return [one is not None for one in new]
+
+    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+        """The pieces that are kept of a stage."""
+        self._state.entry(request)
+        return self._pieces[request][stage][after : after + limit]
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
@@ -164,12 +179,13 @@ class MemoryQueue(TaskQueue):
         """Drop requests that ended before the Unix time `before`."""
         old = [entry.context.id for entry in self._state.over_before(before)]
         for request in old:
-            self._state.drop(request)
+            await self.drop(request)
         return old
 
     async def drop(self, request: str) -> None:
         """Drop a request, if it is over."""
-        self._state.drop(request)
+        if self._state.drop(request):
+            self._pieces.pop(request, None)
 
     async def close(self) -> None:
         """Wake all callers that wait."""

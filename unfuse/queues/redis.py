@@ -21,6 +21,7 @@ from unfuse.core.clock import Clock
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError, Damaged, NotFound, ProtocolError, TransientError
 from unfuse.core.event import Event
+from unfuse.core.growth import PIECES_AT_ONCE, Grown, check_growth
 from unfuse.core.media import VIDEO
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
@@ -40,12 +41,12 @@ from unfuse.queues.base import (
     Renewal,
     Stats,
     TaskQueue,
-    check_numbers,
 )
 from unfuse.queues.history import MAX_EVENTS
 from unfuse.queues.known import KnownRecords
 from unfuse.queues.remaining import NANOSECONDS
 from unfuse.queues.remote_waiters import RETRY_S, Background, RemoteWaiters, Waiter
+from unfuse.queues.storable import check_numbers
 from unfuse.queues.unreadable import Unreadable
 from unfuse.queues.wanted import PREFERENCE_AMONG, PREFERENCE_S, Wanted
 from unfuse.supervision.clock import SystemClock
@@ -152,6 +153,16 @@ class RedisQueue(TaskQueue):
         """Publish progress of a lease that is held."""
         check_numbers(*events)
         return bool(await self._call("progress", claim=script.claim_fields(claim), events=events))
+
+    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+        """Add what is new, in one run of the script."""
+        check_growth(grown)
+        held = await self._call("append_all", grown=[script.grown_fields(one) for one in grown])
+        return [bool(one) for one in held]
+
+    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+        """The recorded pieces of a stage."""
+        return list(await self._call("appended", id=request, stage=stage, after=after, limit=limit))
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""

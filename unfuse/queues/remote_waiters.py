@@ -68,14 +68,14 @@ class Waiter:
         self.answer: asyncio.Future[list[Lease]] = asyncio.get_running_loop().create_future()
         self.asked = False
 
-    def leases(self, claims: list[list[bytes]], now: float, unreadable: Unreadable) -> list[Lease]:
+    def leases(self, claims: list[tuple[bytes, bytes, int]], now: float, unreadable: Unreadable) -> list[Lease]:
         """The leases that the script made for it, each with the next one of its tokens."""
         tokens = (self.tokens[at : at + 16] for at in range(0, len(self.tokens), 16))
         leases = []
-        for claim, token in zip(claims, tokens, strict=False):
-            task = unreadable.read("task", f"of {self.worker}", partial(script.task, *claim))
+        for (stored, attempt, appended), token in zip(claims, tokens, strict=False):
+            task = unreadable.read("task", f"of {self.worker}", partial(script.task, stored, attempt))
             if task:
-                leases.append(Lease(task, self.worker, token, now + self.ttl))
+                leases.append(Lease(task, self.worker, token, now + self.ttl, appended=appended))
         return leases
 
     def settle(self, leases: list[Lease], error: Exception | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A request as the journal stores it."""
+"""A request as the journal stores it, and pieces of what its stages make."""
 
 from __future__ import annotations
 
@@ -22,6 +22,15 @@ class StoredTask(msgspec.Struct, frozen=True, array_like=True):
     since: float = 0.0
     returned: dict[str, int] = {}
     pushed: float = 0.0
+
+
+class Pieces(msgspec.Struct, frozen=True):
+    """Pieces of a stage of the request `id`, from number `first` on, as they were recorded at one time."""
+
+    id: str
+    stage: str
+    first: int
+    pieces: tuple[bytes, ...]
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -14,15 +14,25 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import Conflict, Damaged, LeaseLost, NotFound, Overloaded, TransientError, UnfuseError
+from unfuse.core.errors import (
+    Conflict,
+    Damaged,
+    LeaseLost,
+    NotFound,
+    Overloaded,
+    ProtocolError,
+    TransientError,
+    UnfuseError,
+)
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.request import Change, Record, RequestContext, Running
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Member
 from unfuse.queues.remaining import remaining_of
 
-PARTS = ("common", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
+PARTS = ("common", "pieces", "index", "left", "requests", "history", "cached", "returned", "leases", "tasks")
 SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").read_text() for name in PARTS)
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded."""
@@ -33,6 +43,7 @@ REFUSALS: dict[str, type[UnfuseError]] = {
     "CONFLICT": Conflict,
     "OVERLOADED": Overloaded,
     "DAMAGED": Damaged,
+    "PROTOCOL": ProtocolError,
 }
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 """Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
@@ -59,6 +70,12 @@ def claim_fields(claim: Claim) -> dict[str, Any]:
     """A claim for the script, which compares its mark."""
     mark = _mark(claim.attempt, claim.token)
     return {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "mark": mark}
+
+
+def grown_fields(grown: Grown) -> dict[str, Any]:
+    """What an output has grown by, for the script."""
+    pieces = [raw(piece) for piece in grown.pieces]
+    return {"claim": claim_fields(grown.claim), "offset": grown.offset, "pieces": pieces}
 
 
 def task(task: bytes, attempt: bytes) -> Task:

@@ -17,6 +17,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ConfigError, Damaged, TransientError
 from unfuse.core.event import Event
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Change, Record, RequestContext
@@ -24,7 +25,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Damage, Declaration, Filter, Limits, Member, Renewal, Stats, TaskQueue
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
-from unfuse.queues.row import Row
+from unfuse.queues.row import Pieces, Row
 from unfuse.queues.state import QueueState
 from unfuse.queues.waiters import Waiters, follow
 from unfuse.queues.wanted import Wanted
@@ -109,6 +110,27 @@ class SqliteQueue(TaskQueue):
         """Publish progress of a lease that is held, in memory."""
         self._writer.check()
         return self._state.progress(claim, events)
+
+    async def append_all(self, grown: Sequence[Grown]) -> list[bool]:
+        """Record pieces; returns when they are written. Memory has only their number."""
+        self._writer.check()
+        new = self._state.append(grown)
+        entries = [self._state.entry(one.claim.request) for one in new if one]
+        for entry, one in zip(entries, filter(None, new), strict=True):
+            if one.pieces:
+                self._writer.append(entry, Pieces(entry.context.id, one.claim.stage, one.offset, one.pieces))
+        for entry in entries:  # also of a repeat, of which the first may not be written yet
+            await self._writer.wait_until_written(entry)
+        return [one is not None for one in new]
+
+    async def appended(self, request: str, stage: str, after: int = 0, limit: int = PIECES_AT_ONCE) -> list[bytes]:
+        """The pieces of a stage, once they are written."""
+        await self._writer.wait_until_written(self._entry(request))
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._journal.thread, self._journal.pieces, request, stage, after, limit)
+        except Exception as error:
+            raise TransientError(f"the queue's file cannot be read: {error}") from error
 
     async def commit(self, change: Change) -> Record:
         """Apply a transition."""
@@ -293,10 +315,13 @@ class SqliteQueue(TaskQueue):
             while not self._writer.is_written(entry):
                 with suppress(TransientError):  # while the disk is full, the stream waits
                     await self._writer.wait_until_written(entry)
+                    break  # whatever has changed since
                 self._writer.check_file()
             yield event
         self._writer.check_file()
 
     def _restore(self, number: int, row: Row) -> builtins.list[Claim]:
         last = row.last if row.context.over else max(row.last, self._journal.start * EVENTS_A_START)
-        return self._state.restore(number, row, last)
+        claims = self._state.restore(number, row, last)
+        self._state.requests[row.context.id].appended = self._journal.appended.pop(row.context.id, {})
+        return claims

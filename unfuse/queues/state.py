@@ -17,9 +17,10 @@ import msgspec
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Conflict, LeaseLost, NotFound, Overloaded
 from unfuse.core.event import Event
+from unfuse.core.growth import Grown, check_gap, check_growth
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, Filter, Limits, Member, PoolStats, Renewal, Stats, check_storable
+from unfuse.queues.base import FRONT, Filter, Limits, Member, PoolStats, Renewal, Stats
 from unfuse.queues.cached import CachedRefs
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
@@ -29,6 +30,7 @@ from unfuse.queues.pool_queues import PoolQueues, Rank
 from unfuse.queues.remaining import NANOSECONDS, remaining_of
 from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, StoredTask
+from unfuse.queues.storable import check_storable
 from unfuse.queues.wanted import Wanted
 
 
@@ -88,8 +90,9 @@ class QueueState:
             used.update(task.resources)
             self._pool_queues.remove(task.key)
             at = self._clock.wall()
-            leases.append(self._leases.give(rank, worker, self._clock.now() + ttl, at))
             entry = self.requests[task.request]
+            lease = self._leases.give(rank, worker, self._clock.now() + ttl, at)
+            leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
             entry.history.publish(Event("stage_started", at, task.stage, task.attempt, worker), at)
             self._note_change(entry)
         if leases:  # all pools: a caller may have been woken for another task than it took
@@ -110,6 +113,27 @@ class QueueState:
             mine.running = msgspec.structs.replace(mine.running, step=event.step, steps=event.steps)
         self._publish(self.requests[claim.request], events)
         return True
+
+    def append(self, grown: Sequence[Grown]) -> builtins.list[Grown | None]:
+        """Count what outputs have grown by. Returns of each what is new of it, None if its lease is not held.
+
+        See `TaskQueue.append_all`; the pieces themselves are the queue's to keep.
+        """
+        check_growth(grown)
+        new: builtins.list[Grown | None] = []
+        for one in grown:
+            request, stage = one.claim.key
+            recorded = self.requests[request].appended.get(stage, 0) if self._leases.held(one.claim) else None
+            if recorded is not None:
+                check_gap(one, recorded)
+                one = Grown(one.claim, recorded, one.pieces[recorded - one.offset :])
+            new.append(None if recorded is None else one)
+        for one in filter(None, new):
+            entry, claim, count = self.requests[one.claim.request], one.claim, one.offset + len(one.pieces)
+            if one.pieces:
+                entry.appended[claim.stage] = count
+                self._publish(entry, [Event("appended", stage=claim.stage, attempt=claim.attempt, step=count)])
+        return new
 
     def commit(self, change: Change) -> Entry:
         """Apply a transition. See `TaskQueue.commit`."""

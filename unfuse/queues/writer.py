@@ -11,7 +11,7 @@ import structlog
 from unfuse.core.errors import TransientError
 from unfuse.queues.index import Entry
 from unfuse.queues.journal import Journal
-from unfuse.queues.row import Row
+from unfuse.queues.row import Pieces, Row
 
 FULL_PAUSE_S = 1.0
 """Seconds until a write is tried again after the disk was full."""
@@ -21,10 +21,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Batch:
-    """The content of one transaction: changed requests by number. `done` is set when it has ended."""
+    """The content of one transaction: changed requests, and new pieces of some, by the requests' numbers.
+
+    `done` is set when it has ended.
+    """
 
     done: asyncio.Future[None]
     entries: dict[int, Entry] = field(default_factory=dict)
+    pieces: dict[int, list[Pieces]] = field(default_factory=dict)
     durable: bool = False
 
 
@@ -33,12 +37,14 @@ def _merged(batches: Sequence[_Batch]) -> _Batch:
     merged = _Batch(asyncio.get_running_loop().create_future())
     for batch in batches:
         merged.entries |= batch.entries
+        for number, pieces in batch.pieces.items():
+            merged.pieces.setdefault(number, []).extend(pieces)
         merged.durable |= batch.durable
     return merged
 
 
 class Writer:
-    """Writes one transaction after the other; each has all entries that changed during the one before.
+    """Writes one transaction after the other; each has all that changed during the one before.
 
     `row` gives the row of an entry when its transaction begins. While the disk is full, writing is tried again. When
     the file cannot be written for another reason, `broken` is called, and nothing is written any more.
@@ -64,14 +70,16 @@ class Writer:
 
     def note(self, entry: Entry, durable: bool = False) -> Entry:
         """Have the next transaction write this entry, and sync the disk if `durable`."""
-        if not self._broken:
-            if self._next is None:
-                loop = asyncio.get_running_loop()
-                self._next = _Batch(loop.create_future())
-                loop.call_soon(self._flush)
-            self._next.entries[entry.number] = entry
-            self._next.durable |= durable
+        if batch := self._upcoming():
+            batch.entries[entry.number] = entry
+            batch.durable |= durable
         return entry
+
+    def append(self, entry: Entry, pieces: Pieces) -> None:
+        """Have the next transaction add pieces of an entry's stage, and sync the disk."""
+        if batch := self._upcoming():
+            batch.pieces.setdefault(entry.number, []).append(pieces)
+            batch.durable = True
 
     def is_written(self, entry: Entry) -> bool:
         """Whether no change of the entry waits to be written."""
@@ -92,8 +100,17 @@ class Writer:
         if self._trying is not None:
             self._trying.cancel()
 
+    def _upcoming(self) -> _Batch | None:
+        """The batch of the next transaction, if there will be one."""
+        if self._next is None and not self._broken:
+            loop = asyncio.get_running_loop()
+            self._next = _Batch(loop.create_future())
+            loop.call_soon(self._flush)
+        return self._next
+
     def _unwritten(self, entry: Entry) -> list[_Batch]:
-        return [batch for batch in (self._writing, self._next) if batch and entry.number in batch.entries]
+        batches = [batch for batch in (self._writing, self._next) if batch]
+        return [batch for batch in batches if entry.number in batch.entries or entry.number in batch.pieces]
 
     def _flush(self) -> None:
         """Begin the next transaction, unless one is being written."""
@@ -102,8 +119,10 @@ class Writer:
             self._writing = batch
             try:
                 rows = [(number, self._row(entry)) for number, entry in batch.entries.items()]
+                dropped = {number for number, row in rows if row is None}
+                pieces = [one for number in batch.pieces.keys() - dropped for one in batch.pieces[number]]
                 loop = asyncio.get_running_loop()
-                writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable)
+                writing = loop.run_in_executor(self._journal.thread, self._journal.write, rows, batch.durable, pieces)
                 writing.add_done_callback(lambda written: self._written(written.exception()))
             except Exception as error:  # otherwise callers would wait for ever
                 self._written(error)

@@ -17,6 +17,7 @@ from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
     Accepted,
+    Append,
     Ask,
     Beat,
     Bye,
@@ -27,6 +28,8 @@ from unfuse.core.messages import (
     Places,
     Progress,
     Pulse,
+    Recall,
+    Recorded,
     Refused,
     Saved,
     Steps,
@@ -62,6 +65,7 @@ PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 """What a step may publish, in order."""
 
 NOTHING = Granted((), {})
+NOT_LEASED = Refused("it is not leased to this worker (any more)", lease_lost=True)
 
 log = structlog.get_logger(__name__)
 
@@ -119,7 +123,7 @@ class Dispatcher(Observer):
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True,
+            by_outcome=True, gathers=True, appends=True,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -146,7 +150,11 @@ class Dispatcher(Observer):
                 return Pulse(tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ())
             case Progress():
                 lost = not await self._stepped(known, message)
-                return Refused("it is not leased to this worker (any more)", lease_lost=True) if lost else Accepted()
+                return NOT_LEASED if lost else Accepted()
+            case Append():
+                return await self._append(known, message)
+            case Recall():
+                return await self._recall(known, message.claim, message.after)
             case Bye():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)
@@ -343,6 +351,19 @@ class Dispatcher(Observer):
                 continue
             return Accepted()
         return None
+
+    async def _append(self, peer: _Peer, message: Append) -> Pulse:
+        """Record what has grown; tells of which tasks it cannot be."""
+        own = [one for one in message.grown if await self._owns(peer, one.claim)]
+        kept = await self.scheduler.append(own)
+        return Pulse(tuple(one.claim for one in message.grown if one.claim not in kept), ())
+
+    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> Recorded | Refused:
+        """Read what is recorded of a task for the worker that has it."""
+        with suppress(NotFound, Damaged):
+            if await self._owns(peer, claim):
+                return Recorded(tuple(await self._queue.appended(claim.request, claim.stage, after)))
+        return NOT_LEASED
 
     async def _stepped(self, peer: _Peer, message: Progress) -> bool:
         """Publish steps; False if the lease is not this worker's (any more). While the queue is away they are lost."""

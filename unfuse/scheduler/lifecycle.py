@@ -19,7 +19,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
 from unfuse.core.task import Claim, Lease
-from unfuse.queues.base import EXACT
+from unfuse.queues.storable import EXACT
 from unfuse.scheduler.draft import Draft
 
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})

@@ -8,18 +8,21 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded, ProtocolError
+from unfuse.core.growth import Grown
 from unfuse.core.media import Work
 from unfuse.core.messages import Done, Failed, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
-from unfuse.queues.base import EXACT, Limits, TaskQueue
+from unfuse.queues.base import Limits, TaskQueue
+from unfuse.queues.storable import EXACT
 from unfuse.queues.wanted import Wanted
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
@@ -41,6 +44,8 @@ UNLIMITED = Limits(EXACT, EXACT)
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
+
+log = structlog.get_logger(__name__)
 
 
 class Scheduler:
@@ -234,6 +239,22 @@ class Scheduler:
             with self._background.besides("keeping an output for other requests"):
                 await self._cache.keep(stage, done.output)
         return record, leases
+
+    async def append(self, grown: Sequence[Grown]) -> set[Claim]:
+        """Record what outputs have grown by. Returns the claims of which it is recorded.
+
+        What cannot be, such as what follows pieces that a queue has lost, costs its own task alone.
+        """
+        if not grown:
+            return set()
+        try:
+            held = await self.queue.append_all(grown)
+        except ProtocolError as error:
+            if len(grown) > 1:
+                return {claim for one in grown for claim in await self.append([one])}
+            log.warning("cannot be recorded", request=grown[0].claim.request, reason=str(error))
+            return set()
+        return {one.claim for one, is_held in zip(grown, held, strict=True) if is_held}
 
     async def save(self, saved: Saved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""

@@ -22,12 +22,14 @@ Tensors = Mapping[str, "Tensor | None"]
 class StageInput(msgspec.Struct, frozen=True):
     """One task as a stage sees it.
 
-    Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name.
+    Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
+    pieces that are recorded of what it makes: see `SteppedStage.grown`.
     """
 
     params: Params
     tensors: Tensors
     uploads: Mapping[str, bytes] = {}
+    recorded: tuple[bytes, ...] = ()
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -159,6 +161,14 @@ class SteppedStage(Stage, Generic[State]):
         It is asked for after each step but the last one, after which the result is there.
         """
         return b""
+
+    def grown(self, state: State) -> Sequence[bytes]:
+        """The pieces that a step added to an output which is read while it grows; none from a stage without such.
+
+        It is asked for after each step. Pieces are numbered as they come, behind those that are `recorded` of the task,
+        and recorded before anybody sees them. So a state that starts, or resumes, goes on behind what is recorded.
+        """
+        return ()
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""

@@ -15,6 +15,7 @@ from unfuse.core.plan import Pipeline
 from unfuse.core.request import Change, StageState
 from unfuse.queues.base import Declaration, TaskQueue
 from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_growth import GROWTH_RULES
 from unfuse.testing.queue_leases import LEASE_RULES
 from unfuse.testing.queue_lists import LIST_RULES
 from unfuse.testing.queue_records import RECORD_RULES
@@ -355,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     *WAITING_RULES,
     *RECORD_RULES,
     *LIST_RULES,
+    *GROWTH_RULES,
     a_known_id_is_submitted_once,
     an_idempotency_key_is_submitted_once_a_tenant,
     a_repeated_commit_succeeds_once,

@@ -12,6 +12,7 @@ import msgspec
 from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import Done, Failed, Places, Sharing, Spent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
@@ -45,10 +46,15 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Run a leased task. `peers` gives (node, arena address) of the owners of its inputs."""
+    """Run a leased task. `peers` gives (node, arena address) of the owners of its inputs.
+
+    `recorded` are the pieces of its output that are recorded already. They may be more than a message takes, so that
+    they go before it in messages of their own, and the channel puts them together again.
+    """
 
     lease: Lease
     peers: dict[str, tuple[str, str]]
+    recorded: tuple[bytes, ...] = ()
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -201,7 +207,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Shares | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Grown | Shares | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 
@@ -211,6 +217,7 @@ class ComputeChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._recorded: dict[Claim, list[bytes]] = {}
 
     def send(self, message: FromCompute) -> None:
         """Send to the parent. Raises BrokenPipeError if it is gone."""
@@ -220,7 +227,15 @@ class ComputeChannel:
 
     def receive(self) -> ToCompute:
         """The next message. Raises EOFError if the parent is gone."""
-        return decode(read_message(self._read, MAX_BYTES), ToCompute)
+        while isinstance(message := self._next(), Grown):
+            self._recorded.setdefault(message.claim, []).extend(message.pieces)
+        if isinstance(message, Run):
+            return msgspec.structs.replace(message, recorded=tuple(self._recorded.pop(message.lease.claim, ())))
+        return message
+
+    def _next(self) -> ToCompute | Grown:
+        message: ToCompute | Grown = decode(read_message(self._read, MAX_BYTES), ToCompute | Grown)
+        return message
 
     def _read(self, size: int) -> bytes:
         data = bytearray(size)
@@ -246,6 +261,11 @@ class ParentChannel:
 
     async def send(self, message: ToCompute) -> None:
         """Send to the compute process. Raises nothing if that is gone: `receive` notices it."""
+        if isinstance(message, Run):
+            for at in range(0, len(message.recorded), PIECES_AT_ONCE):
+                some = message.recorded[at : at + PIECES_AT_ONCE]
+                self._writer.write(frame(encode(Grown(message.lease.claim, at, some))))
+            message = msgspec.structs.replace(message, recorded=())
         self._writer.write(frame(encode(message)))
 
     async def receive(self) -> FromCompute:

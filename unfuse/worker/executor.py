@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
+from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
@@ -44,7 +45,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -142,9 +143,9 @@ class Executor:
                     self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
                 await asyncio.sleep(RESTART_S)
 
-    async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]]) -> None:
-        """Give a leased task to the processes; its end is reported."""
-        self._waiting[lease.claim] = Run(lease, dict(peers))
+    async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
+        """Give a leased task to the processes, with what is `recorded` of its output; its end is reported."""
+        self._waiting[lease.claim] = Run(lease, dict(peers), recorded)
         await self._feed()
 
     async def cancel(self, claim: Claim, save: bool = False) -> None:
@@ -223,7 +224,7 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved():
+            case StateSaved() | Grown():
                 await self._report(message)
             case PairDone():
                 self.pairs.heard(message)

@@ -47,7 +47,7 @@ class Intake:
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
-            given = StageInput(task.params, tensors, uploads)
+            given = StageInput(task.params, tensors, uploads, run.recorded)
             got = time.monotonic()
             stage.verify(given)
             resumed = self._resumed(stage, given, run.lease)
@@ -56,7 +56,7 @@ class Intake:
             key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
             return Job(
                 run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
-                resumed=step, saved=step, reported=step,
+                resumed=step, saved=step, reported=step, grown=len(run.recorded),
             )  # fmt: skip
         except BaseException:
             close(inputs)

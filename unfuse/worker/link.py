@@ -52,6 +52,11 @@ class Link:
         """Whether the scheduler that answers now understands Steps."""
         return self._welcome is not None and self._welcome.gathers
 
+    @property
+    def appends(self) -> bool:
+        """Whether the scheduler that answers now understands Append and Recall."""
+        return self._welcome is not None and self._welcome.appends
+
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None

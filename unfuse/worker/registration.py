@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 
 import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import Welcome
+from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
 from unfuse.models import card_of, resolve_source
-from unfuse.worker.options import WorkerOptions
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.compute_messages import Load
+from unfuse.worker.options import EXACTNESS, WorkerOptions
 
 Models = tuple[tuple[str, str, str], ...]
 """Models as (name, source, dtype). After `fetch_models`, the source is a folder of this machine."""
@@ -49,6 +52,18 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
     return Served(models, cards, pools_of(cards, choice, options.resources), slots, devices)
+
+
+def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: TensorStore, places: Places) -> list[Load]:
+    """What each rank is to load."""
+    replace = msgspec.structs.replace
+    own = store.owner, store.node, store.address, store.write_token
+    verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
+    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts, ranks=ranks)
+    return [
+        replace(load, rank=rank, compute=replace(options.compute, device=device))
+        for rank, device in enumerate(served.devices)
+    ]
 
 
 def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:

@@ -175,7 +175,8 @@ class StepLoop:
             elif isinstance(verdict, Waits):
                 self._park(run.lease.claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
-                self._begin([Run(msgspec.structs.replace(run.lease, checkpoint=None), run.peers)])
+                lease = msgspec.structs.replace(run.lease, checkpoint=None)
+                self._begin([msgspec.structs.replace(run, lease=lease)])
 
     def _begun(self, run: Run) -> Job | Exception:
         self._send(Stepped(run.lease.claim, 0, 0, 0))
@@ -313,6 +314,8 @@ class StepLoop:
             if step < steps and self._ranks.leads:
                 show_preview(self._results, job, step)
                 show_part(self._results, job, step)
+            if grown := job.growth():
+                self._send(grown)
             self._report(job, step, steps)
             if step == steps:
                 self._retire(job)

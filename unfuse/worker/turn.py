@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from unfuse.core.errors import PermanentError, ProtocolError
+from unfuse.core.growth import Grown, check_growth
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import SteppedStage
 from unfuse.stores.tensor_store import Held
@@ -39,8 +41,23 @@ class Job:
     reported: int = 0
     reported_at: float = field(default_factory=time.monotonic)
     previews: list[int] = field(default_factory=list)
+    grown: int = 0
+    """The number of the next piece of its output."""
     part: int | None = 0
     """The last step whose part is stored; None after one could not be: none can follow."""
+
+    def growth(self) -> Grown | None:
+        """What the last step has added to its output, if anything; raises PermanentError where that is too much."""
+        pieces = tuple(self.stage.grown(self.state))
+        if not pieces:
+            return None
+        grown = Grown(self.claim, self.grown, pieces)
+        try:
+            check_growth([grown])
+        except ProtocolError as error:
+            raise PermanentError(f"stage {self.stage.kind} has grown by what cannot be recorded: {error}") from error
+        self.grown += len(pieces)
+        return grown
 
     @property
     def claim(self) -> Claim:

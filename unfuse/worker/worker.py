@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import msgspec
 import structlog
 
 from unfuse.core.errors import TransientError
+from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Ask,
     Beat,
@@ -27,7 +27,6 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
-    Places,
     Pulse,
     Refused,
     ToScheduler,
@@ -39,13 +38,14 @@ from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.compute_messages import Load, Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
+from unfuse.worker.growing import Growing
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
-from unfuse.worker.options import EXACTNESS, WorkerOptions
+from unfuse.worker.options import WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned
-from unfuse.worker.registration import Served, decide_served
+from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Telling
@@ -107,6 +107,7 @@ class Worker:
         self._saved_states: SavedStates | None = None
         self._background = Supervisor()
         self._telling = Telling(self._link, self._background, self._cancel)
+        self._growing = Growing(self._link, self._background, self._cancel)
 
     async def run(self) -> None:
         """Serve until drained. Raises ConfigError if it cannot start."""
@@ -165,7 +166,7 @@ class Worker:
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._saved_states = SavedStates(objects, self._link)
-        loads = self._loads(served, objects, places)
+        loads = loads_of(served, self._choice, options, objects.store, places)
         watch = options.stall_s, options.memory_limit
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server)
         started = await executor.start()
@@ -179,17 +180,6 @@ class Worker:
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
-
-    def _loads(self, served: Served, objects: Objects, places: Places) -> list[Load]:
-        """What each rank is to load."""
-        options, store, replace = self._options, objects.store, msgspec.structs.replace
-        own = store.owner, store.node, store.address, store.write_token
-        verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
-        load = Load(served.models, self._choice, options.compute, *own, places, options.run_dir, verdicts, ranks=ranks)
-        return [
-            replace(load, rank=rank, compute=replace(options.compute, device=device))
-            for rank, device in enumerate(served.devices)
-        ]
 
     async def _pull(self) -> None:
         """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
@@ -242,18 +232,18 @@ class Worker:
     async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         """Fetch inputs that cannot be mapped, then have compute run the task."""
         try:
-            brought = await objects.copies.bring(lease, granted)
+            brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
         except Exception as error:  # any error must end the task, or it would be lost
             await self._end(Failed(lease.claim, "transient", f"an input cannot be fetched: {error}"))
             if not isinstance(error, TransientError):
                 raise
             return
-        if brought is None:
+        if brought is None or recorded is None:
             await self._end(Stopped(lease.claim))
         elif not executor.ready:
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
-            await executor.run(brought, granted.peers)
+            await executor.run(brought, granted.peers, recorded)
 
     def _room(self, objects: Objects) -> int | None:
         """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
@@ -262,7 +252,7 @@ class Worker:
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
-    async def _hear(self, message: Ready | Stepped | StateSaved | Stopped | Done | Failed) -> None:
+    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -274,6 +264,8 @@ class Worker:
         elif isinstance(message, StateSaved):
             if self._saved_states:
                 self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
+        elif isinstance(message, Grown):
+            self._growing.grown(message)
         else:
             self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
@@ -283,9 +275,10 @@ class Worker:
             await self._executor.cancel(claim, save)
 
     async def _end(self, message: Stopped | Done | Failed) -> None:
-        """Free the task's slot, then report its end until the scheduler has recorded that."""
+        """Have all recorded that it grew, free the task's slot, then report its end until that is recorded."""
         self._reporting += 1
         try:
+            await self._growing.settled(message.claim)
             await self._settle(message, self._active.pop(message.claim, None))
         finally:
             self._reporting -= 1

@@ -72,7 +72,7 @@ class Turn(SteppedStage[tuple[StageInput, int]]):
         assert task.tensors or "later" in need(task.params, "prompt", str)
 
     def start(self, task: StageInput) -> tuple[StageInput, int]:
-        return task, 0
+        return task, len(task.recorded)
 
     def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
         time.sleep(STEP_S)
@@ -84,6 +84,11 @@ class Turn(SteppedStage[tuple[StageInput, int]]):
 
     def progress(self, state: tuple[StageInput, int]) -> tuple[int, int]:
         return state[1], need(state[0].params, "num_inference_steps", int)
+
+    def grown(self, state: tuple[StageInput, int]) -> Sequence[bytes]:
+        """Of one that is to speak, the number of the step, who made it, and behind how many pieces it began."""
+        speaks = need(state[0].params, "prompt", str).startswith("speak")
+        return [b"%d %d %d" % (state[1], os.getpid(), len(state[0].recorded))] if speaks else []
 
     def finish(self, state: tuple[StageInput, int]) -> StageOutput:
         text = state[0].tensors.get("text")

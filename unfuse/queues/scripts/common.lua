@@ -107,6 +107,11 @@ local function log(id, event)
   if not event.at or event.at == 0 then event.at = wall end
   call('ZADD', events_key(id), event.seq, VERSION .. cmsgpack.pack(event))
   if event.type == 'progress' or event.type == 'preview' then call('RPUSH', droppable_key(id), event.seq) end
+  if event.type == 'appended' then -- of a stage only the last is kept
+    local last = call('HGET', request_key(id), 'appended:' .. event.stage)
+    if last then call('ZREMRANGEBYSCORE', events_key(id), last, last) end
+    call('HSET', request_key(id), 'appended:' .. event.stage, event.seq)
+  end
   if event.seq > A.max_events and call('ZCARD', events_key(id)) > A.max_events then
     local old = call('LPOP', droppable_key(id))
     if old then

@@ -4,6 +4,7 @@ local function drop(id)
   if tenant and key and key ~= '' then call('HDEL', KEYED, name_of(tenant, key)) end
   call('ZREM', ALL, id)
   call('ZREM', OVER, id)
+  for _, stage in ipairs(sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do drop_pieces(name_of(id, stage)) end
   call('DEL', request_key(id), stages_key(id), events_key(id), droppable_key(id))
   relist(id, facts(id))
   news[id] = true
@@ -18,6 +19,7 @@ end
 
 function verbs.forget()
   unlist_dropped()
+  drop_left_pieces()
   local old = call('ZRANGEBYSCORE', OVER, '-inf', '(' .. exact(A.before), 'LIMIT', 0, A.scan)
   for _, id in ipairs(old) do drop(id) end
   return old

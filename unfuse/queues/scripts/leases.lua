@@ -109,7 +109,7 @@ local function claim(ask, member, task, token)
   left(task.pool)
   publish(id, {type = 'stage_started', stage = task.stage, attempt = tonumber(task.attempt), worker = ask.worker})
   relist(id, facts(id, true))
-  return {task.task, task.attempt}
+  return {task.task, task.attempt, count_pieces(name)}
 end
 
 -- Claims what a worker that asks takes now.

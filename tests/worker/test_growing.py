@@ -1,0 +1,174 @@
+"""What outputs have grown by, from compute to the scheduler, and back to the next attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+
+import pytest
+
+from unfuse.core.growth import PIECE_BYTES, PIECES_AT_ONCE, Grown
+from unfuse.core.messages import Accepted, Append, Pulse, Recall, Recorded, Refused, ToScheduler, ToWorker
+from unfuse.core.task import Claim, Lease, Task
+from unfuse.supervision.supervisor import Supervisor
+from unfuse.testing.virtual_time import in_virtual_time
+from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
+from unfuse.worker.growing import APPEND_S, Growing
+
+
+def claim(name: str) -> Claim:
+    return Claim(name, "s", 1, b"token")
+
+
+def lease(appended: int) -> Lease:
+    return Lease(Task("a", "s", 1, "p", "k", "m", {}), "w", b"token", 0.0, appended=appended)
+
+
+class Scheduler:
+    """Keeps what it is told, unless it says otherwise, and takes a while over it."""
+
+    def __init__(self) -> None:
+        self.appends = True
+        self.kept: dict[str, list[bytes]] = {}
+        self.said: list[ToScheduler] = []
+        self.refusals: list[ToWorker] = []
+        self.lost: list[Claim] = []
+        self.ended: list[Claim] = []
+
+    async def call(self, message: Append | Recall) -> ToWorker:
+        self.said.append(message)
+        await asyncio.sleep(0.01)
+        if self.refusals:
+            return self.refusals.pop(0)
+        if isinstance(message, Recall):
+            return Recorded(tuple(self.kept[message.claim.request][message.after :][:3]))
+        for one in message.grown:
+            if one.claim not in self.lost:
+                kept = self.kept.setdefault(one.claim.request, [])
+                assert one.offset == len(kept)
+                kept += one.pieces
+        return Pulse(tuple(one.claim for one in message.grown if one.claim in self.lost), ())
+
+    async def end(self, claim: Claim) -> None:
+        self.ended.append(claim)
+
+
+def growing() -> tuple[Growing, Scheduler]:
+    scheduler = Scheduler()
+    return Growing(scheduler, Supervisor(), scheduler.end), scheduler  # type: ignore[arg-type]
+
+
+def grow(growing: Growing, name: str, offset: int, pieces: Sequence[bytes]) -> None:
+    growing.grown(Grown(claim(name), offset, tuple(pieces)))
+
+
+@in_virtual_time
+async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None:
+    made, scheduler = growing()
+    for step in range(100):
+        for name in "abc":
+            grow(made, name, step, [b"%d" % step])
+        await asyncio.sleep(0.005)
+    for name in "abc":
+        await made.settled(claim(name))
+    assert scheduler.kept == {name: [b"%d" % step for step in range(100)] for name in "abc"}
+    assert 0.5 / (APPEND_S + 0.01) - 1 <= len(scheduler.said) <= 0.5 / APPEND_S + 2
+    first = scheduler.said[0]
+    assert isinstance(first, Append) and len(first.grown) == 3 and len(first.grown[0].pieces) <= 3
+
+
+@in_virtual_time
+async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.worker.growing.APPEND_S", 3600.0)
+    made, scheduler = growing()
+    began = asyncio.get_running_loop().time()
+    await made.settled(claim("a"))
+    for step in range(3):
+        grow(made, "a", step, [b"x"])
+        await asyncio.sleep(0.1)
+    assert scheduler.kept == {"a": [b"x"]}
+    await made.settled(claim("a"))
+    assert scheduler.kept == {"a": [b"x"] * 3}
+    assert asyncio.get_running_loop().time() - began < 1.0
+
+
+@in_virtual_time
+async def test_more_than_a_message_takes_goes_in_several_and_nobody_waits_for_all_of_another_s() -> None:
+    made, scheduler = growing()
+    grow(made, "long", 0, [b"%d" % number for number in range(4 * PIECES_AT_ONCE)])
+    grow(made, "short", 0, [b"a", b"b"])
+    await made.settled(claim("short"))
+    assert 0 < len(scheduler.kept["long"]) < 3 * PIECES_AT_ONCE
+    await made.settled(claim("long"))
+    assert scheduler.kept["long"] == [b"%d" % number for number in range(4 * PIECES_AT_ONCE)]
+    sizes = [sum(len(one.pieces) for one in said.grown) for said in scheduler.said if isinstance(said, Append)]
+    assert max(sizes) == PIECES_AT_ONCE
+
+
+@in_virtual_time
+async def test_what_is_not_recorded_is_said_again_with_all_that_came_meanwhile() -> None:
+    made, scheduler = growing()
+    scheduler.refusals = [Refused("the disk is full"), Refused("it still is"), Accepted()]
+    grow(made, "a", 0, [b"0"])
+    settled = asyncio.create_task(made.settled(claim("a")))
+    await asyncio.sleep(0.5)
+    grow(made, "a", 1, [b"1"])
+    await settled
+    assert scheduler.kept == {"a": [b"0", b"1"]}
+    assert len(scheduler.said) == 4
+
+
+@in_virtual_time
+async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> None:
+    made, scheduler = growing()
+    scheduler.lost = [claim("a")]
+    for name, messages in (("a", 3), ("b", 1)):
+        grow(made, name, 0, [b"0"] * PIECES_AT_ONCE * messages)
+    await made.settled(claim("a"))
+    await made.settled(claim("b"))
+    assert (scheduler.ended, scheduler.kept) == ([claim("a")], {"b": [b"0"] * PIECES_AT_ONCE})
+    assert len(scheduler.said) == 2
+    grow(made, "a", PIECES_AT_ONCE, [b"1"])  # said before compute heard of it
+    await made.settled(claim("a"))
+    assert scheduler.kept.keys() == {"b"}
+
+
+@in_virtual_time
+async def test_a_scheduler_of_the_version_before_is_told_nothing_of_it() -> None:
+    made, scheduler = growing()
+    scheduler.appends = False
+    grow(made, "a", 0, [b"0"])
+    settled = asyncio.create_task(made.settled(claim("a")))
+    await asyncio.sleep(60.0)
+    assert (settled.done(), scheduler.said) == (False, [])
+    scheduler.appends = True
+    await settled
+    assert scheduler.kept == {"a": [b"0"]}
+
+
+@in_virtual_time
+async def test_the_next_attempt_gets_what_is_recorded() -> None:
+    made, scheduler = growing()
+    assert await made.recorded(lease(0)) == ()
+    assert scheduler.said == []
+    scheduler.kept["a"] = [b"%d" % number for number in range(8)]
+    scheduler.refusals = [Refused("not now")]
+    assert await made.recorded(lease(8)) == tuple(scheduler.kept["a"])
+    assert scheduler.said[1:] == [Recall(claim("a"), after) for after in (0, 3, 6)]
+    scheduler.refusals = [Refused("it is not yours", lease_lost=True)]
+    assert await made.recorded(lease(8)) is None
+    assert await made.recorded(lease(9)) is None  # the queue has lost some
+
+
+async def test_more_recorded_pieces_than_a_message_takes_reach_compute_with_their_task() -> None:
+    """Each task with its own, whatever comes between."""
+    here, there = socket.socketpair()
+    parent, compute = await ParentChannel.open(here), ComputeChannel(there)
+    many = tuple(b"%d" % number + bytes(PIECE_BYTES - 9) for number in range(3 * PIECES_AT_ONCE + 1))
+    sent = [Run(lease(0), {}, many), Cancel(claim("b")), Run(lease(0), {}), Run(lease(0), {}, (b"one",))]
+    for message in sent:
+        await parent.send(message)
+    assert [await asyncio.to_thread(compute.receive) for _ in sent] == sent
+    parent.close()
+    there.close()

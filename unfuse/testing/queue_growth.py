@@ -1,0 +1,226 @@
+"""Rules of the queue port about outputs that are read while they grow."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from unfuse.core.errors import NotFound, ProtocolError
+from unfuse.core.event import Event
+from unfuse.core.growth import MOST_PIECES, PIECE_BYTES, PIECES_AT_ONCE, Grown
+from unfuse.core.task import Claim
+from unfuse.queues.base import TaskQueue
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import (
+    LIMITS,
+    TTL,
+    change,
+    done,
+    following,
+    history,
+    leased,
+    passing,
+    raised,
+    request,
+    started,
+    submitted,
+    task,
+    wanted,
+)
+
+
+async def what_grows_is_read_from_any_number(queue: TaskQueue, clock: ManualClock) -> None:
+    """Byte for byte, each stage for itself, in pages; of a stage that has grown by nothing there is nothing."""
+    await queue.submit(request("a"), [task("a"), task("a", "t")], [], LIMITS)
+    first, second = await leased(queue), await leased(queue)
+    assert await queue.append(first.claim, 0, [b"\0\xff", b"", "é".encode()])
+    assert await queue.append(second.claim, 0, [b"other"])
+    assert await queue.append(first.claim, 3, [bytes(PIECE_BYTES)])
+    assert await queue.append(first.claim, 4, [])
+    whole = [b"\0\xff", b"", "é".encode(), bytes(PIECE_BYTES)]
+    assert await queue.appended("a", "s") == whole
+    assert [await queue.appended("a", "s", after) for after in range(6)] == [whole[after:] for after in range(6)]
+    assert await queue.appended("a", "s", 1, limit=2) == whole[1:3]
+    assert (await queue.appended("a", "t"), await queue.appended("a", "u")) == ([b"other"], [])
+    await raised(NotFound, queue.appended("nobody", "s"))
+    many = [b"%d" % number for number in range(4, 3000)]
+    for at in range(0, len(many), PIECES_AT_ONCE):
+        assert await queue.append(first.claim, 4 + at, many[at : at + PIECES_AT_ONCE])
+    assert await queue.appended("a", "s", 2900, limit=50) == many[2896:2946]
+    assert len(await queue.appended("a", "s")) == PIECES_AT_ONCE
+
+
+async def growing_needs_a_lease(queue: TaskQueue, clock: ManualClock) -> None:
+    """That is held, also when its time has passed; a claim that differs in anything, or is old, changes nothing."""
+    record = await submitted(queue, "a")
+    lease = await leased(queue)
+    wrong = ({"token": bytes(16)}, {"token": b""}, {"attempt": 2}, {"stage": "t"}, {"request": "z"})
+    for fields in wrong:
+        assert not await queue.append(msgspec.structs.replace(lease.claim, **fields), 0, [b"forged"])
+    assert await queue.appended("a", "s") == await queue.appended("a", "t") == []
+    assert await passing(queue, clock, TTL) == [lease]
+    assert await queue.append(lease.claim, 0, [b"late"])
+    record = await queue.commit(change(record, lease.claim, push=(task("a", attempt=2),)))
+    assert not await queue.append(lease.claim, 1, [b"too late"])
+    assert not await queue.append(lease.claim, 99, [b"much too late"])
+    again = await leased(queue)
+    await queue.commit(done(record, again, status="completed", events=(Event("completed"),)))
+    assert not await queue.append(again.claim, 1, [b"after the end"])
+    assert await queue.appended("a", "s") == [b"late"]
+    assert [event.step for event in await history(queue, "a") if event.type == "appended"] == [1]
+
+
+async def what_was_recorded_first_stays(queue: TaskQueue, clock: ManualClock) -> None:
+    """A repeat adds nothing, and what is behind it is added, also by another attempt, which is told what is there."""
+    await submitted(queue, "a")
+    lease = await leased(queue)
+    assert lease.appended == 0
+    for offset, pieces in ((0, b"ab"), (0, b"ab"), (1, b"bc"), (0, b"xyzd"), (2, b"!"), (4, b"")):
+        assert await queue.append(lease.claim, offset, [bytes([one]) for one in pieces])
+    assert b"".join(await queue.appended("a", "s")) == b"abcd"
+    await queue.hand_back(lease.claim)
+    lease = await leased(queue)
+    assert (lease.task.attempt, lease.appended) == (2, 4)
+    assert await queue.append(lease.claim, 2, [b"C", b"D", b"e"])
+    assert b"".join(await queue.appended("a", "s")) == b"abcde"
+    counts = [event.step for event in await seen(queue, "a") if event.type == "appended"]
+    assert counts == [5]
+
+
+async def a_gap_is_refused(queue: TaskQueue, clock: ManualClock) -> None:
+    """With all that came with it."""
+    for name in "ab":
+        await submitted(queue, name)
+    first, second = await leased(queue), await leased(queue)
+    await raised(ProtocolError, queue.append(first.claim, 1, [b"b"]))
+    together = [Grown(first.claim, 0, (b"a",)), Grown(second.claim, 1, (b"b",))]
+    await raised(ProtocolError, queue.append_all(together))
+    await raised(ProtocolError, queue.append_all(together[::-1]))
+    assert await queue.appended("a", "s") == await queue.appended("b", "s") == []
+    assert await queue.append(first.claim, 0, [b"a"])
+    await raised(ProtocolError, queue.append(first.claim, 2, [b"c"]))
+    assert await queue.appended("a", "s") == [b"a"]
+
+
+async def growth_is_bounded(queue: TaskQueue, clock: ManualClock) -> None:
+    """A piece, the pieces of a call, and those of a stage; a call has each task once, and no number below 0."""
+    await submitted(queue, "a")
+    claim = (await leased(queue)).claim
+    await raised(ProtocolError, queue.append(claim, 0, [b"a", bytes(PIECE_BYTES + 1)]))
+    await raised(ProtocolError, queue.append(claim, 0, [b"a"] * (PIECES_AT_ONCE + 1)))
+    await raised(ProtocolError, queue.append(claim, -1, [b"a"]))
+    await raised(ProtocolError, queue.append(claim, MOST_PIECES, [b"a"]))
+    await raised(ProtocolError, queue.append_all([Grown(claim, 0, (b"a",)), Grown(claim, 1, (b"b",))]))
+    assert await queue.appended("a", "s") == []
+    assert await queue.append(claim, 0, [bytes(PIECE_BYTES)] * PIECES_AT_ONCE)
+    assert await queue.append_all([]) == []
+
+
+async def several_grow_in_one_call(queue: TaskQueue, clock: ManualClock) -> None:
+    """Each for itself: one whose lease is gone does not harm the others."""
+    for name in "abcd":
+        await submitted(queue, name)
+    leases = await queue.lease("w", wanted("p", slots=4), TTL)
+    await queue.hand_back(leases[1].claim)
+    grown = [Grown(lease.claim, 0, (lease.task.request.encode(), b"!")) for lease in leases[:3]]
+    nobody = Claim("nobody", "s", 1, bytes(16))
+    assert await queue.append_all([*grown, Grown(nobody, 0, (b"n",))]) == [True, False, True, False]
+    found = [b"".join(await queue.appended(name, "s")) for name in "abcd"]
+    assert found == [b"a!", b"", b"c!", b""]
+
+
+async def who_watches_is_told_how_many_there_are(queue: TaskQueue, clock: ManualClock) -> None:
+    """By an event without the pieces; a repeat is no news; neither moves the version, or what runs."""
+    await submitted(queue, "a")
+    lease = await leased(queue)
+    stream = queue.watch("a", 2)
+    coming = await started(following(stream))
+    await queue.append(lease.claim, 0, [b"a", b"b"])
+    event = await coming
+    assert event is not None
+    assert (event.type, event.stage, event.attempt, event.step) == ("appended", "s", 1, 2)
+    assert (event.seq, event.at, event.message) == (3, clock.wall(), "")
+    await queue.append(lease.claim, 0, [b"a", b"b"])
+    await queue.append(lease.claim, 1, [b"b", b"c"])
+    event = await following(stream)
+    assert event is not None
+    assert (event.seq, event.step) == (4, 3)
+    record = await queue.load("a")
+    assert (record.context.version, record.running[0].step) == (0, 0)
+
+
+async def of_a_stage_only_the_last_count_is_kept(queue: TaskQueue, clock: ManualClock) -> None:
+    """However often it grows, what structures the history stays, and each stage has its own count."""
+    record = await queue.submit(request("a"), [task("a"), task("a", "t")], [Event("queued")], LIMITS)
+    first, second = await leased(queue), await leased(queue)
+    for number in range(600):
+        await queue.append_all([Grown(one.claim, number, (b"x",)) for one in (first, second)])
+    await queue.append(first.claim, 600, [b"x"])
+    record = await queue.commit(done(record, first, events=(Event("stage_completed", stage="s"),)))
+    await queue.commit(done(record, second, status="completed", events=(Event("completed"),)))
+    events = await history(queue, "a")
+    kept = [(event.type, event.stage, event.step) for event in events]
+    assert kept[:3] == [("queued", "", 0), ("stage_started", "s", 0), ("stage_started", "t", 0)]
+    assert kept[3:] == [
+        ("appended", "t", 600),
+        ("appended", "s", 601),
+        ("stage_completed", "s", 0),
+        ("completed", "", 0),
+    ]
+    assert (events[3].seq, events[-1].seq) == (3 + 1200, 3 + 1203)
+
+
+async def what_has_grown_goes_with_its_request(queue: TaskQueue, clock: ManualClock) -> None:
+    """Not with its task, its output or its end; one of the same id, or another stage, has none of it."""
+    for name in "ab":
+        record = await submitted(queue, name)
+        lease = await leased(queue)
+        await queue.append(lease.claim, 0, [b"kept"])
+        record = await queue.commit(done(record, lease, push=(task(name, "t"),)))
+        record = await queue.commit(change(record, push=(task(name, attempt=2),), close=((name, "t"),)))
+        lease = await leased(queue)
+        assert lease.appended == 1
+        assert await queue.append(lease.claim, 1, [b"more"])
+        await queue.turn_down(lease.claim)
+        await queue.commit(change(record, status="cancelled", completed_at=5.0))
+        assert await queue.appended(name, "s") == [b"kept", b"more"]
+    await queue.drop("a")
+    assert await queue.forget(6.0) == ["b"]
+    for name in "ab":
+        await raised(NotFound, queue.appended(name, "s"))
+        await submitted(queue, name)
+        assert (await leased(queue)).appended == 0
+        assert await queue.appended(name, "s") == []
+
+
+async def who_grows_it_at_once_agrees(queue: TaskQueue, clock: ManualClock) -> None:
+    """Calls that overlap, in any order: each number is there once, and what was there before them stays."""
+    await submitted(queue, "a")
+    claim = (await leased(queue)).claim
+    assert await queue.append(claim, 0, [b"0 first", b"1 first", b"2 first"])
+    calls = [(at, [b"%d of %d" % (number, at) for number in range(at, at + 4)]) for at in (3, 0, 1, 2, 3, 3, 0)]
+    assert all(await asyncio.gather(*(queue.append(claim, at, pieces) for at, pieces in calls)))
+    found = await queue.appended("a", "s")
+    assert [int(piece.split()[0]) for piece in found] == list(range(7))
+    assert found[:3] == [b"0 first", b"1 first", b"2 first"]
+
+
+async def seen(queue: TaskQueue, name: str) -> list[Event]:
+    """The events of a request, which ends by this."""
+    await queue.commit(change(await queue.load(name), status="cancelled", events=(Event("cancelled"),)))
+    return [*await history(queue, name)]
+
+
+GROWTH_RULES = (
+    what_grows_is_read_from_any_number,
+    growing_needs_a_lease,
+    what_was_recorded_first_stays,
+    a_gap_is_refused,
+    growth_is_bounded,
+    several_grow_in_one_call,
+    who_watches_is_told_how_many_there_are,
+    of_a_stage_only_the_last_count_is_kept,
+    what_has_grown_goes_with_its_request,
+    who_grows_it_at_once_agrees,
+)
