@@ -1,0 +1,18 @@
+"""What decoding adds to a text: tokens, and what became certain with each."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A token that was drawn, and the text that became certain with it: none while a character is incomplete.
+
+    `logprob` is the natural logarithm of its probability; `top` has (id, text, logprob) of the most likely tokens, the
+    likeliest first. Both are there only if they were asked for.
+    """
+
+    id: int
+    text: str = ""
+    logprob: float | None = None
+    top: tuple[tuple[int, str, float], ...] = ()

@@ -1,0 +1,150 @@
+"""A model's chat template: from messages to the text of a prompt, in Jinja's sandbox and within bounds."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from unfuse.core.errors import ConfigError, InvalidParameter
+
+MAX_CHARACTERS = 32 * 1024 * 1024
+"""The longest prompt a template may make."""
+MAX_S = 5.0
+"""Seconds of computing that it may take for that."""
+
+_deadline = ContextVar[float]("deadline", default=float("inf"))
+Message = Mapping[str, Any]
+
+
+class _Generation(Extension):
+    """{% generation %} marks what training looks at; here it is a block like any."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja as transformers sets it up for templates, whose every loop and call looks at the clock.
+
+    So none goes on for ever, even one without output. The clock is that of this thread's computing: a machine under
+    load fails no prompt. A template belongs to a model, which is trusted not to use up memory on purpose.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+        self.filters["tojson"] = _tojson
+        self.globals.pop("lipsum")  # it makes as much text as it is told to, in a loop of its own
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "_on": _on}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            on = nodes.Call(nodes.Name("_on", "load"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(on).set_lineno(loop.lineno))
+        return tree
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
+        if time.thread_time() > _deadline.get():
+            raise TemplateError("it takes too long")
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+class ChatTemplate:
+    """A template. `source` names it in errors. Raises ConfigError for one that is not valid.
+
+    It may take `seconds` of computing and make a prompt of `characters`.
+    """
+
+    def __init__(self, text: str, source: str, characters: int = MAX_CHARACTERS, seconds: float = MAX_S) -> None:
+        self._characters, self._seconds = characters, seconds
+        try:
+            self._template = _Sandbox().from_string(text)
+        except (TemplateError, RecursionError) as error:
+            raise ConfigError(f"the chat template of {source} is not valid: {error}") from error
+
+    def prompt(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> str:
+        """The text of a prompt. Raises InvalidParameter for messages that the template refuses, or fails on."""
+        token = _deadline.set(time.thread_time() + self._seconds)
+        made, length = [], 0
+        try:
+            for part in self._template.generate(messages=messages, **variables):
+                made.append(part)
+                length += len(part)
+                if length > self._characters:
+                    raise TemplateError(f"it makes more than {self._characters} characters")
+        except Exception as error:  # whatever somebody else's template raises
+            reason = str(error) or type(error).__name__
+            raise InvalidParameter(
+                f"messages: the model's chat template fails on them: {reason}", "messages"
+            ) from error
+        finally:
+            _deadline.reset(token)
+        return "".join(made)
+
+
+def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates read them: content as one text, and no key without a value.
+
+    Raises InvalidParameter for what is no message, and for content that is no text, naming it.
+    """
+    if not messages:
+        raise InvalidParameter("messages: at least one is needed", "messages")
+    made = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidParameter(f"messages[{number}] must be an object with a role", "messages")
+        content = {"content": _text(message["content"], number)} if message.get("content") is not None else {}
+        made.append({key: value for key, value in message.items() if value is not None} | content)
+    return made
+
+
+def _text(content: Any, number: int) -> str:
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, list | tuple):
+        raise InvalidParameter(f"messages[{number}].content must be a text or a list of parts", "messages")
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind != "text":
+            shown = str(kind)[:40]
+            raise InvalidParameter(
+                f"messages[{number}].content: parts of type {shown} are not read, only text", "messages"
+            )
+        if not isinstance(part.get("text"), str):
+            raise InvalidParameter(f"messages[{number}].content: a part of type text needs a text", "messages")
+    return "".join(part["text"] for part in parts)
+
+
+def _on() -> None:
+    """Go on: called by each turn of a loop, so that `call` looks at the clock."""
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is, where Jinja's own filter would write it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

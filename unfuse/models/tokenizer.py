@@ -1,0 +1,122 @@
+"""The tokenizer and chat template of a language model, as gateways and decoders need them: without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.models.chat_template import ChatTemplate, Message, plain
+from unfuse.models.folder import REPAIR
+from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
+
+
+class ChatTokenizer:
+    """Ids of texts and of chats, and the bytes that ids stand for. Of many threads, each may call it.
+
+    `stops` end a text; `specials` are no text; `size` is one more than the largest id.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        source, tokenizer, templates, named, stops = parts
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        ids = {name: id for name, token in named.items() if (id := tokenizer.token_to_id(token)) is not None}
+        added = tokenizer.get_added_tokens_decoder()
+        whole = [AddedToken(named[name], normalized=False) for name, id in ids.items() if id not in added]
+        tokenizer.add_special_tokens(whole)
+        self._tokenizer, self._named = tokenizer, named
+        self._templates = {name: ChatTemplate(text, str(source)) for name, text in templates.items()}
+        self._bytes, self._strips = _spelling(source, tokenizer)
+        self.stops = frozenset(id for id in (*stops, ids.get("eos_token")) if id is not None)
+        self.specials = frozenset({id for id, token in added.items() if token.special} | set(ids.values()))
+        self.size = max(tokenizer.get_vocab().values()) + 1
+
+    @classmethod
+    def read(cls, folder: Path) -> ChatTokenizer:
+        """That of a folder with tokenizer.json, else of the first GGUF file in it.
+
+        Raises ConfigError where neither is, or what is there cannot be read or is of a kind that is not served.
+        """
+        if (folder / "tokenizer.json").exists():
+            return cls(of_folder(folder))
+        files = sorted(folder.glob("*.gguf"))
+        if not files:
+            raise ConfigError(f"model {folder} has no tokenizer: neither tokenizer.json nor a GGUF file; {REPAIR}")
+        return cls(of_gguf(files[0]))
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text as it is: special tokens written in it are those tokens, and none is added.
+
+        Raises InvalidParameter for what is no Unicode.
+        """
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        except TypeError as error:
+            raise InvalidParameter("messages: half a surrogate pair is no text", "messages") from error
+
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None, **template_kwargs: Any
+    ) -> list[int]:
+        """The ids of a chat, up to where the answer begins. The template writes all special tokens, the first, too.
+
+        Raises InvalidParameter for messages that are none, or that the model's template refuses.
+        """
+        template = self._templates.get("tool_use") if tools else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
+        variables = {**self._named, "tools": tools, "documents": None, "add_generation_prompt": True, **template_kwargs}
+        return self.ids(template.prompt(plain(messages), variables))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of ids, without special ones; U+FFFD for bytes that are no UTF-8."""
+        shown = [id for id in ids if id not in self.specials]
+        return b"".join(self.piece(id, place == 0) for place, id in enumerate(shown)).decode(errors="replace")
+
+    def piece(self, id: int, first: bool = False) -> bytes:
+        """The bytes of a token, special ones too; none for an id that the tokenizer does not have.
+
+        Some tokenizers begin each text with a space: it is not there in the `first` token.
+        """
+        token = self._tokenizer.id_to_token(id)
+        piece = b"" if token is None else self._bytes(token)
+        return piece[1:] if first and self._strips and piece[:1] == b" " else piece
+
+
+def _spelling(source: Path, tokenizer: Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How tokens are written as bytes, and whether each text of them begins with a space that is none of its own."""
+    decoder = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {"type": "none"}
+    steps = {step["type"]: step for step in decoder.get("decoders", [decoder])}
+    if steps.keys() == {"ByteLevel"}:
+        return _of_letters, False
+    if not steps.keys() <= {"Replace", "Metaspace", "ByteFallback", "Fuse", "Strip"}:
+        raise ConfigError(
+            f"{source}: a tokenizer that decodes by {', '.join(steps)} is not served: byte-level ones are, "
+            "and those of SentencePiece"
+        )
+    strips = "Strip" in steps or steps.get("Metaspace", {}).get("prepend_scheme", "never") != "never"
+    return _of_words, strips
+
+
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_REST = [byte for byte in range(256) if byte not in _PRINTED]
+LETTERS = {chr(byte): byte for byte in _PRINTED} | {chr(256 + place): byte for place, byte in enumerate(_REST)}
+"""How GPT-2 writes bytes, so that each is a letter that can be seen."""
+
+
+def _of_letters(token: str) -> bytes:
+    try:
+        return bytes([LETTERS[letter] for letter in token])
+    except KeyError:  # an added token, which is written as it is
+        return token.encode()
+
+
+def _of_words(token: str) -> bytes:
+    byte = re.fullmatch("<0x([0-9A-F]{2})>", token)
+    return bytes.fromhex(byte[1]) if byte else token.replace("▁", " ").encode()
