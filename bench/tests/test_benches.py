@@ -13,7 +13,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench import arrivals, costs, gpu, growth, hop, http_edge, idle, leases, load, lora, steps, stored, stream, tasks
+from bench import (
+    arrivals,
+    costs,
+    gpu,
+    growth,
+    hop,
+    http_edge,
+    idle,
+    kv,
+    leases,
+    load,
+    lora,
+    steps,
+    stored,
+    stream,
+    tasks,
+)
 from bench.model import PROMPTS, Case, Model
 from bench.peers.loop import Ear, Mouth, closed_loop
 from bench.servers import redis_server

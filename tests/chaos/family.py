@@ -32,7 +32,8 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.media import Room
 from unfuse.core.plan import Params, Pipeline, StageSpec
-from unfuse.models.base import Family, Report, Runtime, choose_dtypes, weights_ids
+from unfuse.models.base import Family, Report, Runtime, weights_ids
+from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import Checkpoint, Media, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE

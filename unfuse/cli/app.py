@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from unfuse.cli import compare, config, dead, doctor, generate, keys, models, requests, serve, version, worker, workers
+from unfuse.cli import (
+    chat,
+    compare,
+    config,
+    dead,
+    doctor,
+    generate,
+    keys,
+    models,
+    requests,
+    serve,
+    version,
+    worker,
+    workers,
+)
 from unfuse.cli.verbs import Verbs
 
 app = Verbs("Serve a generative model as stages, each from its own pool of workers.", add_completion=True)
 app.verb()(generate.generate)
+app.verb()(chat.chat)
 app.verb("info")(serve.serve)
 app.verb("info")(worker.worker)
 app.verb()(models.models)

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from unfuse.cli import show
+from unfuse.cli.connecting import client_of
 from unfuse.cli.files import kind_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, Json, takes
 from unfuse.cli.parameter_flags import asks, check_numbers
-from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.core.checking import check_bounds
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO, medium_for
-from unfuse.service.loading import Loading
-from unfuse.service.settings import DEFAULT, Loaded, load
+from unfuse.service.settings import Loaded, load
 
 if TYPE_CHECKING:
-    from unfuse.client import Client, Result
+    from unfuse.client import Result
 
 
 @takes(*PLACING, *COMPUTE, "serve.loras")
@@ -76,12 +74,7 @@ def generate(
 
 def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Result, bool]:
     """The result, and whether it is complete: after an interrupt it has what was finished."""
-    loading = Loading(loaded.settings.serve.models)
-    terminal.heard = loading.hear
-    terminal.open_log()
-    server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
-    status = f"waiting for {server}" if server else loading
-    with progress_on(terminal, lambda: status) as progress, _client(loaded, terminal, loading, server) as client:
+    with client_of(loaded, terminal) as (client, progress):
         request = client.submit(**asked)
         try:
             terminal.say(f"request {request.id}")
@@ -90,17 +83,6 @@ def _made(loaded: Loaded, terminal: Terminal, asked: dict[str, Any]) -> tuple[Re
             return request.result(), True
         except KeyboardInterrupt:
             return request.stop(), False
-
-
-def _client(loaded: Loaded, terminal: Terminal, loading: Loading, server: str) -> AbstractContextManager[Client]:
-    """A client of the named server, or of private workers that end with the block."""
-    if server:
-        from unfuse.client import connect
-
-        return connect(server, loaded.settings.api_key)
-    from unfuse.service.local import own_pools
-
-    return own_pools(loaded, terminal, loading)
 
 
 def _report(result: Result, files: list[Path], terminal: Terminal, video: bool, json: bool) -> None:

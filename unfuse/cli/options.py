@@ -33,7 +33,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     WORKERS: (
         "serve.workers", "serve.encoders", "serve.denoisers", "serve.decoders", "serve.place", "serve.slots",
-        "arena.bytes", "lease.", "worker.",
+        "arena.bytes", "kv.bytes", "lease.", "worker.",
     ),
     MACHINES: (
         "serve.listen", "insecure_listen", "keys", "transfer.", "serve.encode", "worker.listen", "worker.scheduler",
@@ -56,7 +56,7 @@ COMPUTE = tuple(name for name in FIELDS if name.startswith("compute."))
 
 PLACING = (
     "serve.workers", "serve.place", "serve.device_memory", "serve.encoders", "serve.denoisers", "serve.decoders",
-    "arena.bytes",
+    "arena.bytes", "kv.bytes",
 )  # fmt: skip
 """Which workers run where, beside how they compute."""
 

@@ -11,13 +11,13 @@ import typer
 
 from unfuse.cli.options import KEYWORD_ONLY, MADE, gathering
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import MEDIA
+from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.parameters import Parameter
 
 TYPES = {"integer": int, "number": float, "flag": bool}
 """Types that the command line parses; all others are text."""
 
-LINES = {one.name: one for medium in MEDIA for one in medium.parameters if one.offered}
+LINES = {one.name: one for medium in (IMAGE, VIDEO) for one in medium.parameters if one.offered}
 
 
 def asks(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

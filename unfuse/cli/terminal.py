@@ -63,6 +63,10 @@ class Progress(AbstractContextManager["Progress"], Protocol):
     def show(self, event: Event) -> None:
         """Handle the next event of a request."""
 
+    def close(self) -> None:
+        """Show nothing from now on."""
+        self.__exit__(None, None, None)
+
 
 def retried(event: Event) -> str:
     """Why a stage runs again."""

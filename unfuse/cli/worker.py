@@ -15,7 +15,7 @@ from unfuse.service.settings import load
 @takes(
     "worker.role", "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE,
     "worker.slots", "worker.resources", "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network",
-    "arena.bytes", "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
+    "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
 def worker(
     flags: dict[str, Any],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -129,6 +129,48 @@ class Client:
     def generate(self, prompt: str, **asked: Any) -> Result:
         """Make pictures or a video from a prompt, as `submit` does, and wait. Also raises PermanentError."""
         return self.submit(prompt, **asked).result()
+
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> Iterator[str]:
+        """Answer messages, or a text of the user's; gives the parts of the answer as they come, each once.
+
+        `params` are those of POST /v1/chat/completions, without n. A connection that breaks is taken up again where it
+        broke. Raises InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
+        """
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+        body = {**params, "messages": said, "stream": True}
+        headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
+        while True:
+            try:
+                for id, told in self._chunks(body, headers):
+                    headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
+                    if "error" in told:
+                        raise PermanentError(told["error"]["message"])
+                    for choice in told["choices"]:
+                        yield choice["delta"].get("content") or ""
+                return
+            except TransientError:
+                if lost >= RECONNECTS:
+                    raise
+            lost += 1
+            time.sleep(self.reconnect_delay * 2 ** min(lost, 5))
+
+    def _chunks(self, body: dict[str, Any], headers: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Events of a chat, with their ids, of one connection. Raises TransientError if it ends too soon."""
+        path = "/v1/chat/completions"
+        try:
+            with self._http.sse(path, method="POST", json=body, headers=headers) as source:
+                if source.response.is_error:
+                    source.response.read()
+                    raise error_of(source.response)
+                for message in source:
+                    if message.data == "[DONE]":
+                        return
+                    yield message.id or "", msgspec.json.decode(message.data, type=dict[str, Any])
+        except (msgspec.DecodeError, httpx2.SSEError) as error:
+            raise _foreign(f"{self.url}{path}") from error
+        except httpx2.TransportError as error:
+            raise self._unreachable(error) from error
+        raise TransientError(f"{self.url} ended an answer before it was whole")
 
     def submit(
         self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-Batching = Literal["exact", "batched"]
+Batching = Literal["auto", "exact", "batched"]
 Offload = Literal["none", "model", "sequential"]
 
 
@@ -57,9 +57,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Batching,
         Meta(
             description="exact gives each request the bytes of the undivided pipeline: it shares a forward where "
-            "comparing showed that this changes none; in batched pools it always may, equal within a small tolerance."
+            "comparing showed that this changes none; in batched pools it always may, equal within a small tolerance. "
+            "auto is exact, but batched for workers that have language models alone."
         ),
-    ] = "exact"
+    ] = "auto"
     max_batch: Annotated[int, Meta(description="Most requests in one forward.", ge=1, le=256)] = 8
     guidance_halves: Annotated[
         Literal["auto", "apart", "fused"],
@@ -81,7 +82,8 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def outcome(self) -> dict[str, str]:
         """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
-        return {"batching": self.batching, "noise-device": self.noise_device, "vae": self.vae}
+        batching = "exact" if self.batching == "auto" else self.batching
+        return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
 
     @property
     def fused(self) -> bool:

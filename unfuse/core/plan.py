@@ -16,6 +16,9 @@ from unfuse.core.parameters import Params as Params, Value as Value
 ALL = "all"
 """The role of a worker that runs all stages."""
 
+TOGETHER = {"language": ("prefill", "decode")}
+"""Words for several roles."""
+
 
 class StageSpec(msgspec.Struct, frozen=True):
     """A node of a pipeline, and everything that unfuse knows about its kind.
@@ -154,7 +157,7 @@ def roles_of(text: str) -> frozenset[str] | None:
     roles = [role.strip() for role in text.split("+")]
     if not all(roles):
         raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")
-    return None if ALL in roles else frozenset(roles)
+    return None if ALL in roles else frozenset(one for role in roles for one in TOGETHER.get(role, (role,)))
 
 
 def slots_of(stages: Iterable[StageSpec]) -> int:

@@ -16,3 +16,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     text: str = ""
     logprob: float | None = None
     top: tuple[tuple[int, str, float], ...] = ()
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer: its text, why it ended ("stop" or "length"), and its tokens."""
+
+    text: str
+    finish_reason: str
+    pieces: list[Piece]

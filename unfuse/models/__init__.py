@@ -20,11 +20,14 @@ FAMILIES = {
     "FluxPipeline": "unfuse.models.flux:FAMILY",
     "HunyuanVideoPipeline": "unfuse.models.hunyuan_video:FAMILY",
     "Krea2Pipeline": "unfuse.models.modular:KREA",
+    "LlamaForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen3ForCausalLM": "unfuse.models.language:FAMILY",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",
 }
-"""Families by the pipeline class that model_index.json names."""
+"""Families by the class that model_index.json names, or config.json of a model that is no pipeline."""
 
 OUTSIDE = "unfuse.families"
 """The group of entry points for families of other packages, by pipeline class; they cannot replace ours."""
@@ -40,10 +43,7 @@ def find(source: str | Path) -> Family:
 
     Raises ConfigError when the folder holds no model, or one of a class that is not served.
     """
-    if source and Path(source).is_dir():
-        found = str(ModelFolder(Path(source)).index().get("_class_name"))
-    else:
-        found = pipeline_class(str(source))
+    found = ModelFolder(Path(source)).kind if source and Path(source).is_dir() else pipeline_class(str(source))
     outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
     if found not in families:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +22,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
+from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import ENCODERS, cut_of
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.source import source_of
@@ -41,21 +42,24 @@ if TYPE_CHECKING:
 Report = Callable[[str, float, int], None]
 """Called for each loaded component: its name, the seconds that took, its bytes of memory."""
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 _DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
 
 
 class Runtime(msgspec.Struct, frozen=True):
-    """How a stage's components are to run: on which device, in which dtype by component, and what was set."""
+    """How a stage's components are to run: on which device, in which dtype by component, and what was set.
+
+    `loras` is the folder of adapters (LoRA), if any, `mesh` the ranks over which the stage is spread, if there are
+    several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in `shared`
+    what they have in common.
+    """
 
     device: str
     dtypes: Mapping[str, str]
     options: ComputeOptions = ComputeOptions()
     loras: str = ""
-    """The folder of adapters (LoRA), if any."""
     mesh: Mesh | None = None
-    """The ranks over which the stage is spread, if there are several."""
+    kv: int = 0
+    shared: dict[Hashable, Any] = {}
 
 
 class Family(ABC):
@@ -67,6 +71,9 @@ class Family(ABC):
 
     libraries: tuple[str, ...] = ("diffusers", "transformers")
     """Installed packages, beside torch, on whose versions the bytes of its results depend."""
+
+    batches = False
+    """Whether its requests share forwards, equal within a tolerance, unless `--batching` says otherwise."""
 
     cut: Cut | None = None
     """Where its transformers may be cut, to be spread over ranks."""
@@ -140,7 +147,7 @@ class DiffusersFamily(Family):
             raise ConfigError(f"--loras does not go with {spec.role}=tensor, which cuts weights: leave one out")
         model = ModelFolder(folder)
         stage = self.stage(spec.kind, Loader(model, self.components(model), runtime, report, self.cut))
-        stage.exact = runtime.options.batching == "exact"
+        stage.exact = runtime.options.batching != "batched"
         return stage
 
     @override
@@ -265,36 +272,6 @@ def held(model: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
-def parse_dtypes(spec: str) -> tuple[str, dict[str, str]]:
-    """What `--dtype` says: the dtype of whatever it does not name ("auto" if it does not say), and those by component.
-
-    Written `bfloat16`, `transformer=bfloat16,vae=float32`, or both. Raises ConfigError for an unknown dtype.
-    """
-    rest, named = "auto", dict[str, str]()
-    for entry in spec.split(","):
-        component, equals, dtype = (part.strip() for part in entry.rpartition("="))
-        if dtype not in DTYPES and (equals or dtype != "auto"):
-            raise ConfigError(f"--dtype {spec}: unknown dtype {dtype!r}: one of auto, {', '.join(DTYPES)}")
-        if equals:
-            named[component] = dtype
-        else:
-            rest = dtype
-    return rest, named
-
-
-def choose_dtypes(spec: str, components: Collection[str]) -> dict[str, str]:
-    """The dtype of each component by `--dtype`; "auto" is float32, which is what diffusers loads when told nothing.
-
-    A VAE is float32 unless it is named, as its makers advise: half precision shows in the picture.
-    Raises ConfigError for an unknown dtype or component.
-    """
-    rest, named = parse_dtypes(spec)
-    if unknown := sorted(set(named) - set(components)):
-        raise ConfigError(f"--dtype {spec}: no component is called {unknown[0]!r}; known are {', '.join(components)}")
-    usual = {name: DTYPES[0] if rest == "auto" or name.startswith("vae") else rest for name in components}
-    return usual | named
-
-
 class Loader:
     """Loads components of one model onto one device, ready to compute, by class and from their own subfolders."""
 
@@ -386,7 +363,7 @@ class Loader:
         library, name = self._classes[component]
         import_module(f"{library}.utils.logging").disable_progress_bar()
         kind = getattr(import_module(library), name)
-        path = self.folder.path / component
+        path = self.folder.path / self.folder.at(component)
         try:
             return kind.from_pretrained(str(path), local_files_only=True, **options)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:

@@ -21,13 +21,15 @@ from unfuse.core.errors import ConfigError
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
+WHOLE = "model"
+"""The component of a model that has no other."""
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
 }  # fmt: skip
 """Configuration files of components that have no weights; a second one of a kind is called tokenizer_2, and so on."""
 
-PLAIN = frozenset({".json", ".txt", ".model"})
+PLAIN = frozenset({".json", ".txt", ".model", ".jinja"})
 """Suffixes of what is read beside weights: nothing that could be code or a pickle."""
 
 WEIGHTS = (
@@ -86,7 +88,8 @@ class _Tensor(TypedDict):
 class ModelFolder:
     """Reads a model's folder. Every method raises ConfigError, naming the file, when what it needs is not there.
 
-    `hub` is the name and the commit of a model in the hub library's cache, None of a plain folder.
+    `hub` is the name and the commit of a model in the hub library's cache, None of a plain folder. A model of
+    transformers is one component, `WHOLE`, whose files lie in the folder itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -98,7 +101,34 @@ class ModelFolder:
     @property
     def created(self) -> int:
         """When it was saved, in Unix seconds; 0 for what comes from a hub, where every machine has its own."""
-        return 0 if self.hub else int((self.path / INDEX).stat().st_mtime)
+        return 0 if self.hub else int((self.path / (CONFIG if self.is_whole else INDEX)).stat().st_mtime)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether it is a model of transformers."""
+        config = self.path / CONFIG
+        return not (self.path / INDEX).exists() and config.exists() and "architectures" in self.beside(CONFIG)
+
+    @property
+    def kind(self) -> str:
+        """The class that it says it is: of its pipeline, or of the model itself."""
+        if self.is_whole:
+            return str(next(iter(self.config(WHOLE).get("architectures") or ()), None))
+        return str(self.index().get("_class_name"))
+
+    def components(self) -> list[str]:
+        """The names of its components."""
+        if self.is_whole:
+            return [WHOLE]
+        return [name for name, entry in self.index().items() if isinstance(entry, list) and any(entry)]
+
+    def class_of(self, component: str) -> str:
+        """The class of a component, in its library."""
+        return self.kind if self.is_whole else str(self.index()[component][1])
+
+    def beside(self, name: str) -> dict[str, Any]:
+        """A file of settings that need not be there; empty if it is not."""
+        return self._json(name, "it is of no use") if (self.path / name).exists() else {}
 
     def index(self) -> dict[str, Any]:
         """What model_index.json says: the pipeline's class, and library and class of each component."""
@@ -106,7 +136,7 @@ class ModelFolder:
 
     def config(self, component: str) -> dict[str, Any]:
         """The configuration of a component, whatever its file is called."""
-        name = f"{component}/{_config_name(component)}"
+        name = f"{self.at(component)}{_config_name(component)}"
         return self._json(name, f"component {component} is incomplete")
 
     @contextmanager
@@ -119,7 +149,7 @@ class ModelFolder:
 
     def weights(self, component: str) -> list[Path]:
         """The safetensors files that a component is loaded from, every one on this disk and whole."""
-        files = [self.path / component / name for name in self.weight_names(component)]
+        files = [self.path / self.at(component) / name for name in self.weight_names(component)]
         if missing := [file.name for file in files if not file.exists()]:
             raise self._lacks(component, missing[0])
         return files
@@ -129,7 +159,7 @@ class ModelFolder:
 
         Raises ConfigError for weights that are not served.
         """
-        config, files = self.config(component), self._inside(component)
+        config, files = self.config(component), self._inside(self.at(component).rstrip("/"))
         if _config_name(component) != CONFIG:
             return []
         if config.get("quantization_config"):
@@ -140,13 +170,14 @@ class ModelFolder:
             raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
         names = [found] if found.endswith(".safetensors") else ["*.safetensors"]
         if found.endswith(".json"):
-            shards = self._json(f"{component}/{found}", f"component {component} is incomplete").get("weight_map")
+            listing = self._json(f"{self.at(component)}{found}", f"component {component} is incomplete")
+            shards = listing.get("weight_map")
             if shards and isinstance(shards, dict):
                 names = sorted({str(name) for name in shards.values()})
         for name in names:
             if name not in files:
                 raise self._lacks(component, name)
-            if (self.path / component / name).exists():
+            if (self.path / self.at(component) / name).exists():
                 self._tensors(component, name)
         return names
 
@@ -172,26 +203,30 @@ class ModelFolder:
             for name, file in self._files(component).items():
                 digest.update(f"{name}\0{file.size}\0".encode())
                 named = file.lfs_sha256 or file.blob_id
-                for piece in [named.encode()] if named else _content(self.path / component / name, file.size):
+                for piece in [named.encode()] if named else _content(self.path / self.at(component) / name, file.size):
                     digest.update(piece)
         return digest.hexdigest()
 
+    def at(self, component: str) -> str:
+        """Where the files of a component lie in the folder: "name/", or "" for the folder itself."""
+        return "" if component == WHOLE and self.is_whole else f"{component}/"
+
     def _files(self, component: str) -> dict[str, _File]:
         weights = self.weight_names(component)
-        files = sorted(self._inside(component).items())
+        files = sorted(self._inside(self.at(component).rstrip("/")).items())
         plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
         return {name: file for name, file in files if name in weights or name in plain}
 
     def _tensors(self, component: str, name: str) -> dict[str, tuple[str, int]]:
         """Those in a weight file, from its header: here, or at the hub."""
-        file = self.path / component / name
+        file = self.path / self.at(component) / name
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
             from huggingface_hub import parse_safetensors_file_metadata as ask
 
             try:
-                asked = ask(self.hub[0], f"{component}/{name}", revision=self.hub[1]).tensors
+                asked = ask(self.hub[0], f"{self.at(component)}{name}", revision=self.hub[1]).tensors
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}

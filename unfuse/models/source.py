@@ -58,10 +58,9 @@ def _from_hub(name: str, revision: str | None, components: Collection[str] | Non
     try:
         plain = [f"*{suffix}" for suffix in PLAIN]
         folder = ModelFolder(Path(snapshot_download(name, revision=revision, allow_patterns=plain)))
-        index = folder.index()
-        every = [component for component, entry in index.items() if isinstance(entry, list) and any(entry)]
+        every = folder.components()
         wanted = every if components is None else components
-        weights = [f"{component}/{file}" for component in wanted for file in folder.weight_names(component)]
+        weights = [f"{folder.at(component)}{file}" for component in wanted for file in folder.weight_names(component)]
         with suppress(LocalEntryNotFoundError):  # said below, by component
             if weights:
                 snapshot_download(name, revision=folder.path.name, allow_patterns=weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
+    read: Callable[[ModelCard, dict[str, object]], bytes] | None = None
+    """Reads what the stages get as the upload `prompt`, and completes the fields by what it says of it."""
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -96,21 +99,23 @@ class Call:
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
         asked, card = await self._model(fields.get("model"), picture is not None)
+        uploads = dict[str, bytes]()
+        if self.read:
+            uploads["prompt"] = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
-        data = None
         if picture is not None:
             data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
-            params["image"] = hashlib.sha256(data).hexdigest()
+            uploads["image"], params["image"] = data, hashlib.sha256(data).hexdigest()
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         wanted = Asked(card, params, n, asked, id, limit_s, makes(card, self.given, params, n, delivery))
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
-        unused = data is not None
+        unused = bool(uploads)
         try:
-            if data is not None:
-                await to_thread.run_sync(gateway.results.attach, id, "image", data)
+            for name, data in uploads.items():
+                await to_thread.run_sync(gateway.results.attach, id, name, data)
             record = await gateway.scheduler.submit(wanted, delivery, who)
             unused = unused and record.context.id != id
         except TransientError:

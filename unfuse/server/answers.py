@@ -7,6 +7,7 @@ from typing import Any, get_args
 import msgspec
 
 from unfuse.core.event import Event
+from unfuse.core.media import MEDIA
 from unfuse.core.request import RequestStatus
 
 Schema = dict[str, Any]
@@ -53,7 +54,8 @@ STAGE = thing(
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
 REQUEST = thing(
     {
-        "id": TEXT, "object": {"const": "request"}, "model": TEXT, "medium": {"enum": ["image", "video"]},
+        "id": TEXT, "object": {"const": "request"}, "model": TEXT,
+        "medium": {"enum": [medium.name for medium in MEDIA]},
         "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
         "status": {"enum": list(get_args(RequestStatus))},
         "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
@@ -129,10 +131,26 @@ def several(schema: Schema, paged: bool = True) -> Answers:
 SENT = thing({"data": TEXT}, event=TEXT, id=TEXT)
 """One server-sent event: in OpenAPI 3.1, the schema of an event stream describes each event."""
 
+_TOLD = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
+_LIKELY = thing({"content": array({**_TOLD, "properties": _TOLD["properties"] | {"top_logprobs": array(_TOLD)}})})
+CHOICE = thing(
+    {
+        "index": INTEGER, "message": thing({"role": {"const": "assistant"}, "content": TEXT, "refusal": ANY}),
+        "logprobs": perhaps(_LIKELY), "finish_reason": {"enum": ["stop", "length"]},
+    }
+)  # fmt: skip
+ANSWERED = thing(
+    {
+        "id": TEXT, "object": {"const": "chat.completion"}, "created": INTEGER, "model": TEXT,
+        "choices": array(CHOICE), "usage": ANY, "seed": INTEGER,
+    }
+)  # fmt: skip
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)
 DRAWN[200]["content"] |= {"text/event-stream": {"schema": SENT}}
 FILMED = ACCEPTED | one(VIDEO)
+CHATTED = ACCEPTED | one(ANSWERED)
+CHATTED[200]["content"] |= {"text/event-stream": {"schema": SENT}}
 DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
 HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]

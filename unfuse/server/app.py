@@ -12,7 +12,7 @@ from fastapi_offline import FastAPIOffline
 from unfuse import __version__
 from unfuse.core.plan import Params
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server import dead, health, images, models, requests, videos, workers
+from unfuse.server import chat, dead, health, images, models, requests, videos, workers
 from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, tenant_of
@@ -67,7 +67,7 @@ def create_app(
     )
     app.state.reading = Reading()
     guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
-    for resource in (images, videos, requests, dead, models, workers):
+    for resource in (images, videos, chat, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(health.router)
     install(app)

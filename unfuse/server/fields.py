@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unfuse.core.media import IMAGE, VIDEO, Medium
+from unfuse.core.media import IMAGE, TEXT, VIDEO, Medium
 from unfuse.core.parameters import MAX_TEXTS, Parameter
 
 Schema = dict[str, Any]
@@ -21,7 +21,7 @@ TYPES: dict[str, Schema] = {
         "maxProperties": MAX_TEXTS,
         "additionalProperties": {"type": "string", "maxLength": 512},
     },
-    "any": {"type": "string"},
+    "any": {},
 }
 BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"), "number": ("minimum", "maximum")}
 
@@ -69,6 +69,7 @@ def _bodies(json: Schema, form: Schema | None = None) -> Schema:
 
 
 SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO), _fields(VIDEO)
+CHAT = _bodies(_body(_required(TEXT), _nullable(_fields(TEXT))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(_body({**SAID, "image": _HELD}, _nullable(PICTURE)), _body({**SAID, "image": _FILE}, PICTURE))
 CREATE = _bodies(

@@ -166,7 +166,7 @@ class Gateway(Observer):
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""
-        if context.video or context.params.keys() & {"image", "preview_every"}:
+        if context.video or context.params.keys() & {"image", "preview_every", "prompt_tokens"}:
             request = context.id
             self._releasing[request] = asyncio.create_task(self._release(request, beginning))
             self._releasing[request].add_done_callback(lambda _: self._releasing.pop(request, None))
@@ -216,6 +216,17 @@ class Gateway(Observer):
             message = f"the server is stopping; {record.context.id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
         return record
+
+
+def require_result(context: RequestContext) -> None:
+    """Raise Refusal for a request that ended without a result; the client must not repeat the call."""
+    if context.status == "completed":
+        return
+    final = {"x-should-retry": "false"}
+    why = context.error.message if context.error else f"the request was {context.status}"
+    code = context.error.code if context.error else context.status
+    status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
+    raise Refusal(status, code, f"{context.id}: {why}", headers=final)
 
 
 def _shown(name: object) -> str:

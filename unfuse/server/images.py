@@ -22,9 +22,9 @@ from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_body, read_json
 from unfuse.server.caller import Caller
-from unfuse.server.errors import Refusal, envelope, refusal_of
+from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import EDIT, GENERATE
-from unfuse.server.gateway import Gateway, base_of, gateway_of
+from unfuse.server.gateway import Gateway, base_of, gateway_of, require_result
 from unfuse.server.sse import stream
 from unfuse.server.view import result_url, size_of
 from unfuse.stores.results import ResultStore
@@ -69,7 +69,7 @@ async def _answer(call: Call, kind: str) -> Response:
         return stream(caller.told(_events(gateway, record, kind)))
     with caller.answered():
         context = (await gateway.finished(record)).context
-        _require_result(context)
+        require_result(context)
         where = base_url if delivery.response_format == "url" else None
         reply = await to_thread.run_sync(_reply, gateway.results, context, where)
         return Response(reply, media_type="application/json")
@@ -88,7 +88,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
                     yield _event(f"{kind}.partial_image", record.context, data, told)
                     made[event.stage] += 1
         context = (await gateway.finished(record)).context
-        _require_result(context)
+        require_result(context)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}
         for file in _files(context):
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
@@ -120,17 +120,6 @@ def _files(context: RequestContext) -> list[ResultFile]:
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
     seed = context.params["seed"]
     return {"seed": seed + file.index} if isinstance(seed, int) else {}
-
-
-def _require_result(context: RequestContext) -> None:
-    """Raise Refusal for a request that ended without a result; the client must not repeat the call."""
-    if context.status == "completed":
-        return
-    final = {"x-should-retry": "false"}
-    why = context.error.message if context.error else f"the request was {context.status}"
-    code = context.error.code if context.error else context.status
-    status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
-    raise Refusal(status, code, f"{context.id}: {why}", headers=final)
 
 
 def _reply(results: ResultStore, context: RequestContext, base_url: str | None) -> bytes:

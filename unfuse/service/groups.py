@@ -240,6 +240,18 @@ class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
+class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A worker's memory for the keys and values of texts."""
+
+    bytes: Annotated[
+        int,
+        says_bytes(
+            "Memory of each worker for the keys and values of tokens; 0 is a quarter of what is free on the device.",
+            flag="--kv",
+        ),
+    ] = 0
+
+
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where workers keep objects."""
 
@@ -316,6 +328,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker: Worker = Worker()
     compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
+    kv: Kv = Kv()
     lease: Leases = Leases()
     store: Store = Store()
     spill: Spill = Spill()

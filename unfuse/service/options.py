@@ -60,6 +60,7 @@ def options(loaded: Loaded) -> ServeOptions:
             "keys": keys_folder(settings, "worker"),
             "memory-limit": settings.worker.memory_limit,
             "stall-s": settings.lease.stall_s,
+            "kv": settings.kv.bytes,
             **({"listen": settings.worker.listen} if settings.worker.listen else {}),
         },
         workers=wanted(settings),

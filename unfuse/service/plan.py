@@ -27,7 +27,7 @@ from unfuse.launch.placement import (
     taken,
 )
 from unfuse.models import card_of, find, resolve_source
-from unfuse.models.base import choose_dtypes, parse_dtypes
+from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
 from unfuse.models.folder import ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
@@ -169,7 +169,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
 
 
 def _component(files: ModelFolder, name: str, dtype: str) -> Component:
-    tensors, kind, width = files.tensors(name), str(files.index()[name][1]), DTYPES[dtype]
+    tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
     shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
     mapped = {stored for stored, _ in tensors.values()} == {IN_FILES[dtype]}

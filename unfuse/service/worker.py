@@ -38,6 +38,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         slots=wanted.slots,
         resources=resources(settings),
         arena=settings.arena.bytes or OWN_ARENA,
+        kv=settings.kv.bytes,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,

@@ -151,6 +151,9 @@ class SteppedStage(Stage, Generic[State]):
     def finish(self, state: State) -> StageOutput:
         """The output of a state whose steps are all done."""
 
+    def let_go(self, state: State) -> None:
+        """The state is of no use any more: give back what it has of what tasks share. Called once, whatever happens."""
+
     def preview(self, state: State) -> Media | None:
         """A small picture of what the state is becoming; None from a stage without previews."""
         return None
@@ -182,6 +185,7 @@ class SteppedStage(Stage, Generic[State]):
                     raise stepped
                 state = stepped
             outputs.append(self.finish(state))
+            self.let_go(state)
         return outputs
 
 

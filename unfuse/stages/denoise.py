@@ -152,7 +152,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
     ) -> None:  # fmt: skip
         self._denoiser, self._preview, self._adapters, self._is_spread = denoiser, preview, loras, mesh is not None
         self._features = FeatureCache(denoiser.transformers)
-        self.exact = options.batching == "exact"
+        self.exact = options.batching != "batched"
         apart = mesh is not None and "cfg" in mesh.degrees
         self._halves = Halves(mesh.axis("cfg")) if mesh is not None and apart else in_turn
         self._fused = options.fused and not apart

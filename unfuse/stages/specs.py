@@ -19,6 +19,16 @@ DENOISE = StageSpec(
     work=Workload("num_inference_steps", GUIDANCE, PIXELS),
 )  # fmt: skip
 
+PREFILL = StageSpec(
+    "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
+    work=Workload(size=("prompt_tokens",)),
+)  # fmt: skip
+
+DECODE = StageSpec(
+    "decode", "decode", ("model",), ("kv",), per_sample=True, role="decode", slots=32,
+    work=Workload("expected_tokens", size=()),
+)  # fmt: skip
+
 VAE_DECODE = StageSpec(
     "vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4
 )  # fmt: skip

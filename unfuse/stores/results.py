@@ -17,6 +17,7 @@ from pathlib import Path
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
+from unfuse.core.media import MEDIA
 from unfuse.core.request import ResultFile
 from unfuse.stores.blobs import BlobStore, open_blobs
 from unfuse.stores.disk import DiskBlobs
@@ -24,7 +25,7 @@ from unfuse.stores.disk import DiskBlobs
 ATTACHED = "attached-"
 PART = "part-"
 ATTACHMENT = re.compile(r"[a-z0-9_.-]{1,80}")
-REQUEST_ID = re.compile(r"(req|video)_[0-9a-f]{32}")
+REQUEST_ID = re.compile(rf"({'|'.join(medium.prefix for medium in MEDIA)})[0-9a-f]{{32}}")
 
 LEAST_ROOM = 1 << 20
 """A disk with less free bytes than this, about a picture, counts as full."""

@@ -11,13 +11,14 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
+from msgspec.structs import replace
 
 from unfuse.arena.client import ArenaClient
 from unfuse.arena.sockets import peer_of
@@ -28,6 +29,7 @@ from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
+from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -70,6 +72,7 @@ def compute(descriptor: int) -> None:
     inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
+        load = _settled(load)
         group = _meet(load)
         device, stages, plain, libraries = _load(load, channel, group)
         outcome = outcome_of(load, device, libraries)
@@ -88,6 +91,14 @@ def compute(descriptor: int) -> None:
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
     ).run()  # fmt: skip
+
+
+def _settled(load: Load) -> Load:
+    """With `--batching auto` decided by what is served."""
+    if load.compute.batching != "auto":
+        return load
+    apart = any(not find(resolve_source(source)).batches for _, source, _ in load.models)
+    return replace(load, compute=replace(load.compute, batching="exact" if apart else "batched"))
 
 
 def _exactness(load: Load, outcome: Mapping[str, str]) -> Exactness | None:
@@ -163,10 +174,10 @@ def _load(
     device = _device(load, bool(libraries))
     spreads = own_spreads(load.compute.parallel, load.choice.roles)
     stages: dict[str, SteppedStage[Any]] = {}
-    plain: set[str] = set()
+    plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh)
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
@@ -178,7 +189,8 @@ class LoadProgress:
     """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
 
     def __init__(self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[Loading | Loaded], None]) -> None:
-        self._left = {folder / name: _size(folder / name) for spec, folder in stages for name in spec.components}
+        places = {(folder, name): ModelFolder(folder).at(name) for spec, folder in stages for name in spec.components}
+        self._left = {key: _size(key[0] / at) for key, at in places.items()}
         self._total, self._tell = sum(self._left.values()), tell
         self._folder = Path()
 
@@ -189,7 +201,7 @@ class LoadProgress:
 
     def loaded(self, component: str, seconds: float, size: int) -> None:
         """Report that a component of that stage is loaded, in these seconds, with `size` bytes of memory."""
-        self._left.pop(self._folder / component, None)
+        self._left.pop((self._folder, component), None)
         self._tell(Loaded(component, seconds, size, self._total - sum(self._left.values()), self._total))
 
 

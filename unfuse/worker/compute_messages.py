@@ -27,7 +27,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
     the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
     what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
-    `rendezvous`.
+    `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room).
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -43,6 +43,7 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     rank: int = 0
     ranks: int = 1
     rendezvous: str = ""
+    kv: int = 0
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

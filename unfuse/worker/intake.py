@@ -8,13 +8,16 @@ from typing import Any
 
 import structlog
 
+from unfuse.core.errors import ResultsUnavailable
 from unfuse.core.pool import declared
 from unfuse.core.task import Lease
 from unfuse.stages.base import StageInput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.worker.checkpoints import unpack
-from unfuse.worker.compute_messages import Run
+from unfuse.worker.compute_messages import Run, Waits
+from unfuse.worker.failure import failure
+from unfuse.worker.ranks import Verdict
 from unfuse.worker.turn import Job
 
 log = structlog.get_logger(__name__)
@@ -86,3 +89,11 @@ def close(inputs: list[Held]) -> None:
     """Let go of inputs."""
     for held in inputs:
         held.close()
+
+
+def verdict_of(run: Run, begun: Job | Exception) -> Verdict:
+    """Whether this process can begin a task."""
+    if isinstance(begun, Job):
+        return begun.resumed
+    claim = run.lease.claim
+    return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)

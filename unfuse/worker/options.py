@@ -18,8 +18,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
     `role` is one role, several as `a+b`, or all. With `components`, it runs only stages whose first component is one of
-    them. It holds `slots` tasks at a time (0: the default of its role). `arena` is in bytes; `resources` has the
-    amounts of further named resources. Without `models`, the scheduler says what to serve.
+    them. It holds `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; `resources` has
+    the amounts of further named resources. Without `models`, the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
@@ -36,6 +36,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     compute: ComputeOptions
     slots: int
     arena: int
+    kv: int
     resources: Mapping[str, int]
     stall_s: float
     memory_limit: int

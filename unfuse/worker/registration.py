@@ -59,7 +59,8 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
     replace = msgspec.structs.replace
     own = store.owner, store.node, store.address, store.write_token
     verdicts, ranks = str(Path(options.data_dir, EXACTNESS)), len(served.devices)
-    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts, ranks=ranks)
+    load = Load(served.models, choice, options.compute, *own, places, options.run_dir, verdicts)
+    load = replace(load, ranks=ranks, kv=options.kv)
     return [
         replace(load, rank=rank, compute=replace(options.compute, device=device))
         for rank, device in enumerate(served.devices)

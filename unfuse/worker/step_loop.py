@@ -37,9 +37,9 @@ from unfuse.worker.compute_messages import (
 )
 from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.failure import failure
-from unfuse.worker.intake import Intake, close
+from unfuse.worker.intake import Intake, close, verdict_of
 from unfuse.worker.outputs import put, write
-from unfuse.worker.ranks import Ranks, Verdict
+from unfuse.worker.ranks import Ranks
 from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.turn import Job
@@ -163,13 +163,13 @@ class StepLoop:
     def _begin(self, runs: Sequence[Run]) -> None:
         """Begin tasks, as far as every rank can: what one of them cannot begin ends everywhere, or waits."""
         begun = [self._begun(run) for run in runs]
-        verdicts = self._ranks.agree([_verdict(run, own) for run, own in zip(runs, begun, strict=True)])
+        verdicts = self._ranks.agree([verdict_of(run, own) for run, own in zip(runs, begun, strict=True)])
         for run, own, verdict in zip(runs, begun, verdicts, strict=True):
             if isinstance(own, Job) and verdict == own.resumed:
                 self._jobs[own.claim] = own
                 continue
             if isinstance(own, Job):
-                close(own.inputs)
+                self._let_go(own)
             if isinstance(verdict, Failed):
                 self._send(verdict)
             elif isinstance(verdict, Waits):
@@ -324,8 +324,12 @@ class StepLoop:
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
-        close(job.inputs)
+        self._let_go(job)
         self._send(failure(job.claim, error))
+
+    def _let_go(self, job: Job) -> None:
+        close(job.inputs)
+        job.stage.let_go(job.state)
 
     def _keep(self, job: Job) -> None:
         """Save a job's state, if it has made a step since the last time. An error is only logged."""
@@ -351,7 +355,7 @@ class StepLoop:
     def _retire(self, job: Job) -> None:
         """Store the task's output, then report it as done, so that a reported output can always be read."""
         if not self._ranks.leads:
-            close(job.inputs)
+            self._let_go(job)
             del self._jobs[job.claim]
             return
         began = time.monotonic()
@@ -359,7 +363,7 @@ class StepLoop:
         finished = time.monotonic()
         job.run_s += finished - began
         ref = put(self._store, job, output, self._encodings)
-        close(job.inputs)
+        self._let_go(job)
         del self._jobs[job.claim]
         self._deliver(job, ref, output.media, finished)
 
@@ -382,17 +386,10 @@ class StepLoop:
                 self._keep(job)
             if self._ranks.leads:
                 withdraw_parts(self._results, job)
-            close(job.inputs)
+            self._let_go(job)
             self._send(Stopped(message.claim))
         elif self._parked.pop(message.claim, None):
             self._send(Stopped(message.claim))
-
-
-def _verdict(run: Run, begun: Job | Exception) -> Verdict:
-    if isinstance(begun, Job):
-        return begun.resumed
-    claim = run.lease.claim
-    return Waits(claim) if isinstance(begun, ResultsUnavailable) else failure(claim, begun)
 
 
 def _nothing(message: FromCompute) -> None:

@@ -1,0 +1,179 @@
+"""A language model, served: chats as the `openai` client has them, in one worker and in prefill and decode pools."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tools.server import Server, computes_of, serving, until
+from tools.tiny_language import make_language_model
+from unfuse.client import connect
+from unfuse.core.errors import InvalidParameter
+
+ASKED = [{"role": "user", "content": "what is the capital of France"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+GREEDY = {"temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=1024)
+
+
+@pytest.fixture(scope="module", params=["language=1", "prefill=1,decode=1"])
+def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(
+        tmp_path_factory.mktemp("serve"),
+        str(folder),
+        "--served-model-name",
+        "tiny",
+        "--workers",
+        request.param,
+        "--kv",
+        "8MiB",
+    ) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="module")
+def ai(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> str:
+    """The likeliest answer, by transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    made = model.generate(ids["input_ids"], do_sample=False, max_new_tokens=12)
+    return str(tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def chat(ai: openai.OpenAI, **asked: Any) -> Any:
+    return ai.chat.completions.create(model="tiny", messages=ASKED, **{**GREEDY, **asked})
+
+
+def test_a_chat_has_the_text_that_generate_makes(ai: openai.OpenAI, expected: str) -> None:
+    made = chat(ai)
+    assert made.choices[0].message.content == expected
+    assert made.choices[0].finish_reason in ("stop", "length")
+    assert made.usage.completion_tokens <= 12
+    assert made.usage.total_tokens == made.usage.prompt_tokens + made.usage.completion_tokens
+
+
+def test_a_stream_has_the_same_text_and_the_usage_if_asked(ai: openai.OpenAI) -> None:
+    whole = chat(ai, seed=3, temperature=1, n=2, logprobs=True, top_logprobs=2)
+    chunks = [*chat(ai, seed=3, temperature=1, n=2, logprobs=True, top_logprobs=2, stream=True,
+                    stream_options={"include_usage": True})]  # fmt: skip
+    assert chunks[-1].usage == whole.usage
+    assert not chunks[-1].choices
+    for choice in whole.choices:
+        own = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == choice.index]
+        assert own[0].delta.role == "assistant"
+        assert "".join(one.delta.content or "" for one in own) == choice.message.content
+        assert [one.finish_reason for one in own if one.finish_reason] == [choice.finish_reason]
+        told = [token for one in own if one.logprobs for token in one.logprobs.content]
+        assert [token.token for token in told] == [token.token for token in choice.logprobs.content]
+        for token, same in zip(told, choice.logprobs.content, strict=True):
+            assert token.logprob == pytest.approx(same.logprob, abs=1e-3)  # its mates in a forward are others
+            assert len(token.top_logprobs) == 2
+    assert whole.choices[0].message.content != whole.choices[1].message.content
+
+
+def test_equal_seeds_draw_equal_texts(ai: openai.OpenAI) -> None:
+    one, same, other = (chat(ai, seed=seed, temperature=1.5) for seed in (5, 5, 6))
+    assert one.choices[0].message.content == same.choices[0].message.content != other.choices[0].message.content
+
+
+def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> None:
+    """Also where that lies over several tokens."""
+    stop = expected[len(expected) // 2 :][:4]
+    made = chat(ai, stop=[stop, "never said"])
+    assert made.choices[0].message.content == expected[: expected.index(stop)]
+    assert made.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"messages": []}, "messages", "list of what was said"),
+        ({"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "shorten"),
+        ({"max_tokens": 10_000}, "max_tokens", "to 1024"),
+        ({"max_tokens": 1020}, "max_tokens", "are left"),
+        ({"n": 1_000_000}, "n", "1 to 16"),
+        ({"stop": ["x" * 2_000_000]}, None, ""),
+        ({"stop": ["x" * 2000]}, "stop", "1 to 1000"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "0 to"),
+        ({"top_logprobs": 2}, "top_logprobs", "logprobs as true"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "type text"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages", ""),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_answered_is_refused(ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        ai.chat.completions.create(**{"model": "tiny", "messages": ASKED, **asked})
+    assert refused.value.status_code in (400, 413)
+    assert says in refused.value.message
+    assert param in (None, refused.value.param)
+
+
+def test_a_picture_is_not_asked_of_a_language_model(server: Server) -> None:
+    with connect(server.url) as client, pytest.raises(InvalidParameter, match="texts"):
+        client.generate("a circle")
+
+
+def test_a_chat_is_a_request_like_any_other(server: Server) -> None:
+    """Its object, events, result and end are those of pictures."""
+    body = {"messages": ASKED, **GREEDY, "max_tokens": 900, "logit_bias": {"2": -100}, "ignored": None}
+    headers = {"content-type": "application/json", "prefer": "respond-async", "idempotency-key": "one"}
+    call = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(call, timeout=60) as answer:
+        assert answer.status == 202
+        id = json.load(answer)["id"]
+    with urllib.request.urlopen(call, timeout=60) as answer:
+        assert json.load(answer)["id"] == id
+    server.post(f"/v1/requests/{id}/cancel", {})
+    assert server.finished(id)["status"] == "cancelled"
+    assert server.get(f"/v1/requests/{id}")["medium"] == "text"
+
+
+def test_no_token_is_repeated_or_missing_when_a_decoder_is_killed(server: Server) -> None:
+    """Given a stream that has begun, when the compute process that decodes is killed, then the rest of the text
+    follows: it is the text of a chat that nobody disturbed."""
+    asked = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}
+    with connect(server.url) as client:
+        calm = "".join(client.chat(ASKED, **asked))
+        said = ""
+        for part in client.chat(ASKED, **asked):
+            if not said and part:
+                workers = [one for one in server.get("/v1/workers")["data"] if one["role"] in ("decode", "language")]
+                for process in computes_of(*(one["pid"] for one in workers)):
+                    process.kill()
+            said += part
+    assert said == calm
+
+
+def test_a_stream_goes_on_after_the_server_was_killed(folder: Path, tmp_path: Path) -> None:
+    """Given a stream that has begun, when the whole server is killed and started again, then our client gets the rest:
+    each token once."""
+    asked = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}
+    with (
+        serving(tmp_path, str(folder), "--workers", "language=1", "--kv", "8MiB") as server,
+        connect(server.ready().url) as client,
+    ):
+        calm = "".join(client.chat(ASKED, **asked))
+        said = ""
+        for part in client.chat(ASKED, **asked):
+            if not said and part:
+                server.killed_and_started_again()
+                until(lambda: server.get("/health"), "the gateway", server.process)
+            said += part
+    assert said == calm

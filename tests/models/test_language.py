@@ -1,0 +1,139 @@
+"""Prefill and decode of language models: tokens are those of transformers' own `generate`, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tools.tiny_language import KINDS, TEXT as SAID, make_language_model
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError
+from unfuse.core.media import TEXT
+from unfuse.models import card_of, find
+from unfuse.models.base import Runtime
+from unfuse.models.language import bytes_per_token
+from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.stages.base import StageInput
+from unfuse.stages.language import CHUNK, Decode, Prefill, Writing, packed
+
+MOST = 12
+
+
+class Model:
+    """A tiny one, and what transformers makes of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.card, self.tokenizer = folder, card_of("m", folder), ChatTokenizer.read(folder)
+        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+    def stages(self, tokens: int = 4096, batching: Any = "batched") -> tuple[Prefill, Decode]:
+        """Both, with room for so many tokens."""
+        config, shared = self.reference.config.to_dict(), dict[Any, Any]()
+        options = ComputeOptions(batching=batching)
+        run = Runtime("cpu", self.card.dtypes, options, kv=tokens * bytes_per_token(config, 4), shared=shared)
+        prefill, decode = (find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages)
+        assert isinstance(prefill, Prefill) and isinstance(decode, Decode)
+        return prefill, decode
+
+    def ids(self, words: int) -> list[int]:
+        """A prompt of so many words."""
+        said = SAID.split()
+        text = " ".join(random.Random(words).choice(said) for _ in range(words))
+        return self.tokenizer.prompt([{"role": "user", "content": text}])
+
+    def generated(self, ids: list[int]) -> list[int]:
+        """The likeliest answer."""
+        made = self.reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MOST)
+        return list(made[0, len(ids) :].tolist())
+
+
+def task(card: ModelCard, ids: list[int], tensors: Mapping[str, Any] | None = None, **asked: Any) -> StageInput:
+    given = {"messages": [], "prompt_tokens": len(ids), "temperature": 0, "max_tokens": MOST, "seed": 1, **asked}
+    return StageInput(check(card, given, TEXT)[0], tensors or {}, {"prompt": packed(ids)})
+
+
+def prefilled(prefill: Prefill, given: StageInput) -> Mapping[str, Any]:
+    (output,) = prefill.run([given])
+    return {name: tensor.clone() for name, tensor in output.tensors.items() if tensor is not None}
+
+
+def to_the_end(decode: Decode, states: list[Writing]) -> list[list[int]]:
+    """Step all that have not ended, together, until none is left."""
+    going = dict(enumerate(states))
+    made = dict[int, list[int]]()
+    while going:
+        stepped = decode.step([*going.values()])
+        for number, state in zip([*going], stepped, strict=True):
+            assert not isinstance(state, Exception)
+            going[number] = state
+            done, steps = decode.progress(state)
+            if done == steps:
+                made[number] = state.ids[state.prompt :]
+                decode.let_go(going.pop(number))
+    return [made[number] for number in range(len(states))]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    torch.set_num_threads(1)
+    yield Model(make_language_model(tmp_path_factory.mktemp("language"), request.param, positions=2048))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one a forward", "batched"])
+def test_twenty_ragged_prompts_get_the_tokens_that_generate_makes(model: Model, together: bool) -> None:
+    """Given prompts of one word to some hundred, the longest of several chunks, when they are prefilled and decoded,
+    each alone or all together, then they get the tokens of the undivided model."""
+    prefill, decode = model.stages(16_384, "batched" if together else "exact")
+    prompts = [model.ids(words) for words in (1, 2, 3, 5, 8, 13, 21, 34, 55, 144, 300, 700, *range(4, 12))]
+    assert max(map(len, prompts)) > 2 * CHUNK
+    given = [task(model.card, ids) for ids in prompts]
+    kept = [prefilled(prefill, one) for one in given]
+    states = [decode.start(StageInput(one.params, kv, one.uploads)) for one, kv in zip(given, kept, strict=True)]
+    made = to_the_end(decode, states) if together else [to_the_end(decode, [state])[0] for state in states]
+    assert made == [model.generated(ids) for ids in prompts]
+
+
+def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: Model, tmp_path: Path) -> None:
+    """Given room for the longest of six requests, and little more, when all are decoded at one time, then some give up
+    what they have, and each gets the tokens that it gets alone. Less room than one may need is refused."""
+    prompts = [model.ids(words) for words in (60, 10, 40, 20, 30, 50)]
+    most = max(map(len, prompts)) + MOST
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": most}}))
+    with pytest.raises(ConfigError, match="give --kv more"):
+        Model(folder).stages(most)
+    _, decode = Model(folder).stages(most + 16)
+    states = [decode.start(task(model.card, ids)) for ids in prompts]
+    assert to_the_end(decode, states) == [model.generated(ids) for ids in prompts]
+    assert decode._sequences.retracted
+    assert decode._sequences.usage().used == 0
+
+
+def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
+    """Given an attempt that ended after some tokens, when the next one begins with these and the same KV, or without
+    it, then its tokens follow: those of an attempt that was not disturbed."""
+    prefill, decode = model.stages()
+    ids = model.ids(20)
+    given = task(model.card, ids)
+    kv, state, recorded = prefilled(prefill, given), decode.start(given), list[bytes]()
+    for _ in range(5):
+        (stepped,) = decode.step([state])
+        assert isinstance(stepped, Writing)
+        state = stepped
+        recorded += decode.grown(state)
+    decode.let_go(state)
+    assert len(recorded) == 5
+    for tensors in (kv, {}):
+        again = decode.start(StageInput(given.params, tensors, given.uploads, recorded))
+        assert decode.progress(again)[0] == 5
+        assert to_the_end(decode, [again]) == [model.generated(ids)]

@@ -1,0 +1,44 @@
+"""Small language models of the real classes, with random weights and a tokenizer of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+TEXT = "the quick brown fox jumps over a lazy dog and what is the capital of France Paris user assistant system"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0) -> Path:
+    """Save one as transformers does."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=letters)
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=positions,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder

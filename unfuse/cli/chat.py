@@ -1,0 +1,62 @@
+"""`unfuse chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from unfuse.cli.connecting import client_of
+from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
+from unfuse.cli.terminal import Terminal
+from unfuse.service.settings import load
+
+
+@takes(*PLACING, *COMPUTE)
+def chat(
+    flags: dict[str, Any],
+    terminal: Terminal,
+    prompt: Annotated[
+        str | None, typer.Argument(help="What to say; without it, lines are read.", metavar="TEXT")
+    ] = None,
+    model: Annotated[str | None, typer.Option("-m", "--model", help="Model to use: a name, folder or hub id.")] = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before all else.", metavar="TEXT")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
+    temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw as with this seed before.", min=0)] = None,
+    server: Annotated[
+        str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this chat alone.")
+    ] = None,
+    api_key: ApiKey = None,
+    config: Config = None,
+) -> None:
+    """Talk with a language model. Answers are shown as they come; the end of input ends the conversation."""
+    flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
+    given = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    asked = {name: value for name, value in given.items() if value is not None}
+    said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    with client_of(load(flags, config), terminal) as (client, progress):
+        for line in [prompt] if prompt is not None else _lines():
+            said.append({"role": "user", "content": line})
+            answer = ""
+            for part in client.chat(said, **asked):
+                if part and not answer:
+                    progress.close()
+                answer += part
+                typer.echo(part, nl=False)
+            typer.echo()
+            said.append({"role": "assistant", "content": answer})
+
+
+def _lines() -> Iterator[str]:
+    """What the user says, line by line, empty ones left out."""
+    asks = "> " if sys.stdin.isatty() else ""
+    while True:
+        try:
+            line = input(asks).strip()
+        except EOFError:
+            return
+        if line:
+            yield line

@@ -1,0 +1,135 @@
+"""Language models of transformers: Llama, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec import convert
+from msgspec.structs import asdict, replace
+from typing_extensions import override
+
+from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.medium import Room
+from unfuse.core.object_ref import DTYPES as WIDTHS
+from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.words import TextLimits
+from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
+from unfuse.models.defaults import SERVING, Serving
+from unfuse.models.dtypes import choose_dtypes
+from unfuse.models.folder import WHOLE, ModelFolder
+from unfuse.models.source import source_of
+from unfuse.stages.refusal import refusal
+from unfuse.stages.specs import DECODE, PREFILL
+
+if TYPE_CHECKING:
+    from unfuse.stages.base import Stage
+
+BLOCK = 16
+"""Tokens of a block of the KV."""
+
+DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What generation_config.json may say, in the names of our parameters."""
+
+
+class LanguageFamily(Family):
+    """Each is one component, which prefill and decode both load whole."""
+
+    libraries = ("transformers",)
+    batches = True
+
+    @override
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        model = ModelFolder(folder)
+        dtypes = choose_dtypes(dtype, (WHOLE,))
+        config = model.config(WHOLE)
+        with model.reading("model"):
+            limits = TextLimits(int(config["max_position_embeddings"]), int(config["vocab_size"]))
+            each = bytes_per_token(config, WIDTHS[dtypes[WHOLE]])
+        if reason := refusal(config):
+            raise ConfigError(f"model {folder} cannot be served: {reason}")
+        limits = _bounded(limits, Serving.read(folder).limits)
+        prefill = replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",)))
+        pipeline = Pipeline((prefill, DECODE))
+        return ModelCard(
+            name=name,
+            source=source_of(folder),
+            family="language",
+            pipeline=pipeline,
+            limits=asdict(limits),
+            defaults=self._defaults(model),
+            weights=weights_ids(model, pipeline, "language"),
+            dtypes=dtypes,
+            created=model.created,
+        )
+
+    @override
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        from unfuse.models.tokenizer import ChatTokenizer
+        from unfuse.stages.language import Decode, Prefill, open_model
+
+        shared, key = runtime.shared, (folder, runtime.dtypes[WHOLE])
+        if key not in shared:
+            kind = ModelFolder(folder).kind
+            model = Loader(ModelFolder(folder), {WHOLE: ("transformers", kind)}, runtime, report).model(WHOLE)
+            tokens = self._room(folder, runtime)
+            shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder)
+        opened, tokenizer = shared[key]
+        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer)
+        stage.exact = runtime.options.batching == "exact"
+        return stage
+
+    @override
+    def prepare(self, folder: Path) -> None:
+        import_module("unfuse.stages.language")
+        getattr(import_module("transformers"), ModelFolder(folder).kind)
+
+    def _room(self, folder: Path, runtime: Runtime) -> int:
+        """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text."""
+        each = bytes_per_token(ModelFolder(folder).config(WHOLE), WIDTHS[runtime.dtypes[WHOLE]])
+        most = int(self.card("", folder).limits["max_tokens"]) + BLOCK
+        room = runtime.kv or _usual(runtime.device, most * each)
+        if room < most * each:
+            raise ConfigError(
+                f"keys and values of the longest text, {most} tokens, take {readable_bytes(most * each)}; there are "
+                f"{readable_bytes(room)} for them: give --kv more, or set a limit max_tokens in {folder / SERVING}"
+            )
+        return room // each
+
+    def _defaults(self, model: ModelFolder) -> Params:
+        """Those of generation_config.json, if the model has one; greedy if it says that nothing is drawn."""
+        said = model.beside("generation_config.json")
+        found: Params = {name: said[name] for name in DEFAULTS if isinstance(said.get(name), int | float)}
+        return found | ({"temperature": 0.0} if said.get("do_sample") is False else {})
+
+
+def _bounded(derived: TextLimits, said: dict[str, int | float]) -> TextLimits:
+    """These limits, made smaller by those of serving.json. Raises ConfigError for what is no limit, or larger."""
+    known = asdict(derived)
+    if unknown := sorted(said.keys() - known):
+        raise ConfigError(f"{SERVING}: unknown limit {unknown[0]!r}; known are {', '.join(known)}")
+    for name in ("max_tokens", "vocabulary"):
+        if not 0 < said.get(name, known[name]) <= known[name]:
+            raise ConfigError(f"{SERVING}: limit {name} {said[name]} must be 1 to the model's {known[name]}")
+    return convert({**known, **said}, TextLimits)
+
+
+def _usual(device: str, least: int) -> int:
+    """Bytes for keys and values where nobody says how many: a quarter of what is free, or more for the longest text."""
+    import torch
+
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+    return max(free // 4, min(least, free // 4 * 3))
+
+
+def bytes_per_token(config: dict[str, Any], width: int) -> int:
+    """Bytes of the keys and values of one token, in numbers of that width."""
+    heads = int(config["num_attention_heads"])
+    size = int(config.get("head_dim") or config["hidden_size"] // heads)
+    return 2 * int(config["num_hidden_layers"]) * int(config.get("num_key_value_heads") or heads) * size * width
+
+
+FAMILY = LanguageFamily()

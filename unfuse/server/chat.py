@@ -1,0 +1,211 @@
+"""The route for chats, in the format of the `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from array import array
+from collections.abc import AsyncIterator
+from functools import lru_cache
+from typing import Annotated, Any
+
+import msgspec
+from anyio import to_thread
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+from starlette.responses import Response
+
+from unfuse.core.card import ModelCard
+from unfuse.core.codec import decode
+from unfuse.core.errors import InvalidParameter, UnfuseError
+from unfuse.core.media import TEXT
+from unfuse.core.request import Record, RequestContext
+from unfuse.core.text import Answer, Piece
+from unfuse.models import resolve_source
+from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.server.accept import Call, respond_async
+from unfuse.server.answers import CHATTED
+from unfuse.server.auth import Tenant
+from unfuse.server.body import read_json
+from unfuse.server.caller import Caller
+from unfuse.server.errors import envelope, refusal_of
+from unfuse.server.fields import CHAT
+from unfuse.server.gateway import Gateway, gateway_of, require_result
+from unfuse.server.growing import pieces
+from unfuse.server.sse import stream
+from unfuse.stores.results import ResultStore
+
+router = APIRouter(tags=["chat"])
+Served = Annotated[Gateway, Depends(gateway_of)]
+
+_COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
+
+TOKENIZERS = 8
+"""How many models' tokenizers a gateway keeps."""
+
+
+@router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
+async def complete(request: Request, gateway: Served, tenant: Tenant) -> Response:
+    """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
+    given = await read_json(request)
+    call = Call(gateway, request, tenant, given, TEXT, waits=True, read=_prompt)
+    record, delivery = await call.accept()
+    if accepted := respond_async(call, record):
+        return accepted
+    caller = Caller(gateway, request, record)
+    if delivery.stream:
+        options = given.get("stream_options")
+        usage = isinstance(options, dict) and bool(options.get("include_usage"))
+        return stream(caller.told(_events(gateway, record, usage, _told(request, record.context))))
+    with caller.answered():
+        context = (await gateway.finished(record)).context
+        require_result(context)
+        return Response(await to_thread.run_sync(_reply, gateway.results, context), media_type="application/json")
+
+
+@lru_cache(TOKENIZERS)
+def _tokenizer(source: str) -> ChatTokenizer:
+    return ChatTokenizer.read(resolve_source(source, components=()))
+
+
+def _prompt(card: ModelCard, fields: dict[str, object]) -> bytes:
+    """The tokens of the messages, as decoders read them; `prompt_tokens` is their number."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
+    ids = _tokenizer(card.source).prompt(messages)
+    fields["prompt_tokens"] = len(ids)
+    return array("I", ids).tobytes()
+
+
+async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:
+    """Chunks with what is made of each choice, as it comes; then the usage, if that is asked for.
+
+    Of each choice so many pieces were `told` before. The ids of events say how many are told by then.
+    """
+    context = record.context
+    try:
+        for index, before in enumerate(told):
+            if not before:
+                yield _chunk(context, told, index, {"role": "assistant", "content": ""})
+        async for index, piece in _pieces(gateway, context, told):
+            told[index] += 1
+            if piece.text or piece.logprob is not None:
+                yield _chunk(context, told, index, {"content": piece.text}, logprobs=_logprobs([piece]))
+        context = (await gateway.finished(record)).context
+        require_result(context)
+        answers = await to_thread.run_sync(_answers, gateway.results, context)
+        for index, answer in enumerate(answers):
+            yield _chunk(context, told, index, {}, answer.finish_reason)
+        if usage:
+            yield _data({**_head(context, "chat.completion.chunk"), "choices": [], "usage": _usage(context, answers)})
+        yield b"data: [DONE]\n\n"
+    except UnfuseError as error:
+        yield _data(envelope(refusal_of(error)))
+
+
+def _told(request: Request, context: RequestContext) -> list[int]:
+    """How many pieces of each choice the client has: the id of the last event that it got, if it says one."""
+    number, known = len(_finals(context)), request.headers.get("last-event-id", "")
+    told = [int(part) for part in known.split(",")] if _COUNTS.fullmatch(known) else []
+    return told if len(told) == number else [0] * number
+
+
+def _finals(context: RequestContext) -> list[str]:
+    """The stages that write the choices, in their order."""
+    return [stage.name for stage in context.plan.stages if stage.final]
+
+
+async def _pieces(gateway: Gateway, context: RequestContext, told: list[int]) -> AsyncIterator[tuple[int, Piece]]:
+    """What is made of each choice, with its index, behind what was told. It waits for a slow client."""
+    queue = asyncio.Queue[tuple[int, Piece] | None](1)
+
+    async def follow(index: int, name: str, after: int) -> None:
+        async for data in pieces(gateway.queue, context.id, name, after):
+            await queue.put((index, decode(data, Piece)))
+
+    async def follow_all() -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, name in enumerate(_finals(context)):
+                    group.create_task(follow(index, name, told[index]))
+        finally:
+            await queue.put(None)
+
+    following = asyncio.create_task(follow_all())
+    try:
+        while (made := await queue.get()) is not None:
+            yield made
+        await following
+    finally:
+        following.cancel()
+
+
+def _chunk(
+    context: RequestContext,
+    told: list[int],
+    index: int,
+    delta: dict[str, Any],
+    ended: str | None = None,
+    logprobs: Any = None,
+) -> bytes:
+    choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
+    id = ",".join(map(str, told))
+    return f"id: {id}\n".encode() + _data({**_head(context, "chat.completion.chunk"), "choices": [choice]})
+
+
+def _data(event: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _head(context: RequestContext, kind: str) -> dict[str, Any]:
+    model = context.asked or context.model
+    return {"id": context.id, "object": kind, "created": int(context.created_at), "model": model}
+
+
+def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
+    files = sorted(context.result, key=lambda file: file.index)
+    return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in files]
+
+
+def _reply(results: ResultStore, context: RequestContext) -> bytes:
+    answers = _answers(results, context)
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": _logprobs(answer.pieces),
+            "finish_reason": answer.finish_reason,
+        }
+        for index, answer in enumerate(answers)
+    ]
+    told = {"choices": choices, "usage": _usage(context, answers), "seed": context.params["seed"]}
+    return msgspec.json.encode({**_head(context, "chat.completion"), **told})
+
+
+def _usage(context: RequestContext, answers: list[Answer]) -> dict[str, Any]:
+    prompt, made = context.params["prompt_tokens"], sum(len(answer.pieces) for answer in answers)
+    assert isinstance(prompt, int)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def _logprobs(pieces: list[Piece]) -> dict[str, Any] | None:
+    """How likely tokens were, if that was asked for."""
+    if not any(piece.logprob is not None for piece in pieces):
+        return None
+    return {
+        "content": [
+            {**_token(piece.text, piece.logprob), "top_logprobs": [_token(text, p) for _, text, p in piece.top]}
+            for piece in pieces
+        ],
+        "refusal": None,
+    }
+
+
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
