@@ -137,3 +137,27 @@ def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:
         again = decode.start(StageInput(given.params, tensors, given.uploads, recorded))
         assert decode.progress(again)[0] == 5
         assert to_the_end(decode, [again]) == [model.generated(ids)]
+
+
+def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_way_round(
+    model: Model, tmp_path: Path
+) -> None:
+    """Given a text that fills the KV, when an urgent one comes later, then that goes on at once, though it is younger,
+    and the first one when it has ended; both get their tokens."""
+    first, urgent = model.ids(60), model.ids(50)
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": len(first) + MOST}}))
+    _, decode = Model(folder).stages(len(first) + MOST + 16)
+    (slow,) = decode.step([decode.start(task(model.card, first))])
+    given = task(model.card, urgent)
+    fast = decode.start(StageInput(given.params, {}, given.uploads, (), 5))
+    assert isinstance(slow, Writing)
+    assert to_the_end(decode, [fast]) == [model.generated(urgent)]
+    assert slow.kv.length == 0
+    assert to_the_end(decode, [slow]) == [model.generated(first)]
+    younger = decode.start(StageInput(given.params, {}, given.uploads, (), -5))
+    (held,) = decode.step([decode.start(task(model.card, first))])
+    (waits,) = decode.step([younger])
+    assert isinstance(waits, Writing) and isinstance(held, Writing)
+    assert (waits.done, waits.piece) == (0, None)
+    assert held.kv.length

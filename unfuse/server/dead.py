@@ -18,6 +18,9 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 
+UPLOADS = {"image": "image", "prompt_tokens": "prompt"}
+"""The upload that a request has if it has that parameter."""
+
 router = APIRouter(prefix="/dead", tags=["dead"])
 Served = Annotated[Gateway, Depends(gateway_of)]
 
@@ -83,9 +86,10 @@ async def retry(id: str, request: Request, gateway: Served, sees: Sight) -> dict
         message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
     fresh = f"{id.partition('_')[0]}_{blake2b(id.encode(), digest_size=16).hexdigest()}"
-    if "image" in old.context.params:
-        picture = await to_thread.run_sync(gateway.results.attached, id, "image")
-        await to_thread.run_sync(gateway.results.attach, fresh, "image", picture)
+    for param, upload in UPLOADS.items():
+        if param in old.context.params:
+            data = await to_thread.run_sync(gateway.results.attached, id, upload)
+            await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
     with gateway.refusals_told(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh)
     gateway.release(old.context)

@@ -23,13 +23,14 @@ class StageInput(msgspec.Struct, frozen=True):
     """One task as a stage sees it.
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
-    pieces that are recorded of what it makes: see `SteppedStage.grown`.
+    pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
     """
 
     params: Params
     tensors: Tensors
     uploads: Mapping[str, bytes] = {}
     recorded: tuple[bytes, ...] = ()
+    priority: int = 0
 
 
 class Media(msgspec.Struct, frozen=True):

@@ -59,14 +59,16 @@ class Growing:
 
 
 class Sequences:
-    """All sequences of a process, in one KV. Where that is full, the youngest ones give up theirs, and wait.
+    """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
 
-    So the oldest one always has its turn, and none is lost: what a sequence gave up is computed again from its tokens.
+    Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
+    none is lost: what a sequence gave up is computed again from its tokens.
     """
 
     def __init__(self, model: LanguageModel, kv: PagedKv) -> None:
         self._model, self._kv = model, kv
-        self._by_age: dict[KvSequence, None] = {}
+        self._ranks: dict[KvSequence, tuple[int, int]] = {}
+        self._begun = 0
         self.retracted = 0
         """How often a sequence gave up its blocks."""
 
@@ -79,22 +81,22 @@ class Sequences:
         """What of the KV is taken."""
         return self._kv.usage()
 
-    def begin(self) -> KvSequence:
-        """A sequence, the youngest of all."""
+    def begin(self, priority: int) -> KvSequence:
+        """A sequence, the youngest of its priority."""
         sequence = self._kv.sequence()
-        self._by_age[sequence] = None
+        self._begun += 1
+        self._ranks[sequence] = -priority, self._begun
         return sequence
 
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
-        self._by_age.pop(sequence, None)
+        self._ranks.pop(sequence, None)
 
     def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        ages = {sequence: age for age, sequence in enumerate(self._by_age)}
         parts = dict[KvSequence, list[int]]()
-        for state in sorted(states, key=lambda state: ages[state.kv]):
+        for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
             start = state.kv.length
             chunk = state.ids[start : start - start % CHUNK + CHUNK]
@@ -105,16 +107,18 @@ class Sequences:
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
     def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
-        """Grow a sequence, if need be in place of younger ones. False if it has to wait for older ones."""
+        """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
         while True:
             try:
                 sequence.grow(tokens)
                 return True
             except NoBlocks:
-                younger = next(other for other in reversed(self._by_age) if other.length or other is sequence)
-                if younger is sequence:
+                last = max(
+                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
+                )
+                if self._ranks[last] <= self._ranks[sequence]:
                     return False
-                younger.free()
+                last.free()
                 self.retracted += 1
 
 
@@ -146,7 +150,7 @@ class Prefill(JointStage[Growing, int]):
 
     @override
     def start(self, task: StageInput) -> Growing:
-        return Growing(self._sequences.begin(), unpacked(task.uploads[PROMPT])[:-1])
+        return Growing(self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1])
 
     @override
     def compute(self, batch: Sequence[Growing]) -> list[int | Exception]:
@@ -246,7 +250,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
-        kv = self._sequences.begin()
+        kv = self._sequences.begin(task.priority)
         return Writing(kv, ids, self._taken(kv, task.tensors), len(prompt), sampling(task.params), words)
 
     def _taken(self, kv: KvSequence, tensors: Tensors) -> int:

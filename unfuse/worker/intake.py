@@ -50,7 +50,7 @@ class Intake:
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
-            given = StageInput(task.params, tensors, uploads, run.recorded)
+            given = StageInput(task.params, tensors, uploads, run.recorded, task.priority)
             got = time.monotonic()
             stage.verify(given)
             resumed = self._resumed(stage, given, run.lease)
