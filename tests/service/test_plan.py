@@ -213,3 +213,20 @@ def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -
     little = tuple(Device(f"cuda:{number}", CONTEXT + transformer.bytes * 3 // 4) for number in range(2))
     found = plan_for([SHAPES], "", want, (*HOST, *little))
     assert "it would fit with --parallel denoiser=shard:2" in found.refusal
+
+
+def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path) -> None:
+    """And once by each, where the roles have workers of their own."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "vocab_size": 100, "hidden_size": 16,
+        "num_attention_heads": 2, "num_hidden_layers": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(described).to_bytes(8, "little") + described + bytes(4000))
+    together, apart = (
+        plan_for([str(tmp_path)], "", Wanted(workers, {}, ComputeOptions(), split=False), GPUS).workers
+        for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
+    )
+    assert [[part.bytes for part in worker.parts] for worker in together] == [[2000]]
+    assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000], [2000]]

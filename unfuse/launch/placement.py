@@ -37,7 +37,8 @@ class Part(msgspec.Struct, frozen=True):
     """A component as a worker holds it, for these models; `bytes` is what it takes in its dtype, on each rank. Of these
     ranks have a share each of `shared`, if they are spread by `tensor`.
 
-    What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once.
+    What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once. A worker has one
+    that is there `once` for all of its stages.
     """
 
     component: str
@@ -46,6 +47,7 @@ class Part(msgspec.Struct, frozen=True):
     models: tuple[str, ...] = ()
     mapped: bool = False
     shared: int = 0
+    once: bool = False
 
     @property
     def half(self) -> Part:
@@ -254,7 +256,9 @@ def parts_of(role: str, needs: Needs, spreads: Mapping[str, Spread]) -> tuple[Pa
     """What a worker with these roles holds, or each of its ranks."""
     roles, spread = roles_of(role), {name: spreads.get(name, Spread()) for name in needs}
     own = [(name, part) for name, parts in needs.items() if roles is None or name in roles for part in parts]
-    return tuple(part.of_rank(spread[name]) for name, part in own)
+    held = [part for _, part in own]
+    parts = [(name, part) for at, (name, part) in enumerate(own) if not (part.once and part in held[:at])]
+    return tuple(part.of_rank(spread[name]) for name, part in parts)
 
 
 def _together(placed: list[Placed], needs: Needs, wanted: Wanted) -> tuple[Placed, ...]:

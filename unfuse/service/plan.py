@@ -29,7 +29,7 @@ from unfuse.launch.placement import (
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
-from unfuse.models.folder import ModelFolder
+from unfuse.models.folder import WHOLE, ModelFolder
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
 from unfuse.service.size import Size
@@ -202,7 +202,9 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
         stage, model = next(iter(users.values()))
         held = (model.components[name] for name in stage.components)
         parts = tuple(
-            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared) for one in held if one.memory
+            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, one.name == WHOLE)
+            for one in held
+            if one.memory
         )
         found[stage.role] = found.get(stage.role, ()) + parts
     return found
