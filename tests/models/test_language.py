@@ -19,12 +19,13 @@ from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import TEXT
+from unfuse.core.text import packed
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
-from unfuse.stages.language import CHUNK, Decode, Prefill, Writing, packed
+from unfuse.stages.language import CHUNK, Decode, Prefill, Writing
 
 MOST = 12
 

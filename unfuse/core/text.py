@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+
 import msgspec
+
+
+def packed(ids: Sequence[int]) -> bytes:
+    """Ids as 32-bit numbers, least byte first."""
+    return array("I", ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    """The ids in what `packed` made."""
+    return array("I", data).tolist()
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

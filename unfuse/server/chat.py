@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from array import array
 from collections.abc import AsyncIterator
 from functools import lru_cache
 from typing import Annotated, Any
@@ -20,7 +19,7 @@ from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import Answer, Piece
+from unfuse.core.text import Answer, Piece, packed
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, respond_async
@@ -75,7 +74,7 @@ def _prompt(card: ModelCard, fields: dict[str, object]) -> bytes:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     ids = _tokenizer(card.source).prompt(messages)
     fields["prompt_tokens"] = len(ids)
-    return array("I", ids).tobytes()
+    return packed(ids)
 
 
 async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:

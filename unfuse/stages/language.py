@@ -7,7 +7,6 @@ sequence that comes from another worker, one whose blocks were taken, and one of
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +18,7 @@ from typing_extensions import override
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import Answer, Piece
+from unfuse.core.text import Answer, Piece, unpacked
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 from unfuse.stages.language_model import LanguageModel
@@ -34,19 +33,9 @@ CHUNK = 256
 """Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
 
 PROMPT = "prompt"
-"""The upload that has the ids of a prompt's tokens, as `packed` has them."""
+"""The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-
-
-def packed(ids: Sequence[int]) -> bytes:
-    """Ids as 32-bit numbers, least byte first."""
-    return array("I", ids).tobytes()
-
-
-def unpacked(data: bytes) -> list[int]:
-    """The ids in what `packed` made."""
-    return array("I", data).tolist()
 
 
 @dataclass(frozen=True)
