@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -166,3 +167,28 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     assert isinstance(waits, Writing) and isinstance(held, Writing)
     assert (waits.done, waits.piece) == (0, None)
     assert held.kv.length
+
+
+def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes]:
+    """All pieces of a text, the first of them from the attempt before."""
+    state, made = decode.start(msgspec.structs.replace(given, recorded=recorded)), [*recorded]
+    while decode.progress(state)[0] < decode.progress(state)[1]:
+        (stepped,) = decode.step([state])
+        assert isinstance(stepped, Writing)
+        state = stepped
+        made += decode.grown(state)
+    decode.let_go(state)
+    return made
+
+
+@pytest.mark.parametrize("words", [1, 20, 700])
+def test_what_is_made_again_in_an_exact_pool_has_the_same_bits(model: Model, words: int) -> None:
+    """Given a text with the probabilities of its tokens, when an attempt that died is followed by another, with the KV
+    of prefill or without, then each that follows is as probable as before, to the last bit."""
+    prefill, decode = model.stages(batching="exact")
+    given = task(model.card, model.ids(words), temperature=1, logprobs=True, top_logprobs=5, max_tokens=40)
+    split = msgspec.structs.replace(given, tensors=prefilled(prefill, given))
+    calm = pieces_of(decode, split)
+    for again in (split, given):
+        for died in (1, 25):
+            assert pieces_of(decode, again, *calm[:died]) == calm
