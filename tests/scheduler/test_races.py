@@ -20,7 +20,7 @@ from tools.asking import asking
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import LeaseLost, NotFound
 from unfuse.core.event import TERMINAL_EVENTS, Event
-from unfuse.core.messages import Done, Failed
+from unfuse.core.messages import Announced, Done, Failed
 from unfuse.core.plan import Pipeline
 from unfuse.core.request import Record, RequestContext, ResultFile, Timings
 from unfuse.core.task import Lease
@@ -138,7 +138,7 @@ class Fate:
         await self.act(lease, trouble)
 
     async def act(self, lease: Lease, trouble: float) -> None:
-        acts = [self.fail, self.lose, self.expire, self.hand_back, self.impersonate, self.repeat]
+        acts = [self.fail, self.lose, self.expire, self.hand_back, self.impersonate, self.repeat, self.announce]
         act = self.dice.choice(acts) if self.dice.random() < trouble else self.complete
         with suppress(LeaseLost, NotFound):
             await act(lease)
@@ -171,6 +171,12 @@ class Fate:
 
     async def hand_back(self, lease: Lease) -> None:
         await self.scheduler.fail(Failed(lease.claim, "hand_back", "leaving", reason="drain"), lease.worker)
+
+    async def announce(self, lease: Lease) -> None:
+        """It goes on, and its readers may be leased."""
+        self.leases.append(lease)
+        output = msgspec.structs.replace(object_for(lease.claim), owner=lease.worker)
+        await self.scheduler.announce(Announced(lease.claim, output), lease.worker)
 
     async def impersonate(self, lease: Lease) -> None:
         self.leases.append(lease)

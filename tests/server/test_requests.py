@@ -152,9 +152,9 @@ async def test_a_silent_stream_says_something_now_and_then() -> None:
         yield Event("completed", seq=1)
 
     stream = with_comments(written(happening()), comment_every=0.001)
-    assert await anext(stream) == b": waiting\n\n"
+    assert await anext(stream) == b": waiting\n"
     told.set()
-    rest = [piece async for piece in stream if piece != b": waiting\n\n"]
+    rest = [piece async for piece in stream if piece != b": waiting\n"]
     assert rest[0].startswith(b"id: 1\nevent: completed\ndata: {")
 
 

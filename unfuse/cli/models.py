@@ -18,7 +18,8 @@ from unfuse.service.settings import DEFAULT, load
 def models(server: Server = None, api_key: ApiKey = None, config: Config = None, json: Json = False) -> None:
     """List the models that a server serves, and those that could be served from here.
 
-    The latter come with unfuse or lie in the hub library's cache; so could any folder or hub name of a family listed.
+    The latter come with unfuse, are installed, or lie in the hub library's cache; so could any folder, GGUF file or hub
+    name of a family listed.
     """
     served: list[dict[str, Any]] = []
     try:
@@ -41,15 +42,19 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
 
 
 def here() -> Iterator[dict[str, Any]]:
-    """Models that are packaged, or at least partly in the hub library's cache."""
+    """Models that are packaged, installed, or at least partly in the hub library's cache."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     from unfuse.models import served_classes
     from unfuse.models.folder import INDEX, ModelFolder
-    from unfuse.models.source import PACKAGED
+    from unfuse.models.source import INSTALLED, PACKAGED, resolve_source
 
     for name in PACKAGED:
         yield {"id": name, "object": "model", "state": "built in"}
+    for name in INSTALLED:
+        with suppress(ConfigError):
+            resolve_source(name)
+            yield {"id": name, "object": "model", "state": "installed"}
     cached: dict[str, str] = {}
     for index in sorted(Path(HF_HUB_CACHE).glob(f"models--*/snapshots/*/{INDEX}")):
         folder = ModelFolder(index.parent)

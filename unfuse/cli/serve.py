@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +16,7 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.launch.forks import Forks
 from unfuse.launch.placement import CPU
-from unfuse.models.source import PACKAGED
+from unfuse.models.source import is_local
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
 from unfuse.service.machine import devices
@@ -66,7 +65,7 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
     models that need not be downloaded. It is closed behind the block.
     """
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
-    local = all(model in PACKAGED or Path(model).expanduser().is_dir() for model in serve.models)
+    local = all(map(is_local, serve.models))
     if serve.workers == "none" or not (on_cpu and local) or len(devices()) > 1:
         yield None
         return

@@ -222,6 +222,16 @@ class Saved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Announced(msgspec.Struct, frozen=True, tag=True):
+    """The output of a running task can be read while it is written, for a scheduler that `announces`.
+
+    Its ref has no checksums yet, or few: readers ask the owner for them.
+    """
+
+    claim: Claim
+    output: ObjectRef
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
 
@@ -249,7 +259,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall.
+    Append and Recall, one that `announces` Announced.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -260,6 +270,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     by_outcome: bool = False
     gathers: bool = False
     appends: bool = False
+    announces: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -304,5 +315,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Saved | Done | Failed | Bye
+ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Done | Failed | Bye
 ToWorker = Welcome | Granted | Pulse | Recorded | Accepted | Stranger | Refused

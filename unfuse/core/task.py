@@ -15,13 +15,13 @@ TASK_MOVES: dict[str, frozenset[str]] = {
     "waiting": frozenset({"queued", "done", "cancelled"}),
     "queued": frozenset({"leased", "waiting", "cancelled"}),
     "leased": frozenset({"announced", "queued", "waiting", "done", "cancelled"}),
-    "announced": frozenset({"queued", "waiting", "done", "cancelled"}),
+    "announced": frozenset({"leased", "queued", "waiting", "cancelled"}),
     "done": frozenset({"queued", "waiting"}),
     "cancelled": frozenset(),
 }
 """Legal moves of one stage of one request. A stage leaves `done` only when its output was lost, and goes from `waiting`
-to `done` when the encoder cache has its output. It returns to `waiting` when an input was lost. `announced` is reserved
-for a stage whose output can be read while it is written: nothing makes this move yet."""
+to `done` when the encoder cache has its output. It returns to `waiting` when an input was lost. `announced` is a leased
+stage whose output is read while it is written."""
 
 SLOTS, ARENA = "slots", "arena"
 """The resources that every task needs: a slot of a worker, and bytes of its arena for the output."""

@@ -9,7 +9,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
-from unfuse.models.folder import ModelFolder
+from unfuse.models.gguf_model import files_of
 from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
 
@@ -39,11 +39,11 @@ def served_classes() -> tuple[str, ...]:
 
 
 def find(source: str | Path) -> Family:
-    """The family of a model: of a folder by its model_index.json, of anything else by name.
+    """The family of a model: of a folder or a GGUF file by what that says, of anything else by name.
 
-    Raises ConfigError when the folder holds no model, or one of a class that is not served.
+    Raises ConfigError when it holds no model, or one of a class that is not served.
     """
-    found = ModelFolder(Path(source)).kind if source and Path(source).is_dir() else pipeline_class(str(source))
+    found = files_of(Path(source)).kind if source and Path(source).exists() else pipeline_class(str(source))
     outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
     if found not in families:

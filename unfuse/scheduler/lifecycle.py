@@ -1,9 +1,9 @@
 """What happens next in a request: pure transitions, (context, what happened, when) → Change. No I/O, and no clock.
 
-A leased stage is "queued" in its context, since leases live beside contexts; that it was leased is proven by the claim
-it is reported with, which the queue checks when the change is committed. `wall` is Unix seconds, `queue_now` seconds
-of the queue's clock. Nothing here changes a context that is over: a report about it raises LeaseLost, unless it
-repeats the one that completed its stage, and everything else is answered with None.
+A leased stage is "queued" in its context, or "announced", since leases live beside contexts; that it was leased is
+proven by the claim it is reported with, which the queue checks when the change is committed. `wall` is Unix seconds,
+`queue_now` seconds of the queue's clock. Nothing here changes a context that is over: a report about it raises
+LeaseLost, unless it repeats the one that completed its stage, and everything else is answered with None.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import msgspec
 
 from unfuse.core.errors import LeaseLost
 from unfuse.core.event import Event
-from unfuse.core.messages import Done, Failed, Saved
+from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Change, ErrorInfo, RequestContext, Running, StageState
 from unfuse.core.task import Claim, Lease
 from unfuse.queues.storable import EXACT
 from unfuse.scheduler.draft import Draft
+
+BEGUN = ("queued", "announced")
+"""What a stage that runs can be in its context."""
 
 BLAMELESS = frozenset({"drain", "preempted", "full", "producer", "compute"})
 """Why a task may be handed back any number of times."""
@@ -111,6 +114,39 @@ def saved(context: RequestContext, saved: Saved, worker: str, running: Sequence[
         raise LeaseLost(f"worker {worker} brought a checkpoint of {claim.stage} that is not its own")
     stages = context.stages | {claim.stage: msgspec.structs.replace(state, checkpoint=ref, checkpoint_step=saved.step)}
     return Change(msgspec.structs.replace(context, version=context.version + 1, stages=stages))
+
+
+def announced(
+    context: RequestContext, news: Announced, worker: str, wall: float, running: Sequence[Running] = ()
+) -> Change | None:
+    """A running stage's output can be read while it is written: queue what can begin to read it. It keeps its lease.
+
+    None if that is known. Raises LeaseLost.
+    """
+    claim, ref = news.claim, news.output
+    state = _current(context, claim, worker, running)
+    if not held_by(worker, claim, running) or not _made_by(ref, claim, worker):
+        raise LeaseLost(f"worker {worker} announced an output of {claim.stage} that is not its own")
+    if state.output is not None and state.output.id == ref.id:
+        return None
+    draft = _claimed(context, claim, worker, wall)
+    draft.withdraw(claim.stage)
+    draft.move(claim.stage, "announced", output=ref)
+    draft.queue_ready()
+    return draft.change(None)
+
+
+def handed_back(
+    context: RequestContext, claim: Claim, worker: str, wall: float, running: Sequence[Running] = ()
+) -> Change | None:
+    """A running stage is about to go back to its queue: what it has announced, if anything, comes to nothing."""
+    state = context.stages.get(claim.stage)
+    if state is None or state.status != "announced" or not held_by(worker, claim, running):
+        return None
+    draft = Draft(context, wall)
+    draft.move(claim.stage, "queued")
+    draft.withdraw(claim.stage)
+    return draft.change(None)
 
 
 def failed(
@@ -275,7 +311,7 @@ def _claimed(context: RequestContext, claim: Claim, worker: str, wall: float, ru
 def _current(context: RequestContext, claim: Claim, worker: str, running: Sequence[Running]) -> StageState:
     """The state of a stage that may be leased, as its claim says. Raises LeaseLost where that cannot be."""
     state = context.stages.get(claim.stage)
-    if context.over or state is None or state.status != "queued" or claim.attempt < state.attempt:
+    if context.over or state is None or state.status not in BEGUN or claim.attempt < state.attempt:
         raise LeaseLost(f"attempt {claim.attempt} of {claim.stage} of {context.id} is not current: drop what it made")
     if any(run.stage == claim.stage for run in running) and not held_by(worker, claim, running):
         raise LeaseLost(f"stage {claim.stage} of {context.id} is not leased to {worker}: drop what it made")
@@ -285,27 +321,31 @@ def _current(context: RequestContext, claim: Claim, worker: str, running: Sequen
 def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
     """Make a lost input again: its stage runs again once its own inputs exist, and those who would read it wait.
 
-    A ref that is not the current output of any input changes no producer: the stage only gets the current refs. If no
-    input was made again since it was queued, it is charged itself, so that a stage which keeps naming objects nobody
-    knows comes to an end too.
+    One that is only announced is announced no more: its maker goes on with it, or will be found dead. A ref that is not
+    the current output of any input changes no producer: the stage only gets the current refs. If no input was made
+    again since it was queued, it is charged itself, so that a stage which keeps naming objects nobody knows comes to an
+    end too.
     """
     before, consumer = draft.context(0), failed.claim.stage
     inputs = {name: before.stages[name] for name in before.plan.stage(consumer).after}
     lost = next((name for name, state in inputs.items() if state.output and state.output.id == failed.object_id), None)
     queued_at = before.stages[consumer].queued_at
-    if lost is None and any(state.status != "done" or state.queued_at > queued_at for state in inputs.values()):
+    is_announced = lost is not None and inputs[lost].status == "announced"
+    made_since = any(state.status != "done" or state.queued_at > queued_at for state in inputs.values())
+    if is_announced or (lost is None and made_since):
         draft.publish("retrying", consumer, failed.message)
     else:
         draft.charge("recomputes", lost or consumer, failed.message, failed.evidence)
     if draft.error is not None:
         return draft.end("failed", failed.claim, dead=True)
+    draft.withdraw(consumer)
     draft.move(consumer, "waiting")
-    if lost is not None:
-        draft.move(lost, "waiting", output=None, token=b"", reached=1.0)
-        for reader in before.plan.consumers(lost):
-            if draft.stages[reader.name].status == "queued" and reader.name not in running:
-                draft.move(reader.name, "waiting")
-                draft.close.append((before.id, reader.name))
+    if lost is not None and is_announced:
+        draft.move(lost, "queued")
+        draft.withdraw(lost)
+    elif lost is not None:
+        draft.move(lost, "waiting", token=b"", reached=1.0)
+        draft.withdraw(lost, running)
     draft.queue_ready()
     return draft.change(failed.claim)
 

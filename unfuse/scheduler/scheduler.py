@@ -14,7 +14,7 @@ from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
-from unfuse.core.messages import Done, Failed, Saved
+from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
@@ -244,6 +244,13 @@ class Scheduler:
             saved.claim.request, lambda record, _: lifecycle.saved(record.context, saved, worker, record.running)
         )
 
+    async def announce(self, news: Announced, worker: str) -> None:
+        """Let others read an output while it is written. Raises LeaseLost as `save` does."""
+        await self._apply(
+            news.claim.request,
+            lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
+        )
+
     async def resumed(self, lease: Lease) -> Lease:
         """The lease with the checkpoint that an earlier attempt at its task may have left."""
         task = lease.task
@@ -274,6 +281,10 @@ class Scheduler:
     async def _handed_back(self, failed: Failed, worker: str) -> Record:
         """Let others have a task; who returns it again and again for no good reason gets it no more."""
         claim, blameless = failed.claim, failed.reason in lifecycle.BLAMELESS
+        await self._apply(
+            claim.request,
+            lambda record, wall: lifecycle.handed_back(record.context, claim, worker, wall, record.running),
+        )
         if not await self.holds(worker, claim) or (blameless and not await self.queue.hand_back(claim)):
             raise LeaseLost(f"stage {claim.stage} of {claim.request} is not leased to {worker}")
         if not blameless and await self.queue.turn_down(claim) >= lifecycle.GIVEN_UP:

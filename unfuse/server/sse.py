@@ -23,6 +23,7 @@ def stream(events: AsyncIterator[bytes]) -> StreamingResponse:
 async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> AsyncIterator[bytes]:
     """Events as they come, with a comment after every `comment_every` seconds of silence.
 
+    No blank line follows a comment: at one, the `openai` client takes what it has for an event, once it knows an id.
     The stream ends if the queue cannot be read; the client resumes it with the last id.
     """
     upcoming = asyncio.ensure_future(anext(events, None))
@@ -30,7 +31,7 @@ async def with_comments(events: AsyncIterator[bytes], comment_every: float) -> A
         while True:
             await asyncio.wait({upcoming}, timeout=comment_every)
             if not upcoming.done():
-                yield b": waiting\n\n"
+                yield b": waiting\n"
                 continue
             event = None
             with suppress(TransientError):

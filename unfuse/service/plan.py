@@ -1,4 +1,4 @@
-"""Plans what to start, by the models' JSON files and the headers of their safetensors. No weights are read."""
+"""Plans what to start, by the models' JSON files and the headers of their weights. No weights are read."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from unfuse.models import card_of, find, resolve_source
 from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
 from unfuse.models.folder import WHOLE, ModelFolder
+from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
 from unfuse.service.size import Size
@@ -161,7 +162,7 @@ def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequ
     on_gpu = {role for role in roles if any(held is None or role in held for held in workers)}
     found = []
     for name, folder in folders.items():
-        dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), ModelFolder(folder)
+        dtypes, files = explicit_dtypes(cards[name], spec, on_gpu), files_of(folder)
         text = ",".join(f"{component}={dtype}" for component, dtype in dtypes.items())
         components = {component: _component(files, component, dtype) for component, dtype in dtypes.items()}
         found.append(Model(card_of(name, folder, text), folder, text, components))

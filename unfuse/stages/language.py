@@ -46,6 +46,11 @@ class Growing:
     ids: list[int]
     done: int = 0
 
+    def chunk(self, *, exact: bool) -> list[int]:
+        """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
+        start = self.kv.length
+        return self.ids[start : start - start % CHUNK + CHUNK]
+
 
 class Sequences:
     """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
@@ -92,8 +97,7 @@ class Sequences:
         parts = dict[KvSequence, list[int]]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-            start = state.kv.length
-            chunk = state.ids[start : start - start % CHUNK + CHUNK]
+            chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
                 parts[state.kv] = chunk
         made = self._model.forward([*parts.items()], alone=exact)
@@ -217,6 +221,12 @@ class Writing(Growing):
     how: Sampling = Sampling()
     words: Words | None = None
     piece: Piece | None = None
+
+    @override
+    def chunk(self, *, exact: bool) -> list[int]:
+        """Where bytes count, chunks end where those of prefill ended, and the tokens behind them come one by one."""
+        left = self.prompt - 1 - self.kv.length
+        return super().chunk(exact=exact)[: max(1, left) if exact else None]
 
 
 class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):

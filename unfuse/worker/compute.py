@@ -29,7 +29,7 @@ from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
-from unfuse.models.folder import ModelFolder
+from unfuse.models.gguf_model import files_of
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -189,7 +189,7 @@ class LoadProgress:
     """Reports what is being loaded, and how many bytes of all that these stages need are loaded."""
 
     def __init__(self, stages: Iterable[tuple[StageSpec, Path]], tell: Callable[[Loading | Loaded], None]) -> None:
-        places = {(folder, name): ModelFolder(folder).at(name) for spec, folder in stages for name in spec.components}
+        places = {(folder, name): files_of(folder).at(name) for spec, folder in stages for name in spec.components}
         self._left = {key: _size(key[0] / at) for key, at in places.items()}
         self._total, self._tell = sum(self._left.values()), tell
         self._folder = Path()
@@ -206,7 +206,9 @@ class LoadProgress:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of the files in a folder; 0 if it is missing."""
+    """Bytes of a file, or of those in a folder; 0 if it is missing."""
+    if folder.is_file():
+        return folder.stat().st_size
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if folder.is_dir() else 0
 
 

