@@ -13,6 +13,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile, Timings
 from unfuse.core.spread import MOST
 from unfuse.core.task import Claim, Lease
+from unfuse.core.text import TextLoad
 
 FailureKind = Literal["transient", "permanent", "crash", "object_lost", "hand_back"]
 
@@ -82,7 +83,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     BLAKE2 hash of the worker's secret: another connection with this id must know the secret. `resources` are the
     amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
     weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
-    `ranks` says what the ranks have spent, if it has several.
+    `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
+    model.
     """
 
     id: str
@@ -104,6 +106,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     outcome: Outcome = {}
     shares: dict[str, Sharing] = {}
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
+    texts: TextLoad | None = None
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -144,7 +147,8 @@ class Moved(msgspec.Struct, frozen=True):
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """A heartbeat: leases to renew, ids of the requests that the worker holds objects for, and the bytes these take.
 
-    `moved` is what each transfer engine brought since the last heartbeat; `unwritten` tasks wait for the result store.
+    `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
+    up its keys and values for others; `unwritten` tasks wait for the result store.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
@@ -158,6 +162,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     unwritten: Annotated[int, Meta(ge=0)] = 0
     shares: dict[str, Sharing] = {}
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
+    texts: TextLoad | None = None
+    retracted: Count = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

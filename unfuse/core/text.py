@@ -1,11 +1,13 @@
-"""What decoding adds to a text: tokens, and what became certain with each."""
+"""Texts: what decoding adds to one, tokens and what became certain with each; and what a process has of them."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 
 def packed(ids: Sequence[int]) -> bytes:
@@ -16,6 +18,19 @@ def packed(ids: Sequence[int]) -> bytes:
 def unpacked(data: bytes) -> list[int]:
     """The ids in what `packed` made."""
     return array("I", data).tolist()
+
+
+class TextLoad(msgspec.Struct, frozen=True):
+    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, and
+    prompts that it computes those of.
+    """
+
+    used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+
+    def __add__(self, other: TextLoad) -> TextLoad:
+        return TextLoad(self.used + other.used, self.free + other.free, self.prompts + other.prompts)
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -313,11 +313,13 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks")
+        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts")
         fill = {name: getattr(beat, name) for name in told}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
         for engine, moved in beat.moved.items():
             self.scheduler.observers.tell(Observer.moved, engine, moved)
+        if beat.retracted:
+            self.scheduler.observers.tell(Observer.retracted, beat.retracted)
         interruption = self._interruption
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
@@ -360,7 +362,7 @@ class Dispatcher(Observer):
     async def _append(self, peer: _Peer, message: Append) -> Pulse:
         """Record what has grown; tells of which tasks it cannot be."""
         own = [one for one in message.grown if await self._owns(peer, one.claim)]
-        kept = await self.scheduler.append(own)
+        kept = await self.scheduler.growing.append(own)
         return Pulse(tuple(one.claim for one in message.grown if one.claim not in kept), ())
 
     async def _recall(self, peer: _Peer, claim: Claim, after: int) -> Recorded | Refused:

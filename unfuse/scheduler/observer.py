@@ -30,5 +30,14 @@ class Observer:
     def moved(self, engine: str, moved: Moved) -> None:
         """A worker has pulled something from another node."""
 
+    def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:
+        """The first pieces of an output are recorded, so many seconds after its request was accepted."""
+
+    def grew(self, model: str, pieces: int, seconds: float | None) -> None:
+        """So many pieces more, so many seconds after those before them; None where these are not known here."""
+
+    def retracted(self, times: int) -> None:
+        """So often, texts gave up keys and values for others on a worker."""
+
     def looked_up(self, hits: int, misses: int) -> None:
         """So many outputs were in the encoder cache for an accepted request, and so many were not."""

@@ -8,13 +8,11 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded, ProtocolError
-from unfuse.core.growth import Grown
+from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Saved
 from unfuse.core.plan import Params, compile_plan
@@ -28,6 +26,7 @@ from unfuse.scheduler import lifecycle
 from unfuse.scheduler.arenas import Arenas
 from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
+from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.in_flight import InFlight
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
@@ -44,8 +43,6 @@ UNLIMITED = Limits(EXACT, EXACT)
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
-
-log = structlog.get_logger(__name__)
 
 
 class Scheduler:
@@ -87,7 +84,8 @@ class Scheduler:
         self.upkeep = Upkeep(
             self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
         )
-        self.observers.add(self.in_flight, self.upkeep, self._costs)
+        self.growing = Growing(queue, self.clock, self.observers)
+        self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
     async def start(self) -> None:
         """Begin its upkeep: learn what requests cost, know the deadlines of what the queue holds, end leases."""
@@ -239,22 +237,6 @@ class Scheduler:
             with self._background.besides("keeping an output for other requests"):
                 await self._cache.keep(stage, done.output)
         return record, leases
-
-    async def append(self, grown: Sequence[Grown]) -> set[Claim]:
-        """Record what outputs have grown by. Returns the claims of which it is recorded.
-
-        What cannot be, such as what follows pieces that a queue has lost, costs its own task alone.
-        """
-        if not grown:
-            return set()
-        try:
-            held = await self.queue.append_all(grown)
-        except ProtocolError as error:
-            if len(grown) > 1:
-                return {claim for one in grown for claim in await self.append([one])}
-            log.warning("cannot be recorded", request=grown[0].claim.request, reason=str(error))
-            return set()
-        return {one.claim for one, is_held in zip(grown, held, strict=True) if is_held}
 
     async def save(self, saved: Saved, worker: str) -> None:
         """Record a checkpoint. Raises LeaseLost when the task is not that worker's (any more)."""

@@ -79,7 +79,7 @@ class Gateway(Observer):
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background = Supervisor()
-        scheduler.observers.add(self)
+        scheduler.observers.add(self, self.metrics.texts)
 
     async def models(self) -> dict[str, ModelCard]:
         """The served models, by the names that clients use."""

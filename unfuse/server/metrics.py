@@ -11,6 +11,7 @@ from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, TaskQueue
+from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -25,6 +26,7 @@ class Metrics:
 
     def __init__(self, store: str) -> None:
         self._store, self._registry = store, CollectorRegistry()
+        self.texts = TextMetrics(self._registry)
         self._submitted = self._counter("submitted", "Requests accepted", plain=True)
         self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
@@ -122,6 +124,7 @@ class Metrics:
     async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
         """All metrics in Prometheus' text format, with statistics of these pools."""
         stats = await queue.stats(pools)
+        self.texts.look(members, stats)
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))

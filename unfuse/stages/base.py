@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.media import PIXELS
 from unfuse.core.plan import Params
+from unfuse.core.text import TextLoad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +58,16 @@ class Checkpoint(msgspec.Struct, frozen=True):
     values: dict[str, Any] = {}
 
 
+class HasTexts(Protocol):
+    """What keeps texts: says how many, and how often one of them gave up its keys and values for others, so far."""
+
+    retracted: int
+
+    def load(self) -> TextLoad:
+        """The present numbers."""
+        ...
+
+
 class Stage(ABC):
     """One stage kind of one model, with its weights in memory.
 
@@ -68,6 +79,8 @@ class Stage(ABC):
 
     kind: str
     uploads: tuple[str, ...] = ()
+    texts: HasTexts | None = None
+    """What keeps the texts that this stage works on, if any; stages may share it."""
     exact = False
     """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
 

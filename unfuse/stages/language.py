@@ -18,7 +18,7 @@ from typing_extensions import override
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import Answer, Piece, unpacked
+from unfuse.core.text import Answer, Piece, TextLoad, unpacked
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 from unfuse.stages.language_model import LanguageModel
@@ -63,8 +63,8 @@ class Sequences:
         self._model, self._kv = model, kv
         self._ranks: dict[KvSequence, tuple[int, int]] = {}
         self._begun = 0
-        self.retracted = 0
-        """How often a sequence gave up its blocks."""
+        self.retracted, self.prompts = 0, 0
+        """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
 
     @property
     def layers(self) -> int:
@@ -74,6 +74,11 @@ class Sequences:
     def usage(self) -> KvUsage:
         """What of the KV is taken."""
         return self._kv.usage()
+
+    def load(self) -> TextLoad:
+        """What there is of blocks and prompts."""
+        usage = self.usage()
+        return TextLoad(usage.used, usage.free, self.prompts)
 
     def begin(self, priority: int) -> KvSequence:
         """A sequence, the youngest of its priority."""
@@ -131,7 +136,7 @@ class Prefill(JointStage[Growing, int]):
     uploads = (PROMPT,)
 
     def __init__(self, sequences: Sequences) -> None:
-        self._sequences = sequences
+        self.texts = self._sequences = sequences
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -143,6 +148,7 @@ class Prefill(JointStage[Growing, int]):
 
     @override
     def start(self, task: StageInput) -> Growing:
+        self._sequences.prompts += 1
         return Growing(self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1])
 
     @override
@@ -171,6 +177,7 @@ class Prefill(JointStage[Growing, int]):
 
     @override
     def let_go(self, state: Growing) -> None:
+        self._sequences.prompts -= 1
         self._sequences.end(state.kv)
 
 
@@ -229,7 +236,8 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     uploads = (PROMPT,)
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
-        self._sequences, self._tokenizer = sequences, tokenizer
+        self.texts = self._sequences = sequences
+        self._tokenizer = tokenizer
 
     @override
     def verify(self, task: StageInput) -> None:

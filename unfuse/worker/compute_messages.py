@@ -17,6 +17,7 @@ from unfuse.core.messages import Done, Failed, Places, Sharing, Spent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
+from unfuse.core.text import TextLoad
 
 How = Literal["together", "alone", "compared"]
 
@@ -193,6 +194,13 @@ class RankSpent(msgspec.Struct, frozen=True, tag=True):
     spent: Spent
 
 
+class TextsHeld(msgspec.Struct, frozen=True, tag=True):
+    """What this process has of texts now, and how often one gave up its keys and values since it was told last."""
+
+    load: TextLoad
+    retracted: int
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
@@ -208,7 +216,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Grown | Shares | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

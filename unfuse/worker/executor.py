@@ -15,6 +15,7 @@ from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
+from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
     Cancel,
@@ -29,6 +30,7 @@ from unfuse.worker.compute_messages import (
     StateSaved,
     Stepped,
     Stopped,
+    TextsHeld,
     ToCompute,
     Turn,
     Waits,
@@ -78,6 +80,10 @@ class Executor:
         self.ready = False
         self.shares: dict[str, Sharing] = {}
         """How requests share forwards, by pool, as far as that is known."""
+        self.texts: TextLoad | None = None
+        """What the first process has of texts, if it serves a language model."""
+        self.retracted = 0
+        """How often a text gave up its keys and values; whoever tells of it takes it off."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._spent: dict[ComputeProcess, Spent] = {}
@@ -226,16 +232,23 @@ class Executor:
                     await self._report(message)
             case StateSaved() | Grown():
                 await self._report(message)
-            case PairDone():
-                self.pairs.heard(message)
-            case Shares():
-                self.shares[message.pool] = message.sharing
+            case PairDone() | Shares() | TextsHeld():
+                self._learn(message)
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)
                 if self._given.pop(message.claim, None):
                     await self._report(message)
                     await self._feed()
+
+    def _learn(self, message: PairDone | Shares | TextsHeld) -> None:
+        match message:
+            case PairDone():
+                self.pairs.heard(message)
+            case Shares():
+                self.shares[message.pool] = message.sharing
+            case TextsHeld():
+                self.texts, self.retracted = message.load, self.retracted + message.retracted
 
     async def _watch(self) -> None:
         """Kill processes that make no progress, or take too much memory."""

@@ -42,6 +42,7 @@ from unfuse.worker.outputs import put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
+from unfuse.worker.text_meter import TextMeter
 from unfuse.worker.turn import Job
 
 REPORT_S = 0.1
@@ -97,6 +98,7 @@ class StepLoop:
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else _nothing
+        self._meter = TextMeter(stages.values(), self._send)
         few = 1 << (batch.bit_length() - 1)  # of few sizes, comparisons are soon done
         self._sizes, self._turns, self._turn = BatchSizes(few if exactness else batch), dict[str, int](), 0
         self._arrived: dict[Claim, Run] = {}
@@ -106,6 +108,7 @@ class StepLoop:
     def run(self) -> None:
         """Run tasks until the process ends."""
         while True:
+            self._meter.tell(busy=bool(self._jobs))
             turn = self.decide() if self._ranks.leads else self._told()
             self._ranks.tell(turn)
             self.carry_out(turn)

@@ -334,14 +334,17 @@ class Worker:
         moved = objects.copies.counters.take()
         usage, holding = objects.usage(), tuple(objects.holding())
         by = self._executor
-        waits, shares, ranks = (by.unwritten, by.shares, by.ranks) if by else (0, {}, ())
-        beat = Beat(
-            held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved, waits, shares, ranks
-        )  # fmt: skip
+        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
+        if by:
+            about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": by.texts}
+            beat = msgspec.structs.replace(beat, **about, retracted=by.retracted)
+            by.retracted = 0
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
             objects.copies.counters.put_back(moved)
+            if by:
+                by.retracted += beat.retracted
             return
         if not isinstance(pulse, Pulse):
             await asyncio.sleep(self._beat_s)

@@ -1,0 +1,32 @@
+"""What workers say of texts, on the page of metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from tests.server.served import WORKER, serve
+from tests.server.test_gateway import as_, sample
+from tools.cards import PICTURES
+from unfuse.core.messages import Beat, Hello, Places
+from unfuse.core.text import TextLoad
+from unfuse.scheduler.dispatcher import Dispatcher
+
+
+def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(tmp_path: Path) -> None:
+    """Given two workers of one role and what their heartbeats say, then blocks and prompts are those of the last, added
+    up, and retractions those of all; who serves no language model has none."""
+    with serve(tmp_path, works=False) as served, as_(served) as http:
+        dispatcher = Dispatcher(served.scheduler, [], Places(""))
+        loads = (TextLoad(1, 9, 5), 2), (TextLoad(4, 6, 2), 1), (TextLoad(7, 3, 1), 0)
+        for name, (load, retracted) in zip("aba", loads, strict=True):
+            served.run(dispatcher.answer(name.encode(), Hello(replace(WORKER, id=name, role="language"), (PICTURES,))))
+            served.run(dispatcher.answer(name.encode(), Beat(texts=load, retracted=retracted)))
+        served.run(dispatcher.answer(b"c", Hello(WORKER, (PICTURES,))))
+        served.run(dispatcher.answer(b"c", Beat()))
+        assert sample(http, 'unfuse_kv_blocks{role="language",state="used"}') == 11
+        assert sample(http, 'unfuse_kv_blocks{role="language",state="free"}') == 9
+        assert sample(http, "unfuse_prefill_queue") == 3
+        assert sample(http, "unfuse_retractions_total") == 3
+        assert f'role="{WORKER.role}",state' not in http.get("/metrics").text
