@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
+from unfuse.core.vision import Vision
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -13,7 +14,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
     from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
     a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
-    missing changes nothing.
+    missing changes nothing. `vision` is what a language model makes of pictures (None: it sees none).
     """
 
     name: str
@@ -28,6 +29,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     takes_image: bool = False
     takes_lora: bool = False
     quality: dict[str, Params] = {}
+    vision: Vision | None = None
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

@@ -289,8 +289,11 @@ class Loader:
 
         return torch.device(self.runtime.device)
 
-    def model(self, component: str) -> Any:
-        """A component with weights, all of which must be in its safetensors files."""
+    def model(self, component: str, part: Callable[[Any], Any] | None = None) -> Any:
+        """A component with weights, all of which must be in its safetensors files.
+
+        `part` makes of its class that of a part of it, which alone is loaded then.
+        """
         import torch
 
         began = time.monotonic()
@@ -298,7 +301,7 @@ class Loader:
         self.folder.weights(component)
         dtype = getattr(torch, self.runtime.dtypes[component])
         options = {_DTYPE_ARGUMENT[library]: dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._read(component, options)
+        model, info = self._read(component, options, part)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
@@ -358,12 +361,13 @@ class Loader:
 
         return rest(model, self.device, offload)
 
-    def _read(self, component: str, options: dict[str, Any]) -> Any:
+    def _read(self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None = None) -> Any:
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
         import_module(f"{library}.utils.logging").disable_progress_bar()
-        kind = getattr(import_module(library), name)
+        whole = getattr(import_module(library), name)
+        kind = part(whole) if part else whole
         path = self.folder.path / self.folder.at(component)
         try:
             if isinstance(self.folder, GgufModel):

@@ -43,8 +43,8 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
-    read: Callable[[ModelCard, dict[str, object]], bytes] | None = None
-    """Reads what the stages get as the upload `prompt`, and completes the fields by what it says of it."""
+    read: Callable[[ModelCard, dict[str, object]], dict[str, bytes]] | None = None
+    """Reads what the stages get as uploads, by name, and completes the fields by what it says of them."""
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -101,7 +101,7 @@ class Call:
         asked, card = await self._model(fields.get("model"), picture is not None)
         uploads = dict[str, bytes]()
         if self.read:
-            uploads["prompt"] = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
+            uploads |= await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))

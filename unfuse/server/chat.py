@@ -20,17 +20,19 @@ from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import Answer, Piece, packed
+from unfuse.core.vision import SHOWN
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Tenant
-from unfuse.server.body import read_json
+from unfuse.server.body import MAX_SHOWN_BODY, read_json
 from unfuse.server.caller import Caller
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, gateway_of, require_result
 from unfuse.server.growing import pieces
+from unfuse.server.shown import read_shown
 from unfuse.server.sse import stream
 from unfuse.stores.results import ResultStore
 
@@ -46,7 +48,7 @@ TOKENIZERS = 8
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
 async def complete(request: Request, gateway: Served, tenant: Tenant) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
-    given = await read_json(request)
+    given = await read_json(request, MAX_SHOWN_BODY)
     call = Call(gateway, request, tenant, given, TEXT, waits=True, read=_prompt)
     record, delivery = await call.accept()
     if accepted := respond_async(call, record):
@@ -67,14 +69,18 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(card: ModelCard, fields: dict[str, object]) -> bytes:
-    """The tokens of the messages, as decoders read them; `prompt_tokens` is their number."""
+def _prompt(card: ModelCard, fields: dict[str, object]) -> dict[str, bytes]:
+    """The tokens of the messages, as decoders read them, and what they show; `prompt_tokens` is their number."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
-    ids = _tokenizer(card.source).prompt(messages)
-    fields["prompt_tokens"] = len(ids)
-    return packed(ids)
+    tokenizer = _tokenizer(card.source)
+    if card.vision is None:
+        ids, shown, uploads = tokenizer.prompt(messages), "", dict[str, bytes]()
+    else:
+        ids, shown, uploads = read_shown(card.vision, tokenizer, messages)
+    fields["prompt_tokens"], fields[SHOWN] = len(ids), shown
+    return {"prompt": packed(ids), **uploads}
 
 
 async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound
+from unfuse.core.vision import shown_of
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.auth import Known, Sight
@@ -86,10 +87,11 @@ async def retry(id: str, request: Request, gateway: Served, sees: Sight) -> dict
         message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
     fresh = f"{id.partition('_')[0]}_{blake2b(id.encode(), digest_size=16).hexdigest()}"
-    for param, upload in UPLOADS.items():
-        if param in old.context.params:
-            data = await to_thread.run_sync(gateway.results.attached, id, upload)
-            await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
+    params = old.context.params
+    shown = dict.fromkeys(one.upload for one in shown_of(params))
+    for upload in [*(upload for param, upload in UPLOADS.items() if param in params), *shown]:
+        data = await to_thread.run_sync(gateway.results.attached, id, upload)
+        await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
     with gateway.refusals_told(old.context.tenant, old.context.model):
         record = await gateway.scheduler.retry(id, fresh)
     gateway.release(old.context)

@@ -16,6 +16,9 @@ MAX_SIDE = 16_384
 MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP")
 
+ORIENTATION, ASIDE = 0x0112, (5, 6, 7, 8)
+"""The entry of a picture's metadata that says how it lies, and its values for those that lie on a side."""
+
 _DATA_URL = re.compile(r"data:image/[a-z.+-]+;base64,", re.IGNORECASE)
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """The errors of Pillow for damaged pictures."""
@@ -37,6 +40,13 @@ def read_picture(name: str, value: object) -> bytes:
         raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
     _check(name, data)
     return data
+
+
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of a picture that was read, the right way up."""
+    with Image.open(BytesIO(data), formats=FORMATS) as image:
+        turned = image.getexif().get(ORIENTATION, 1) in ASIDE
+        return image.size[::-1] if turned else image.size
 
 
 def _decoded(name: str, value: object) -> bytes:
