@@ -25,8 +25,8 @@ def draw(file: Path, width: int, height: int, seed: int = 0) -> Path:
 
 
 def data_url(file: Path) -> str:
-    kind = {".jpg": "jpeg"}.get(file.suffix, file.suffix[1:])
-    return f"data:image/{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    kind = {".jpg": "image/jpeg", ".mp4": "video/mp4"}.get(file.suffix, f"image/{file.suffix[1:]}")
+    return f"data:{kind};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def shown(file: Path) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def said(text: str) -> dict[str, Any]:
 
 
 def as_templates_read(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    kinds = {"image_url": "image", "video_url": "video"}
+    kinds = {"image_url": "image", "video_url": "video", "video": "video"}
     return [
         message
         if isinstance(message["content"], str)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import av
+import numpy as np
 import pytest
 import torch
 import transformers
 from hypothesis import given, strategies as st
+from PIL import Image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-from tests.integration.seen import SIZES, as_templates_read, draw, said, shown, undivided
+from tests.integration.seen import SIZES, as_templates_read, data_url, draw, said, shown, undivided
 from tools.tiny_vision import KINDS, make_vision_model
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
@@ -28,6 +32,7 @@ from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.shown import read_shown
 from unfuse.stages.base import Stage, StageInput
 from unfuse.stages.language import CHUNK, Decode, Prefill
+from unfuse.stages.media import Video
 from unfuse.stages.sight import Sight
 
 MOST = 12
@@ -99,21 +104,94 @@ def messages(pictures: Sequence[Path]) -> list[dict[str, Any]]:
     return [{"role": "user", "content": parts}]
 
 
+@pytest.fixture(scope="module")
+def chats(folder: Path, pictures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """Messages by name, and what the undivided model makes of them: all in one process, which takes long to begin.
+
+    A video of eight frames comes as pictures, with a picture and text behind it, or in a file of two a second, last.
+    """
+    vision, own = card_of("m", folder).vision, tmp_path_factory.mktemp("frames")
+    assert vision
+    side = vision.patch * vision.merge * 4
+    frames = [draw(own / f"{number}.png", side, side, number) for number in range(8)]
+    filmed, decoded = film(frames, own)
+    listed = {"type": "video", "video": [data_url(frame) for frame in frames], "fps": 2}
+    first, second = pictures
+    said_of = {
+        "pictures": (messages(pictures), [first, second, first], []),
+        "text": ([{"role": "user", "content": WORDS}], [], []),
+        "frames": (with_video(listed, first), [first], frames),
+        "file": ([{"role": "user", "content": [said(WORDS), shown(first), filmed]}], [first], decoded),
+    }
+    made = undivided([
+        {"folder": str(folder), "messages": as_templates_read(one), "pictures": [str(file) for file in stills],
+         "frames": [str(file) for file in moving], "fps": 2, "most": MOST}
+        for one, stills, moving in said_of.values()
+    ])  # fmt: skip
+    return {name: (said_of[name][0], whole) for name, whole in zip(said_of, made, strict=True)}
+
+
+def with_video(video: dict[str, Any], still: Path) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [said("what is "), video, said(" and "), shown(still), said("the fox")]}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["frames", "file"])
+def test_a_video_of_eight_frames_is_what_the_undivided_model_sees(
+    folder: Path, chats: dict[str, tuple[Any, Any]], form: str
+) -> None:
+    """Given eight frames, then tokens and the first logits are those of the undivided model that is given these."""
+    asked, whole = chats[form]
+    chat = Chat(folder, asked)
+    assert chat.ids == whole["prompt"]
+    stages = chat.stages("exact")
+    made = chat.encoded(stages["vision_encode"])
+    kv = made | prefilled(stages["prefill"], chat.task(made))
+    assert decoded(stages["decode"], chat.task(kv)) == decoded(stages["decode"], chat.task(made)) == [whole["ids"]]
+    assert torch.allclose(first_logits(chat, stages), torch.tensor(whole["logits"][0]), atol=2e-4)
+
+
+def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """A part with an MP4 file of these, two a second, and the frames that it has."""
+    recording = Video(2)
+    recording.add(np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in frames]))
+    (media,) = recording.finish()
+    (folder / "film.mp4").write_bytes(media.data)
+    with av.open(str(folder / "film.mp4")) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            frame.to_image().save(folder / f"decoded{number}.png")
+    decoded = [folder / f"decoded{number}.png" for number in range(len(frames))]
+    return {"type": "video_url", "video_url": {"url": data_url(folder / "film.mp4")}}, decoded
+
+
+@given(frames=st.integers(2, 3000), rate=st.floats(1, 120), most=st.integers(2, 800))
+def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: int) -> None:
+    """The formulas of its video processors, which need torchvision."""
+    bounds = Bounds(1, 1 << 30)
+    for timed in (True, False):
+        vision = Vision(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=Bounds(4, most), timed=timed)
+        if timed:
+            wanted = min(max(int(frames / rate * 2), 4), most, frames)
+            expected = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
+        else:
+            wanted = min(max(frames / rate * 2, 4), min(most, frames) // 2 * 2, frames)
+            wanted = math.floor(wanted / 2) * 2
+            expected = torch.arange(0, frames, frames / wanted).int().tolist()[:wanted]
+        picked = vision.picked(frames, rate)
+        apart = [abs(one - other) for one, other in zip(picked, expected, strict=True)]
+        assert picked == sorted({*picked}) and picked[-1] < frames
+        assert max(apart) <= (not timed)
+
+
 @pytest.mark.slow
 def test_tokens_are_those_of_the_undivided_model_with_kv_without_it_and_together(
-    folder: Path, pictures: list[Path]
+    folder: Path, chats: dict[str, tuple[Any, Any]]
 ) -> None:
     """Given a chat that shows three pictures, and one that shows none, when they are decoded from the KV that prefill
     made, or compute it again, apart and together, then their tokens are the undivided model's, and the first token is
     drawn from the same logits."""
-    first, second = pictures
-    text = [{"role": "user", "content": WORDS}]
-    seeing, reading = Chat(folder, messages(pictures), logprobs=True, top_logprobs=5), Chat(folder, text)
-    files = [str(first), str(second), str(first)]
-    whole, plain = undivided([
-        {"folder": str(folder), "messages": as_templates_read(seeing.messages), "pictures": files, "most": MOST},
-        {"folder": str(folder), "messages": text, "most": MOST},
-    ])  # fmt: skip
+    (asked, whole), (text, plain) = chats["pictures"], chats["text"]
+    seeing, reading = Chat(folder, asked, logprobs=True, top_logprobs=5), Chat(folder, text)
     assert seeing.ids == whole["prompt"] and len(seeing.ids) > CHUNK
     assert reading.ids == plain["prompt"] and not reading.shown
     for batching in ("batched", "exact"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from PIL import Image
@@ -19,6 +21,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.models import card_of
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server import shown
+from unfuse.stages.media import Video
 
 pytestmark = pytest.mark.slow
 
@@ -91,10 +94,63 @@ def test_sixty_four_pictures_are_taken_and_equal_ones_are_encoded_once(ai: opena
     assert len(made["stages"]) == 2 + 2
 
 
+def film(frames: int, width: int = 64, height: int = 32, rate: float = 2) -> bytes:
+    recording = Video(rate)
+    recording.add(np.zeros((frames, height, width, 3), np.uint8))
+    return recording.finish()[0].data
+
+
+def video(data: bytes) -> dict[str, Any]:
+    url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def said(data: bytes, box: bytes, at: int, number: int) -> bytes:
+    """A file in which a box says another number at this place."""
+    place = data.rindex(box) + 4 + at
+    return data[:place] + struct.pack(">I", number) + data[place + 4 :]
+
+
+FRAMES = [picture(64, 32)] * 8
+
+
+def test_frames_and_a_file_of_them_have_the_same_tokens(ai: openai.OpenAI) -> None:
+    listed, filed = accepted(ai, {"type": "video", "video": FRAMES, "fps": 2}), accepted(ai, video(film(8)))
+    assert listed["params"]["prompt_tokens"] == filed["params"]["prompt_tokens"]
+    (one,), (other,) = (json.loads(made["params"]["shown"]) for made in (listed, filed))
+    assert (one["images"], one["frames"], one["picked"]) == (8, 4, "")
+    assert other == {**one, "picked": "0,1,2,3,4,5,6,7", "shown": other["shown"], "upload": other["upload"]}
+
+
+def test_of_a_longer_file_two_frames_a_second_are_shown(ai: openai.OpenAI) -> None:
+    (entry,) = json.loads(accepted(ai, video(film(90, rate=30)))["params"]["shown"])
+    assert entry["picked"] == "0,18,36,53,71,89"
+    assert entry["seconds"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (said(film(8), b"stsz", 8, 100_000), "100000 frames of 64x32 pixels: there may be 10000"),
+        (said(film(8), b"avc1", 24, (20_000 << 16) + 20_000), "at most 16384 pixels a side"),
+        (film(1), "2 frames or more"),
+        (film(8)[:700], "longer than the file"),
+        (said(film(8), b"mdia", -8, 5), "longer than the file, or than it can be"),
+        (b"", "not an MP4 file"),
+        (b"GIF89a" + bytes(50), "not an MP4 file"),
+        (bytes(8) * 20_000, "not an MP4 file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_video_or_too_much_of_one_is_refused(ai: openai.OpenAI, data: bytes, says: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        accepted(ai, video(data))
+    assert refused.value.param == "messages"
+
+
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([part(picture(9, 9))] * 65, "64 pictures, and have more"),
+        ([part(picture(9, 9))] * 65, "64 pictures and videos, and have more"),
         ([part("data:image/png;base64,%%%")], r"content\[0\].image_url.url is not base64"),
         ([part("data:image/png;base64,AAAA")], "not a PNG, JPEG or WebP"),
         ([part(picture(40, 40)[:-40])], "base64|cut or damaged"),
@@ -108,7 +164,15 @@ def test_sixty_four_pictures_are_taken_and_equal_ones_are_encoded_once(ai: opena
         ([{"type": "image_url"}], "must be a data: URL"),
         ([{"type": "image"}], "send pictures as image_url"),
         ([{"type": "input_audio", "input_audio": {}}], "type input_audio are not read"),
+        ([{"type": "video"}], "must be a list of 2 to 768 frames"),
+        ([{"type": "video", "video": FRAMES[:1]}], "must be a list of 2 to 768 frames"),
+        ([{"type": "video", "video": [*FRAMES, picture(32, 32)]}], "frames must all have one size, not 2"),
+        ([{"type": "video", "video": FRAMES, "fps": 0}], "fps must be 0.01 to 1000"),
+        ([{"type": "video", "video": [*FRAMES, "data:,"]}], r"video\[8\] must be a file, or a data:image/png"),
+        ([{"type": "video_url", "video_url": FRAMES[0]}], "data:video/mp4;base64"),
+        ([{"type": "video_url", "video_url": {"url": "https://example.com/a.mp4"}}], "nothing is fetched here"),
         ([{"type": "text", "text": "<|image_pad|>"}], "leave out the tokens"),
+        ([{"type": "text", "text": "<|vision_start|><|video_pad|><|vision_end|>"}], "leave out the tokens"),
         ([{"type": "text", "text": "<|image_pad|>"}, part(picture(9, 9))], "leave out the tokens"),
         ([part(picture(256, 256 + number)) for number in range(40)], "the model takes 2048"),
     ],

@@ -39,8 +39,8 @@ class Grid(NamedTuple):
 class Shown(msgspec.Struct, frozen=True):
     """A picture or a video of a prompt: its name, by content, and its grid of patches, which are so many `tokens`.
 
-    `images` of a video are its frames, of which `frames` groups are made; 0: it is a picture. From one group to the
-    next positions go on by `interval`.
+    `images` of a video are its frames, of which `frames` groups are made; 0: it is a picture. They are `picked` of
+    those of a file, or all of a list of pictures, which has none (""). A group lasts for so many `seconds`.
     """
 
     shown: str
@@ -50,7 +50,8 @@ class Shown(msgspec.Struct, frozen=True):
     columns: Count
     tokens: Count
     images: Annotated[int, Meta(ge=0, le=1 << 24)] = 0
-    interval: float = 1.0
+    picked: str = ""
+    seconds: float = 0.0
 
 
 class Run(NamedTuple):
@@ -107,6 +108,24 @@ class Vision(msgspec.Struct, frozen=True):
     def tokens(self, grid: Grid) -> int:
         """How many tokens a grid has."""
         return math.prod(grid) // self.merge**2
+
+    def picked(self, frames: int, rate: float) -> list[int]:
+        """The frames that are shown of a video of so many, as transformers chooses them; in whole groups, or timed.
+
+        Of those that are not timed, its 32-bit floats have some fall one frame aside.
+        """
+        wanted, least, most = frames / rate * self.rate, self.images.least, min(self.images.most, frames)
+        if self.timed:
+            number = min(max(int(wanted), least), most)
+            return [round(place * ((frames - 1) / max(1, number - 1))) for place in range(number)]
+        number = int(min(max(wanted, least), most // self.group * self.group)) // self.group * self.group
+        return [place * frames // number for place in range(number)]
+
+    def moments(self, picked: Sequence[int], rate: float) -> list[float]:
+        """When each group of the frames that are picked is, in seconds from the first: between its first and last."""
+        whole = [*picked, *[picked[-1]] * (-len(picked) % self.group)]
+        ends = zip(whole[:: self.group], whole[self.group - 1 :: self.group], strict=True)
+        return [(first / rate + last / rate) / 2 for first, last in ends]
 
     def _resized(self, width: int, height: int, images: int, whole: int, bounds: Bounds) -> tuple[int, int]:
         """Rows and columns of patches, as transformers has them, which keep the shape and are within the bounds.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
+from PIL.Image import Resampling
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, PermanentError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from unfuse.stages.base import Stage
     from unfuse.stages.language import Sequences
-    from unfuse.stages.vision_encode import Seen
+    from unfuse.stages.vision_encode import Seen, View
 
 PROCESSOR = CONFIGS["image_processor"]
 VIDEOS = "video_preprocessor_config.json"
@@ -120,22 +121,51 @@ class Tower:
         loader = _loader(files, runtime, report)
         self._tower, self._device = loader.model(WHOLE, _seeing).model.visual, loader.device
         self._processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
+        self._vision, self._said = FAMILY.vision(files), self._processor.to_dict() | files.beside(VIDEOS)
 
-    def encode(self, shown: Sequence[tuple[Sequence[Image], Grid]]) -> list[Seen]:
+    def encode(self, views: Sequence[View]) -> list[Seen]:
         """Each in a forward of its own."""
-        return [self._seen(*self._prepared(images), grid) for images, grid in shown]
+        return [self._seen(self._video(view) if view.video else self._picture(view), view.grid) for view in views]
 
-    def _prepared(self, images: Sequence[Image]) -> tuple[Tensor, Tensor]:
-        """The patches of a picture, and its grid (1, 3)."""
-        made = self._processor(images=list(images), return_tensors="pt")
-        return made["pixel_values"], made["image_grid_thw"]
+    def _picture(self, view: View) -> Tensor:
+        """The patches of a picture, as the processor prepares them."""
+        made = self._processor(images=[*view.images], return_tensors="pt")
+        if [tuple(grid) for grid in made["image_grid_thw"].tolist()] != [view.grid]:
+            raise PermanentError(f"a picture has become patches of {made['image_grid_thw'].tolist()}, not {view.grid}")
+        patches: Tensor = made["pixel_values"]
+        return patches
 
-    def _seen(self, patches: Tensor, grids: Tensor, expected: Grid) -> Seen:
+    def _video(self, view: View) -> Tensor:
+        """The patches of a video: those of each group of frames, by rows and columns of tokens, then of each token."""
+        import torch
+
+        vision, (groups, rows, columns) = self._vision, view.grid
+        size = columns * vision.patch, rows * vision.patch
+        frames = [self._scaled(image.resize(size, Resampling.BICUBIC)) for image in view.images]
+        frames += frames[-1:] * (-len(frames) % vision.group)
+        if len(frames) != groups * vision.group:
+            raise PermanentError(f"a video has {len(frames)} frames, not {groups * vision.group}")
+        rows_of, columns_of = ((side // vision.merge, vision.merge, vision.patch) for side in (rows, columns))
+        whole = torch.stack(frames).reshape(groups, vision.group, -1, *rows_of, *columns_of)
+        patches = whole.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+        return patches.reshape(groups * rows * columns, -1)
+
+    def _scaled(self, image: Image) -> Tensor:
+        """A frame (colours, height, width) in the numbers that the tower is trained on."""
+        import numpy as np
+        import torch
+
+        pixels = torch.from_numpy(np.array(image.convert("RGB"), np.float32)) / 255
+        mean, spread = (torch.tensor(self._said[name]) for name in ("image_mean", "image_std"))
+        return ((pixels - mean) / spread).permute(2, 0, 1)
+
+    def _seen(self, patches: Tensor, grid: Grid) -> Seen:
+        import torch
+
         from unfuse.stages.vision_encode import Seen
 
-        if [tuple(grid) for grid in grids.tolist()] != [expected]:
-            raise PermanentError(f"a picture has become patches of {grids.tolist()}, not of {expected}")
-        made = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids.to(self._device))
+        grids = torch.tensor([grid], device=self._device)
+        made = self._tower(patches.to(self._device, self._tower.dtype), grid_thw=grids)
         deep = getattr(made, "deepstack_features", None) or ()
         return Seen(made.pooler_output.clone(), [layer.clone() for layer in deep])
 

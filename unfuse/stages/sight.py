@@ -24,21 +24,24 @@ class Rows:
 
 
 class Sight:
-    """What a prompt shows. Positions of its tokens are (3, tokens); those behind it go on from there in all rows."""
+    """What a prompt shows. Positions of its tokens are (3, tokens); those behind it go on from the last, in each row.
+
+    So does `generate` of transformers 5.23. Its forward, where nobody says positions, goes on from the largest instead
+    (`rope_deltas`), which is another one where a video has just been shown.
+    """
 
     def __init__(self, ids: Sequence[int], params: Params, tensors: Tensors, vision: Vision, layers: int) -> None:
         """`tensors` has what was encoded, each with so many `layers` of deepstack. Raises PermanentError."""
         runs = [*vision.runs(ids, shown_of(params))]
-        self._positions = _positions(len(ids), runs, vision.merge)
-        self._delta = int(self._positions.max()) + 1 - len(ids)
+        self._positions = _positions(len(ids), runs, vision)
         ends = ["", *(f".{layer}" for layer in range(layers))]
         self._runs = [(run.start, [_part(tensors, run, end, vision.tokens(run.grid)) for end in ends]) for run in runs]
 
     def positions(self, start: int, stop: int) -> Tensor:
         """(3, stop - start): those of tokens in these places."""
         length = self._positions.shape[1]
-        behind = torch.arange(max(start, length), max(stop, length)) + self._delta
-        return torch.cat([self._positions[:, start:stop], behind.expand(3, -1)], 1)
+        behind = torch.arange(max(start, length), max(stop, length)) + 1 - length
+        return torch.cat([self._positions[:, start:stop], self._positions[:, -1:] + behind], 1)
 
     def seen(self, start: int, stop: int) -> Rows | None:
         """What is seen of the tokens in these places; their rows count from `start`."""
@@ -61,7 +64,7 @@ def _part(tensors: Tensors, run: Run, end: str, tokens: int) -> Tensor:
     return value[run.first : run.first + tokens]
 
 
-def _positions(length: int, runs: Sequence[Run], merge: int) -> Tensor:
+def _positions(length: int, runs: Sequence[Run], vision: Vision) -> Tensor:
     """Those of transformers: text goes on by one in all rows; what is shown has frame, row and column behind it."""
     parts: list[Tensor] = []
     place = position = 0
@@ -71,8 +74,10 @@ def _positions(length: int, runs: Sequence[Run], merge: int) -> Tensor:
         position += stop - place
         if run is None:
             break
-        frames, rows, columns = run.grid.frames, run.grid.rows // merge, run.grid.columns // merge
-        moments = (torch.arange(frames) * run.shown.interval).long()
+        frames, rows, columns = (side // by for side, by in zip(run.grid, (1, vision.merge, vision.merge), strict=True))
+        paced = run.shown.images and not vision.timed
+        pace = vision.pace * torch.tensor(run.shown.seconds) if paced else 1
+        moments = (torch.arange(frames) * pace).long()
         axes = torch.meshgrid(moments, torch.arange(rows), torch.arange(columns), indexing="ij")
         parts.append(torch.stack(axes).reshape(3, -1) + position)
         place, position = stop + frames * rows * columns, position + max(rows, columns)

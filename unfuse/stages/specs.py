@@ -31,7 +31,7 @@ DECODE = StageSpec(
 
 VISION_ENCODE = StageSpec(
     "vision_encode", "vision_encode", ("model",), outputs=("seen",), role="vision", slots=4, each="shown",
-    reads=("shown", "images", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
+    reads=("shown", "images", "picked", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
 )  # fmt: skip
 
 VAE_DECODE = StageSpec(

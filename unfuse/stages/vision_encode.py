@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,12 @@ from PIL import Image
 from torch import Tensor
 from typing_extensions import override
 
-from unfuse.core.errors import PermanentError
+from unfuse.core.codec import decode
 from unfuse.core.plan import Params
 from unfuse.core.vision import SHOWN, Grid
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.image_encode import read_picture
+from unfuse.stages.media import read_frames
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,20 @@ class Seen:
     deep: Sequence[Tensor] = ()
 
 
+@dataclass(frozen=True)
+class View:
+    """A picture, or the frames of a `video`, which come as they are decoded; and the grid that they become."""
+
+    images: Iterable[Image.Image]
+    grid: Grid
+    video: bool
+
+
 class VisionEncoder(Protocol):
     """What a family says about pictures: its vision tower in memory."""
 
-    def encode(self, shown: Sequence[tuple[Sequence[Image.Image], Grid]]) -> list[Seen]:
-        """What it sees in each: a picture, or the frames of a video, which become that grid.
-
-        Raises PermanentError for a grid that is not theirs.
-        """
+    def encode(self, views: Sequence[View]) -> list[Seen]:
+        """What it sees in each. Raises PermanentError for a grid that is not theirs."""
         ...
 
 
@@ -61,8 +68,8 @@ class VisionEncode(Stage):
     @override
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        shown = [(_images(task), _grid(task.params)) for task in batch]
-        return [_output(task, seen) for task, seen in zip(batch, self._encoder.encode(shown), strict=True)]
+        views = [View(_images(task), _grid(task.params), need(task.params, "images", int) > 0) for task in batch]
+        return [_output(task, seen) for task, seen in zip(batch, self._encoder.encode(views), strict=True)]
 
 
 def _output(task: StageInput, seen: Seen) -> StageOutput:
@@ -71,11 +78,15 @@ def _output(task: StageInput, seen: Seen) -> StageOutput:
     return StageOutput({name: seen.embeddings, **deep})
 
 
-def _images(task: StageInput) -> list[Image.Image]:
+def _images(task: StageInput) -> Iterator[Image.Image]:
     (data,) = task.uploads.values()
-    if need(task.params, "images", int):
-        raise PermanentError("videos are not served")
-    return [read_picture(data)]
+    if picked := need(task.params, "picked", str):
+        yield from read_frames(data, [int(number) for number in picked.split(",")])
+    elif need(task.params, "images", int):
+        pictures: list[bytes] = decode(data, list[bytes])
+        yield from map(read_picture, pictures)
+    else:
+        yield read_picture(data)
 
 
 def _grid(params: Params) -> Grid:
