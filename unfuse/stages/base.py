@@ -112,6 +112,11 @@ Computed = TypeVar("Computed")
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
+    goes_ahead = False
+    """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
+    nothing that steps need, and may find that the state is over: then the step was one too many.
+    """
+
     @abstractmethod
     def start(self, task: StageInput) -> State:
         """The state before the first step."""
@@ -182,8 +187,9 @@ class SteppedStage(Stage, Generic[State]):
     def grown(self, state: State) -> Sequence[bytes]:
         """The pieces that a step added to an output which is read while it grows; none from a stage without such.
 
-        It is asked for after each step. Pieces are numbered as they come, behind those that are `recorded` of the task,
-        and recorded before anybody sees them. So a state that starts, or resumes, goes on behind what is recorded.
+        It is asked for once after each step, and `progress` counts behind it. Pieces are numbered as they come, behind
+        those that are `recorded` of the task, and recorded before anybody sees them. So a state that starts, or
+        resumes, goes on behind what is recorded.
         """
         return ()
 
@@ -192,12 +198,12 @@ class SteppedStage(Stage, Generic[State]):
         outputs = []
         for task in batch:
             state = self.start(task)
-            done, steps = self.progress(state)
-            for _ in range(done, steps):
+            while len({*self.progress(state)}) > 1:
                 (stepped,) = self.step([state])
                 if isinstance(stepped, Exception):
                     raise stepped
                 state = stepped
+                self.grown(state)
             outputs.append(self.finish(state))
             self.let_go(state)
         return outputs

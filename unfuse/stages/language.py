@@ -215,12 +215,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `piece`, if any."""
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything."""
 
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
-    piece: Piece | None = None
+    sampled: Sampled | None = None
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
@@ -234,6 +234,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
+    goes_ahead = True
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
         self.texts = self._sequences = sequences
@@ -289,22 +290,25 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
         done, sampled = computed
-        if sampled is None:
-            return replace(state, done=done, piece=None)
-        assert state.words
-        state.ids.append(sampled.token)
-        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in sampled.top)
-        return replace(state, done=done, piece=state.words.add(sampled.token, sampled.logprob, top))
+        if sampled:
+            state.ids.append(sampled.token)
+        return replace(state, done=done, sampled=sampled)
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
         assert state.words
-        made = len(state.words.made)
-        return made, made if state.words.ended else state.words.most
+        made = len(state.ids) - state.prompt
+        over = state.words.ended or (made and state.ids[-1] in self._tokenizer.stops)
+        return made, made if over else state.words.most
 
     @override
     def grown(self, state: Writing) -> Sequence[bytes]:
-        return [encode(state.piece)] if state.piece else []
+        if state.sampled is None:
+            return []
+        assert state.words
+        made = state.sampled
+        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in made.top)
+        return [encode(state.words.add(made.token, made.logprob, top))]
 
     @override
     def finish(self, state: Writing) -> StageOutput:
@@ -323,7 +327,7 @@ def _verify(task: StageInput) -> None:
 
 
 def _sampled(state: Writing, logits: Tensor | None) -> Sampled | None:
-    if logits is None or (state.words and state.words.ended):
+    if logits is None:
         return None
     return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.ids[state.prompt :])
 

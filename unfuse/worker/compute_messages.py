@@ -83,6 +83,11 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     step: tuple[Claim, ...] = ()
     how: How = "together"
 
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything to tasks beside a step."""
+        return bool(self.drop or self.admit or self.again or self.save)
+
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """Begin a pair with a compute process of another worker: `transfer.base.Pairs`. Answered by PairDone."""
