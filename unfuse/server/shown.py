@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -11,8 +12,10 @@ import msgspec
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
+from unfuse.core.text import beginnings, packed
 from unfuse.core.vision import Grid, Shown, Vision
 from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.server.accept import Prompt
 from unfuse.server.mp4 import film_of
 from unfuse.server.uploads import MAX_SIDE, decoded, read_picture, size_of
 
@@ -30,11 +33,9 @@ SHOWS = ("image", "video")
 
 DETAILS = ("auto", "low", "high")
 
-Read = tuple[list[int], str, dict[str, bytes]]
 
-
-def read_shown(vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any]) -> Read:
-    """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
+def read_shown(vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any]) -> tuple[list[int], str, Prompt]:
+    """The ids of messages, what they show as JSON ("" for nothing), and both as stages get it. Takes long.
 
     Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
     """
@@ -43,7 +44,11 @@ def read_shown(vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any]
     text = tokenizer.text(read, shows=SHOWS)
     ids = vision.expanded(tokenizer.ids(_timed(vision, tokenizer, text, reading.moments)), reading.shown)
     shown = msgspec.json.encode(reading.shown).decode() if reading.shown else ""
-    return ids, shown, reading.uploads
+    marks = {
+        run.start: blake2b(msgspec.json.encode(run.shown), digest_size=16).digest()
+        for run in vision.runs(ids, reading.shown)
+    }
+    return ids, shown, Prompt(packed(ids), beginnings(ids, marks), reading.uploads)
 
 
 def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequence[Sequence[float]]) -> str:
