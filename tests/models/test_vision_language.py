@@ -329,6 +329,24 @@ def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pic
     assert stages["decode"].texts.load().used == 0 and stages["decode"].texts.load().prompts == 0
 
 
+def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(tmp_path: Path) -> None:
+    """Given a folder as the first of these models were published, with one file for pictures and videos, and the
+    language's configuration around the vision's, then it is read as transformers reads it."""
+    made = make_vision_model(tmp_path / "tiny")
+    assert card_of("m", made).vision.videos == Bounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
+    (made / "video_preprocessor_config.json").unlink()
+    file = made / "preprocessor_config.json"
+    said = {name: value for name, value in json.loads(file.read_text()).items() if name != "size"}
+    file.write_text(json.dumps({**said, "min_pixels": 3136, "max_pixels": 12_845_056}))
+    config = json.loads((made / "config.json").read_text())
+    speaks = config.pop("text_config")
+    speaks["rope_scaling"] = {"type": "mrope", "mrope_section": speaks.pop("rope_parameters")["mrope_section"]}
+    (made / "config.json").write_text(json.dumps({**speaks, **config}))
+    card = card_of("m", made)
+    assert card.vision and card.limits["max_tokens"] == 2048
+    assert card.vision.videos == card.vision.pictures == Bounds(3136, 12_845_056)
+
+
 def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:
     made = make_vision_model(tmp_path / "tiny")
     (made / "preprocessor_config.json").unlink()

@@ -64,7 +64,8 @@ class VisionLanguage(LanguageFamily):
     @override
     def vision(self, model: ModelFolder) -> Vision:
         config, sees = model.config(WHOLE), model.config(WHOLE)["vision_config"]
-        pictures, videos, timed = model.beside(PROCESSOR), model.beside(VIDEOS), model.kind in TIMED
+        pictures, timed = model.beside(PROCESSOR), model.kind in TIMED
+        videos = model.beside(VIDEOS) or pictures
         if not pictures:
             raise ConfigError(f"model {model.path} has no {PROCESSOR}, which says how pictures are prepared")
         patch, merge = int(sees["patch_size"]), int(sees.get("spatial_merge_size", 2))
