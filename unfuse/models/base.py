@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 Report = Callable[[str, float, int], None]
 """Called for each loaded component: its name, the seconds that took, its bytes of memory."""
 
-_DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
-
 
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
@@ -294,10 +292,10 @@ class Loader:
         import torch
 
         began = time.monotonic()
-        library, name = self._classes[component]
+        name = self.class_of(component)
         self.folder.weights(component)
         dtype = getattr(torch, self.runtime.dtypes[component])
-        options = {_DTYPE_ARGUMENT[library]: dtype, "use_safetensors": True, "output_loading_info": True}
+        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = self._read(component, options)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
@@ -362,7 +360,7 @@ class Loader:
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
-        import_module(f"{library}.utils.logging").disable_progress_bar()
+        import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
         kind = getattr(import_module(library), name)
         path = self.folder.path / self.folder.at(component)
         try:
