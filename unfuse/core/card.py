@@ -13,7 +13,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
     from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
     a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
-    missing changes nothing.
+    missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
+    says why it is one stage ("": it is not).
     """
 
     name: str
@@ -28,6 +29,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     takes_image: bool = False
     takes_lora: bool = False
     quality: dict[str, Params] = {}
+    lacks: tuple[str, ...] = ()
+    undivided: str = ""
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

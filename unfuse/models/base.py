@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 Report = Callable[[str, float, int], None]
 """Called for each loaded component: its name, the seconds that took, its bytes of memory."""
 
-_DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
-
 
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
@@ -320,9 +318,8 @@ class Loader:
         """A component with weights, of its own folder or another one that has all of them."""
         import torch
 
-        library, name = self._classes[component]
-        dtype = getattr(torch, self.runtime.dtypes[component])
-        options = {_DTYPE_ARGUMENT[library]: dtype, "use_safetensors": True, "output_loading_info": True}
+        name, dtype = self.class_of(component), getattr(torch, self.runtime.dtypes[component])
+        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
         model, info = self._read(component, options, path)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
@@ -381,7 +378,7 @@ class Loader:
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
-        import_module(f"{library}.utils.logging").disable_progress_bar()
+        import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
         kind = getattr(import_module(library), name)
         path = path or self.folder.path / self.folder.at(component)
         try:
