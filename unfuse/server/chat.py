@@ -24,7 +24,7 @@ from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, Prompt, respond_async
 from unfuse.server.answers import CHATTED
-from unfuse.server.auth import Tenant
+from unfuse.server.auth import Known
 from unfuse.server.body import read_json
 from unfuse.server.caller import Caller
 from unfuse.server.errors import envelope, refusal_of
@@ -44,10 +44,10 @@ TOKENIZERS = 8
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
-async def complete(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
     given = await read_json(request)
-    call = Call(gateway, request, tenant, given, TEXT, waits=True, read=_prompt)
+    call = Call(gateway, request, asker, given, TEXT, waits=True, read=_prompt)
     record, delivery = await call.accept()
     if accepted := respond_async(call, record):
         return accepted
