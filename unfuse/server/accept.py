@@ -15,8 +15,10 @@ from starlette.responses import JSONResponse
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import MEDIA, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
+from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
@@ -43,8 +45,8 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
-    read: Callable[[ModelCard, dict[str, object]], bytes] | None = None
-    """Reads what the stages get as the upload `prompt`, and completes the fields by what it says of it."""
+    read: Callable[[ModelCard, dict[str, object]], dict[str, bytes]] | None = None
+    """Reads what the stages get as uploads, by name, and completes the fields by what it says of them."""
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -101,8 +103,10 @@ class Call:
         asked, card = await self._model(fields.get("model"), picture is not None)
         uploads = dict[str, bytes]()
         if self.read:
-            uploads["prompt"] = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
+            uploads |= await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
         params, n = check(card, fields, self.medium, strict=gateway.strict)
+        if GRAMMAR in uploads:
+            await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
         if picture is not None:

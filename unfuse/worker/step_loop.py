@@ -212,14 +212,15 @@ class StepLoop:
             del self._parked[claim]
 
     def _pick(self) -> tuple[list[Job], How]:
-        """The next batch: the task whose place is first, and those that may share its forward."""
-        first = min(self._jobs.values(), key=self._place)
+        """The next batch: the task whose place is first, and those that may share its forward; waiting ones last."""
+        ready = [job for job in self._jobs.values() if not job.stage.waits(job.state)] or [*self._jobs.values()]
+        first = min(ready, key=self._place)
         self._turn += 1
         self._turns[first.lease.task.pool] = self._turn
         if first.alone:
             return [first], "alone"
         same = first.key, first.priority, False
-        mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
+        mates = [job for job in ready if (job.key, job.priority, job.alone) == same]
         if self._exactness is None:
             return mates[: self._sizes.size(first.key, len(mates))], "together"
         likeness, size = first.key[-1], self._sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
