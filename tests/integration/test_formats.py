@@ -14,9 +14,12 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
 
+from tests.examples import examples
 from tests.integration.test_chat import ASKED
 from tests.integration.test_chat_faults import attempts, kill_computes
+from tests.schemas import SCHEMAS
 from tools.server import Server, environment, serving, until
 from tools.tiny_language import make_language_model
 
@@ -173,10 +176,25 @@ def test_what_no_answer_can_be_held_to_is_refused(
     assert refused.value.param == param
 
 
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_an_answer_has_any_schema_or_a_clear_refusal(ai: openai.OpenAI, schema: dict[str, Any], seed: int) -> None:
+    try:
+        made = chat(ai, response_format=by_schema(schema, strict=True), seed=seed).choices[0]
+    except openai.BadRequestError as refused:
+        assert refused.param == "response_format" and "held to" in refused.message
+        return
+    assert made.finish_reason == "length" or jsonschema_rs.is_valid(schema, json.loads(made.message.content))
+
+
+def by_schema(schema: Any, **about: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **about}}
+
+
 def test_one_that_says_so_lets_pass_what_it_cannot_be_held_to(ai: openai.OpenAI) -> None:
     schema = {"type": "string", "maxLength": 3, "not": {"const": "abc"}}
-    loose = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": False}}
-    assert len(json.loads(chat(ai, response_format=loose).choices[0].message.content)) <= 3
+    made = chat(ai, response_format=by_schema(schema, strict=False)).choices[0]
+    assert len(json.loads(made.message.content)) <= 3
 
 
 def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server, ai: openai.OpenAI) -> None:

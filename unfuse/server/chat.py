@@ -20,11 +20,11 @@ from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.grammar import FORMAT, GRAMMAR, digest, packed as pack_grammar
 from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import Answer, Piece, packed
+from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.server.accept import Call, respond_async
+from unfuse.server.accept import Call, Prompt, respond_async
 from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_json
@@ -70,7 +70,7 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(card: ModelCard, fields: dict[str, object]) -> dict[str, bytes]:
+def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
     """The tokens of the messages, as decoders read them, and the grammar of the answer, if it has one.
 
     `prompt_tokens` is the number of tokens.
@@ -81,7 +81,7 @@ def _prompt(card: ModelCard, fields: dict[str, object]) -> dict[str, bytes]:
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
     ids = tokenizer.prompt(*tokenizer.told(messages, tools.functions if tools else None))
     fields["prompt_tokens"] = len(ids)
-    return {"prompt": packed(ids), **_grammar(fields, tokenizer, tools)}
+    return Prompt(packed(ids), beginnings(ids), _grammar(fields, tokenizer, tools))
 
 
 def _grammar(fields: dict[str, object], tokenizer: ChatTokenizer, tools: Tools | None) -> dict[str, bytes]:
@@ -212,7 +212,7 @@ def _usage(context: RequestContext, answers: list[Answer]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": CHUNK * context.spared},
     }
 
 

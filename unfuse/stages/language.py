@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -19,20 +19,17 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
-from unfuse.core.text import Answer, Piece, TextLoad, unpacked
+from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
-from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
+from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-CHUNK = 256
-"""Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
@@ -95,6 +92,24 @@ class Sequences:
         self._ranks[sequence] = -priority, self._begun
         return sequence
 
+    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+        """Put portions that others have made in their place, while they are such, and there is room.
+
+        Returns how many tokens there are then, `most` or less.
+        """
+        heads, _, width = self._kv.keys[0].shape
+        for portion in prefix:
+            both, start = portion.get("kv"), sequence.length
+            if both is None or both.shape != (self.layers, 2, heads, CHUNK, width) or start + CHUNK > most:
+                break
+            try:
+                sequence.grow(CHUNK)
+            except NoBlocks:
+                break
+            for layer, (keys, values) in enumerate(both):
+                sequence.write(layer, keys, values, start)
+        return sequence.length
+
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
@@ -137,7 +152,14 @@ def open_model(model: Any, device: str, tokens: int) -> Sequences:
     return Sequences(LanguageModel(model, kv), kv)
 
 
-class Prefill(JointStage[Growing, int]):
+@dataclass(frozen=True)
+class Prefilling(Growing):
+    """A prompt, of which `before` tokens were in the KV before the last step."""
+
+    before: int = 0
+
+
+class Prefill(JointStage[Prefilling, int]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
@@ -155,75 +177,55 @@ class Prefill(JointStage[Growing, int]):
         return ()
 
     @override
-    def start(self, task: StageInput) -> Growing:
+    def start(self, task: StageInput) -> Prefilling:
         self._sequences.prompts += 1
-        return Growing(self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1])
+        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
+        taken = self._sequences.take(kv, task.prefix, len(ids))
+        return Prefilling(kv, ids, taken, taken)
 
     @override
-    def compute(self, batch: Sequence[Growing]) -> list[int | Exception]:
+    def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
         self._sequences.forward(batch)
         return [state.kv.length for state in batch]
 
     @override
-    def alone(self, state: Growing) -> int:
+    def alone(self, state: Prefilling) -> int:
         self._sequences.forward([state], exact=self.exact)
         return state.kv.length
 
     @override
-    def advance(self, state: Growing, computed: int) -> Growing:
-        return replace(state, done=computed)
+    def advance(self, state: Prefilling, computed: int) -> Prefilling:
+        return replace(state, done=computed, before=state.done)
 
     @override
-    def progress(self, state: Growing) -> tuple[int, int]:
+    def kept(self, state: Prefilling) -> Sequence[int]:
+        return range(state.before // CHUNK, state.done // CHUNK)
+
+    @override
+    def portion(self, state: Prefilling, number: int) -> Tensors:
+        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width)."""
+        span, layers = (number * CHUNK, (number + 1) * CHUNK), range(self._sequences.layers)
+        return {"kv": torch.stack([torch.stack(state.kv.read(layer, *span)) for layer in layers])}
+
+    @override
+    def progress(self, state: Prefilling) -> tuple[int, int]:
         chunks = max(1, -(-len(state.ids) // CHUNK))
         return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
     @override
-    def finish(self, state: Growing) -> StageOutput:
+    def finish(self, state: Prefilling) -> StageOutput:
         layers = range(self._sequences.layers)
         return StageOutput({f"kv{layer}": torch.stack(state.kv.read(layer)) for layer in layers})
 
     @override
-    def let_go(self, state: Growing) -> None:
+    def let_go(self, state: Prefilling) -> None:
         self._sequences.prompts -= 1
         self._sequences.end(state.kv)
 
 
-class Tokenizer(Pieces, Protocol):
-    """What decoding needs of a tokenizer: the ids that end a text, and the text of some."""
-
-    stops: frozenset[int]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
-        ...
-
-
-class Words:
-    """The text of an answer, as far as it may be shown; it ends with a token or a text that stops it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int) -> None:
-        self._ends, self._detokenizer, self._stops = tokenizer.stops, Detokenizer(tokenizer), Stops(stops)
-        self.most, self.made = most, list[Piece]()
-        self.ended = ""
-        """Why the answer is over: "stop" or "length"."""
-
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
-        """Add a token."""
-        over = token in self._ends
-        text, stopped = ("", False) if over else self._stops.feed(self._detokenizer.add(token))
-        self.ended = "stop" if over or stopped else "length" if len(self.made) + 1 == self.most else ""
-        if self.ended and not stopped:
-            more, stopped = self._stops.feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish())
-            self.ended = "stop" if stopped else self.ended
-        self.made.append(Piece(token, text, logprob, top))
-        return self.made[-1]
-
-
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `piece`, if any.
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
 
     The answer has to match what a `constraint` says.
     """
@@ -231,7 +233,7 @@ class Writing(Growing):
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
-    piece: Piece | None = None
+    sampled: Sampled | None = None
     constraint: Constraint | None = None
 
     @property
@@ -251,6 +253,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
+    goes_ahead = True
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
@@ -279,15 +282,8 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
         kv = self._sequences.begin(task.priority)
-        return Writing(
-            kv,
-            ids,
-            self._taken(kv, task.tensors),
-            prompt=len(prompt),
-            how=sampling(task.params),
-            words=words,
-            constraint=self._constraint(task),
-        )
+        done, how = self._taken(kv, task.tensors), sampling(task.params)
+        return Writing(kv, ids, done, len(prompt), how, words, constraint=self._constraint(task))
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
@@ -338,22 +334,25 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
         done, sampled = computed
-        if sampled is None:
-            return replace(state, done=done, piece=None)
-        assert state.words
-        state.ids.append(sampled.token)
-        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in sampled.top)
-        return replace(state, done=done, piece=state.words.add(sampled.token, sampled.logprob, top))
+        if sampled:
+            state.ids.append(sampled.token)
+        return replace(state, done=done, sampled=sampled)
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
         assert state.words
-        made = len(state.words.made)
-        return made, made if state.words.ended else state.words.most
+        made = len(state.ids) - state.prompt
+        over = state.words.ended or (made and state.ids[-1] in self._tokenizer.stops)
+        return made, made if over else state.words.most
 
     @override
     def grown(self, state: Writing) -> Sequence[bytes]:
-        return [encode(state.piece)] if state.piece else []
+        if state.sampled is None:
+            return []
+        assert state.words
+        made = state.sampled
+        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in made.top)
+        return [encode(state.words.add(made.token, made.logprob, top))]
 
     @override
     def finish(self, state: Writing) -> StageOutput:
@@ -376,7 +375,7 @@ def _verify(task: StageInput) -> None:
 
 def _sampled(state: Writing, logits: Tensor | None) -> tuple[int, Sampled | None] | Exception:
     """How many tokens are in the KV then, and which one comes next; without one, the last chunk may be made again."""
-    if logits is None or (state.words and state.words.ended):
+    if logits is None:
         return state.kv.length, None
     try:
         allowed = state.constraint.allowed(state.answer) if state.constraint else None

@@ -20,6 +20,7 @@ import structlog
 from unfuse.core.errors import TransientError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import (
+    Accepted,
     Ask,
     Beat,
     Bye,
@@ -27,6 +28,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Keep,
     Pulse,
     Refused,
     ToScheduler,
@@ -38,7 +40,7 @@ from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.compute_messages import Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.growing import Growing
 from unfuse.worker.link import BEAT_S, Link
@@ -252,7 +254,7 @@ class Worker:
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
-    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed) -> None:
+    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -266,9 +268,18 @@ class Worker:
                 self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
+        elif isinstance(message, Kept):
+            self._background.once("keeping what others may go on from", partial(self._keep, message))
         else:
             self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
+
+    async def _keep(self, kept: Kept) -> None:
+        """Have others find what a task has made on the way, and hold it for them."""
+        if not (self._link.keeps and self._objects):
+            return
+        if isinstance(await self._link.call(Keep(kept.claim, kept.key, kept.output)), Accepted):
+            self._objects.share(kept.key, kept.output)
 
     async def _cancel(self, claim: Claim, save: bool = False) -> None:
         if self._executor and not (self._objects and self._objects.copies.cancel(claim)):
@@ -309,7 +320,7 @@ class Worker:
                 self._asks_with_outcome = False
                 self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
-            self._objects.share(lease, message)
+            self._objects.share(lease.task.cache, message.output)
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
