@@ -40,16 +40,22 @@ def beginnings(ids: Sequence[int]) -> tuple[str, ...]:
 
 
 class TextLoad(msgspec.Struct, frozen=True):
-    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, and
-    prompts that it computes those of.
+    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, prompts
+    that it computes those of, and texts that wait for their grammar.
     """
 
     used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    grammars: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
     def __add__(self, other: TextLoad) -> TextLoad:
-        return TextLoad(self.used + other.used, self.free + other.free, self.prompts + other.prompts)
+        return TextLoad(
+            self.used + other.used,
+            self.free + other.free,
+            self.prompts + other.prompts,
+            self.grammars + other.grammars,
+        )
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -69,6 +69,7 @@ class LanguageFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        from unfuse.models.grammars import Grammars
         from unfuse.models.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill, open_model
 
@@ -77,9 +78,10 @@ class LanguageFamily(Family):
             files = files_of(folder)
             model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
             tokens = self._room(folder, runtime)
-            shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder)
-        opened, tokenizer = shared[key]
-        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer)
+            grammars = Grammars(str(folder), patient=runtime.mesh is not None)
+            shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder), grammars
+        opened, tokenizer, grammars = shared[key]
+        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars)
         stage.exact = runtime.options.batching == "exact"
         return stage
 

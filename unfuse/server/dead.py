@@ -11,6 +11,7 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.request import Allowance
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
@@ -19,7 +20,7 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 
-UPLOADS = {"image": "image", "prompt_tokens": "prompt"}
+UPLOADS = {"image": "image", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
 """The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])

@@ -28,6 +28,7 @@ from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.keys import Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.reuse import Reuse
+from unfuse.server.trials import Trials
 from unfuse.server.view import request_object
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
@@ -69,6 +70,7 @@ class Gateway(Observer):
         self.keys = keys
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
+        self.trials = Trials(self.metrics.texts)
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels

@@ -50,6 +50,10 @@ class TextMetrics(Observer):
         self._blocks = Gauge("unfuse_kv_blocks", says, ["role", "state"], registry=registry)
         says = "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them"
         self._prefill = Gauge("unfuse_prefill_queue", says, registry=registry)
+        says = "Texts that wait until their grammar is compiled: before they are accepted, or at a worker"
+        self._grammar = Gauge("unfuse_grammar_queue", says, registry=registry)
+        self.trials = 0
+        """How many requests wait here, now, until their grammar was tried."""
 
     @override
     def submitted(self, context: RequestContext) -> None:
@@ -88,6 +92,7 @@ class TextMetrics(Observer):
                 for state, blocks in (("used", texts.used), ("free", texts.free)):
                     self._blocks.labels(info.role, state).inc(blocks)
         self._prefill.set(waiting)
+        self._grammar.set(self.trials + sum(member.info.texts.grammars for member in members if member.info.texts))
 
 
 def _kind(pool: str) -> str:

@@ -90,6 +90,10 @@ class Stage(ABC):
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """The attachments that a task with these parameters brings. Raises PermanentError."""
+        return self.uploads
+
     def likeness(self, task: StageInput) -> Hashable | None:
         """What tasks must have in common, beside the batch key, to get the same bytes together as alone.
 
@@ -143,6 +147,10 @@ class SteppedStage(Stage, Generic[State]):
 
         When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
+
+    def waits(self, state: State) -> bool:
+        """Whether a step would not advance this state now, since it waits for something; others should go first."""
+        return False
 
     differs_alone = False
     """Whether `compute` of a single state does otherwise than `alone`, so that these have to be compared, too."""
@@ -264,6 +272,10 @@ class OneStep(JointStage[Once, StageOutput]):
     def verify(self, task: StageInput) -> None:
         """Check the inputs as the plain stage does."""
         self._stage.verify(task)
+
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """Those of the plain stage."""
+        return self._stage.uploads_of(params)
 
     def batch_key(self, params: Params) -> Hashable:
         """The batch key of the plain stage."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -17,13 +17,15 @@ from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
-from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
+from unfuse.stages.constraint import Constraint, Grammars
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
+from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
+
+PATIENCE_S = 0.005
+"""How long a step waits where there is nothing else to do."""
 
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -62,6 +67,8 @@ class Sequences:
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
+        self.constraints = set[Constraint]()
+        """Those of the texts that have to match a grammar."""
 
     @property
     def layers(self) -> int:
@@ -73,9 +80,10 @@ class Sequences:
         return self._kv.usage()
 
     def load(self) -> TextLoad:
-        """What there is of blocks and prompts."""
+        """What there is of blocks and prompts, and of texts whose grammar is not compiled yet."""
         usage = self.usage()
-        return TextLoad(usage.used, usage.free, self.prompts)
+        compiling = sum(constraint.compiling for constraint in self.constraints)
+        return TextLoad(usage.used, usage.free, self.prompts, compiling)
 
     def begin(self, priority: int) -> KvSequence:
         """A sequence, the youngest of its priority."""
@@ -215,46 +223,23 @@ class Prefill(JointStage[Prefilling, int]):
         self._sequences.end(state.kv)
 
 
-class Tokenizer(Pieces, Protocol):
-    """What decoding needs of a tokenizer: the ids that end a text, and the text of some."""
-
-    stops: frozenset[int]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
-        ...
-
-
-class Words:
-    """The text of an answer, as far as it may be shown; it ends with a token or a text that stops it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int) -> None:
-        self._ends, self._detokenizer, self._stops = tokenizer.stops, Detokenizer(tokenizer), Stops(stops)
-        self.most, self.made = most, list[Piece]()
-        self.ended = ""
-        """Why the answer is over: "stop" or "length"."""
-
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
-        """Add a token."""
-        over = token in self._ends
-        text, stopped = ("", False) if over else self._stops.feed(self._detokenizer.add(token))
-        self.ended = "stop" if over or stopped else "length" if len(self.made) + 1 == self.most else ""
-        if self.ended and not stopped:
-            more, stopped = self._stops.feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish())
-            self.ended = "stop" if stopped else self.ended
-        self.made.append(Piece(token, text, logprob, top))
-        return self.made[-1]
-
-
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything."""
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
+
+    The answer has to match what a `constraint` says.
+    """
 
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
     sampled: Sampled | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """The ids of the answer so far."""
+        return self.ids[self.prompt :]
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
@@ -270,13 +255,17 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     uploads = (PROMPT,)
     goes_ahead = True
 
-    def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
+    def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
 
     @override
     def verify(self, task: StageInput) -> None:
         _verify(task)
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (PROMPT, GRAMMAR) if params.get(GRAMMAR) else (PROMPT,)
 
     @override
     def batch_key(self, params: Params) -> Hashable:
@@ -293,7 +282,20 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
         kv = self._sequences.begin(task.priority)
-        return Writing(kv, ids, self._taken(kv, task.tensors), len(prompt), sampling(task.params), words)
+        done, how = self._taken(kv, task.tensors), sampling(task.params)
+        return Writing(kv, ids, done, len(prompt), how, words, constraint=self._constraint(task))
+
+    def _constraint(self, task: StageInput) -> Constraint | None:
+        grammar = task.uploads.get(GRAMMAR)
+        if grammar is None:
+            return None
+        constraint = self._grammars.open(grammar)
+        self._sequences.constraints.add(constraint)
+        return constraint
+
+    @override
+    def waits(self, state: Writing) -> bool:
+        return state.constraint is not None and state.constraint.waits()
 
     def _taken(self, kv: KvSequence, tensors: Tensors) -> int:
         """Put the KV that prefill made in its place. Returns how many tokens it has."""
@@ -311,15 +313,23 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
-        return [*self._computed(batch, exact=False)]
+        return self._computed(batch, exact=False)
 
     @override
-    def alone(self, state: Writing) -> tuple[int, Sampled | None]:
+    def alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
-    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None]]:
-        logits = self._sequences.forward(batch, exact=exact)
-        return [(state.kv.length, _sampled(state, of)) for state, of in zip(batch, logits, strict=True)]
+    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
+        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain."""
+        constrained = [state.constraint for state in batch if state.constraint]
+        if len(constrained) == len(batch) and all(one.waits() for one in constrained):
+            constrained[0].waits(PATIENCE_S)
+        going = [state for state in batch if not self.waits(state)]
+        for state in going:
+            if state.constraint:
+                state.constraint.begin(state.answer)
+        logits = dict(zip((state.kv for state in going), self._sequences.forward(going, exact=exact), strict=True))
+        return [_sampled(state, logits[state.kv]) if state.kv in logits else (state.done, None) for state in batch]
 
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
@@ -353,6 +363,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def let_go(self, state: Writing) -> None:
         self._sequences.end(state.kv)
+        if state.constraint:
+            self._sequences.constraints.discard(state.constraint)
+            state.constraint.close()
 
 
 def _verify(task: StageInput) -> None:
@@ -360,10 +373,18 @@ def _verify(task: StageInput) -> None:
         raise PermanentError("the prompt is not as long as it was said to be")
 
 
-def _sampled(state: Writing, logits: Tensor | None) -> Sampled | None:
+def _sampled(state: Writing, logits: Tensor | None) -> tuple[int, Sampled | None] | Exception:
+    """How many tokens are in the KV then, and which one comes next; without one, the last chunk may be made again."""
     if logits is None:
-        return None
-    return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.ids[state.prompt :])
+        return state.kv.length, None
+    try:
+        allowed = state.constraint.allowed(state.answer) if state.constraint else None
+    except PermanentError as error:
+        return error
+    if state.constraint and allowed is None:
+        return state.done, None
+    prompt = state.ids[: state.prompt]
+    return state.kv.length, sample(logits, state.how, len(state.ids), prompt, state.answer, allowed)
 
 
 def sampling(params: Params) -> Sampling:

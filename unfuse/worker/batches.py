@@ -31,7 +31,11 @@ class Batches:
         self._shares: dict[str, Sharing] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
-        """The next batch of these: the task whose place is first, and those that may share its forward."""
+        """The next batch of these: the task whose place is first, and those that may share its forward.
+
+        Those that wait come last: a step of theirs looks after what they wait for.
+        """
+        jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
         first = min(jobs, key=self._place)
         self._turn += 1
         self._turns[first.lease.task.pool] = self._turn

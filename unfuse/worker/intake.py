@@ -49,7 +49,7 @@ class Intake:
                 inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
-            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.params)}
             prefix += self._prefix(run.lease)
             given = StageInput(task.params, tensors, uploads, run.recorded, task.priority, tuple(map(dict, prefix)))
             got = time.monotonic()
