@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 TEXT = "the quick brown fox jumps over a lazy dog and what is the capital of France Paris user assistant system"
 TEMPLATE = (
@@ -17,22 +18,8 @@ def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 
     """Save one as transformers does."""
     import torch
     import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=letters)
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = save_tokenizer(folder, TEMPLATE)
     torch.manual_seed(seed)
     config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
@@ -42,3 +29,24 @@ def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 
     )  # fmt: skip
     getattr(transformers, kind)(config).save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path, template: str, *more: str) -> Any:
+    """Train one and save it, with `more` tokens of its own."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=letters)
+    tokenizer.train_from_iterator([TEXT] * 4, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "chat_template": template,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer

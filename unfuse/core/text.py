@@ -27,12 +27,13 @@ def unpacked(data: bytes) -> list[int]:
     return array("I", data).tolist()
 
 
-def beginnings(ids: Sequence[int]) -> tuple[str, ...]:
+def beginnings(ids: Sequence[int], besides: str = "") -> tuple[str, ...]:
     """A digest of each beginning of a prompt that ends with a chunk, the shortest first.
 
-    Equal ones are of equal tokens. The last token is in none: its keys and values are those that decoding begins with.
+    Equal ones are of equal tokens, and equal in what keys and values depend on `besides`, such as what is shown.
+    The last token is in none: its keys and values are those that decoding begins with.
     """
-    found, digest = list[str](), b""
+    found, digest = list[str](), besides.encode()
     for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
         digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
         found.append(digest.hex())

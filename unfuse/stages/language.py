@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,11 +20,13 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
+from unfuse.core.vision import SHOWN, Vision
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
+from unfuse.stages.sight import Sight
 from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
@@ -42,11 +44,15 @@ SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penal
 
 @dataclass(frozen=True)
 class Growing:
-    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step."""
+    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step.
+
+    `sight` is what its prompt shows.
+    """
 
     kv: KvSequence
     ids: list[int]
     done: int = 0
+    sight: Sight | None = field(default=None, kw_only=True)
 
     def chunk(self, *, exact: bool) -> list[int]:
         """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
@@ -61,8 +67,8 @@ class Sequences:
     none is lost: what a sequence gave up is computed again from its tokens.
     """
 
-    def __init__(self, model: LanguageModel, kv: PagedKv) -> None:
-        self._model, self._kv = model, kv
+    def __init__(self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0) -> None:
+        self._model, self._kv, self._vision, self._deep = model, kv, vision, deep
         self._ranks: dict[KvSequence, tuple[int, int]] = {}
         self._begun = 0
         self.retracted, self.prompts = 0, 0
@@ -84,6 +90,12 @@ class Sequences:
         usage = self.usage()
         compiling = sum(constraint.compiling for constraint in self.constraints)
         return TextLoad(usage.used, usage.free, self.prompts, compiling)
+
+    def sight(self, ids: Sequence[int], task: StageInput) -> Sight | None:
+        """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
+        if self._vision is None or not task.params.get(SHOWN):
+            return None
+        return Sight(ids, task.params, task.tensors, self._vision, self._deep)
 
     def begin(self, priority: int) -> KvSequence:
         """A sequence, the youngest of its priority."""
@@ -117,13 +129,13 @@ class Sequences:
 
     def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts = dict[KvSequence, list[int]]()
+        parts = dict[KvSequence, tuple[list[int], Sight | None]]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
             chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
-                parts[state.kv] = chunk
-        made = self._model.forward([*parts.items()], alone=exact)
+                parts[state.kv] = chunk, state.sight
+        made = self._model.forward([(kv, *part) for kv, part in parts.items()], alone=exact)
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
@@ -143,13 +155,16 @@ class Sequences:
                 self.retracted += 1
 
 
-def open_model(model: Any, device: str, tokens: int) -> Sequences:
-    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served."""
-    config = model.config
+def open_model(model: Any, device: str, tokens: int, vision: Vision | None = None, deep: int = 0) -> Sequences:
+    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
+
+    One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones.
+    """
+    config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shape = config.num_hidden_layers, config.num_key_value_heads, width
     kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
-    return Sequences(LanguageModel(model, kv), kv)
+    return Sequences(LanguageModel(model, kv), kv, vision, deep)
 
 
 @dataclass(frozen=True)
@@ -178,10 +193,12 @@ class Prefill(JointStage[Prefilling, int]):
 
     @override
     def start(self, task: StageInput) -> Prefilling:
+        ids = unpacked(task.uploads[PROMPT])
+        sight = self._sequences.sight(ids, task)
         self._sequences.prompts += 1
-        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
-        taken = self._sequences.take(kv, task.prefix, len(ids))
-        return Prefilling(kv, ids, taken, taken)
+        kv = self._sequences.begin(task.priority)
+        taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
+        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken)
 
     @override
     def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
@@ -281,9 +298,11 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
-        kv = self._sequences.begin(task.priority)
+        sight, kv = self._sequences.sight(prompt, task), self._sequences.begin(task.priority)
         done, how = self._taken(kv, task.tensors), sampling(task.params)
-        return Writing(kv, ids, done, len(prompt), how, words, constraint=self._constraint(task))
+        return Writing(
+            kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=self._constraint(task)
+        )
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
