@@ -234,7 +234,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
-    goes_ahead = True
+    goes_ahead = all_together = True
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
         self.texts = self._sequences = sequences
