@@ -118,6 +118,11 @@ Computed = TypeVar("Computed")
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
+    all_together = False
+    """Whether all tasks that may share a forward do, as long as there is memory, without finding out if that pays: each
+    of them is waited for at every step, and mates take little of what it needs.
+    """
+
     goes_ahead = False
     """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
     nothing that steps need, and may find that the state is over: then the step was one too many.

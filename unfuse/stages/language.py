@@ -270,7 +270,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
-    goes_ahead = True
+    goes_ahead = all_together = True
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
