@@ -22,15 +22,17 @@ def unpacked(data: bytes) -> list[int]:
 
 class TextLoad(msgspec.Struct, frozen=True):
     """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, and
-    prompts that it computes those of.
+    prompts that it computes those of. Texts that are `arriving` have theirs still on the way.
     """
 
     used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    arriving: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
     def __add__(self, other: TextLoad) -> TextLoad:
-        return TextLoad(self.used + other.used, self.free + other.free, self.prompts + other.prompts)
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return TextLoad(*map(sum, zip(mine, theirs, strict=True)))
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -53,16 +53,18 @@ class LanguageFamily(Family):
         if reason := refusal(config):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
         limits = _bounded(limits, Serving.read(model.home).limits)
+        weights = weights_ids(model, Pipeline((PREFILL, DECODE)), "language")
+        kv = f"kv:{weights[WHOLE][:12]}:{dtypes[WHOLE]}"
         prefill = replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",)))
-        pipeline = Pipeline((prefill, DECODE))
+        decode = replace(DECODE, needs={kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, brings=(kv,))
         return ModelCard(
             name=name,
             source=source_of(folder),
             family="language",
-            pipeline=pipeline,
+            pipeline=Pipeline((prefill, decode)),
             limits=asdict(limits),
             defaults=self._defaults(model),
-            weights=weights_ids(model, pipeline, "language"),
+            weights=weights,
             dtypes=dtypes,
             created=model.created,
         )
@@ -80,6 +82,7 @@ class LanguageFamily(Family):
             shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder)
         opened, tokenizer = shared[key]
         stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer)
+        stage.resources = dict.fromkeys(spec.brings, opened.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
 

@@ -51,6 +51,23 @@ class StageOutput(msgspec.Struct, frozen=True):
     media: tuple[Media, ...] = ()
 
 
+class OpenOutput(Protocol):
+    """Where an output is written that is read meanwhile, from the front of its first tensor to the end of its last."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors by name, to be written."""
+        ...
+
+    def due(self, name: str, elements: int) -> bool:
+        """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
+        ...
+
+    def written(self, name: str, elements: int) -> None:
+        """These are written, and do not change any more. Never fails."""
+        ...
+
+
 class Checkpoint(msgspec.Struct, frozen=True):
     """The state of a stepped stage between two steps, without what the task has: tensors, and plain values."""
 
@@ -81,6 +98,8 @@ class Stage(ABC):
     uploads: tuple[str, ...] = ()
     texts: HasTexts | None = None
     """What keeps the texts that this stage works on, if any; stages may share it."""
+    resources: Mapping[str, int] = {}
+    """Amounts that the process has of what tasks of this stage need (`StageSpec.needs`), as far as it `brings` them."""
     exact = False
     """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
 
@@ -160,6 +179,20 @@ class SteppedStage(Stage, Generic[State]):
     @abstractmethod
     def progress(self, state: State) -> tuple[int, int]:
         """(steps done, steps in all)."""
+
+    def outline(self, state: State) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        """Names, dtypes and shapes of an output that can be read while it is written, when a state begins.
+
+        None from a stage whose output is known only at its end.
+        """
+        return ()
+
+    def write_to(self, state: State, output: OpenOutput) -> None:
+        """Have the steps of a state that begins write its output there, each as much as it has; `finish` has none then.
+
+        What is written once stays, also where a step is made again.
+        """
+        raise NotImplementedError(f"the output of stage {self.kind} has no outline")
 
     @abstractmethod
     def finish(self, state: State) -> StageOutput:

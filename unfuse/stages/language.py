@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import Answer, Piece, TextLoad, unpacked
-from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import JointStage, Media, OpenOutput, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
+from unfuse.stages.handed_kv import CHUNK, KvLayout, KvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
@@ -28,9 +28,6 @@ from unfuse.stages.sampling import Sampled, Sampling, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-CHUNK = 256
-"""Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
@@ -45,6 +42,8 @@ class Growing:
     kv: KvSequence
     ids: list[int]
     done: int = 0
+    handed: KvWriter | None = None
+    """Writes what the sequence has for another worker, if it is for one."""
 
     def chunk(self, *, exact: bool) -> list[int]:
         """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
@@ -67,9 +66,14 @@ class Sequences:
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
 
     @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return len(self._kv.keys)
+    def tokens(self) -> int:
+        """How many tokens the KV has room for, in whole blocks."""
+        return self.usage().blocks * self._kv.block
+
+    def layout(self, tokens: int) -> KvLayout:
+        """How so many tokens of a sequence are handed on."""
+        heads, _, width = self._kv.keys[0].shape
+        return KvLayout(len(self._kv.keys), heads, width, self._kv.keys[0].dtype, tokens)
 
     def usage(self) -> KvUsage:
         """What of the KV is taken."""
@@ -94,13 +98,19 @@ class Sequences:
 
     def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts = dict[KvSequence, list[int]]()
+        parts, handed = dict[KvSequence, list[int]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
             chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
                 parts[state.kv] = chunk
-        made = self._model.forward([*parts.items()], alone=exact)
+                handed += [state.handed] if state.handed else []
+
+        def hand_on(layer: int) -> None:
+            for writer in handed:
+                writer.layer(layer)
+
+        made = self._model.forward([*parts.items()], exact, hand_on if handed else None)
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
@@ -149,7 +159,8 @@ class Prefill(JointStage[Growing, int]):
     @override
     def start(self, task: StageInput) -> Growing:
         self._sequences.prompts += 1
-        return Growing(self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1])
+        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
+        return Growing(kv, ids, handed=KvWriter(kv, self._sequences.layout(len(ids))))
 
     @override
     def compute(self, batch: Sequence[Growing]) -> list[int | Exception]:
@@ -171,9 +182,18 @@ class Prefill(JointStage[Growing, int]):
         return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
     @override
+    def outline(self, state: Growing) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        return self._sequences.layout(len(state.ids)).outline()
+
+    @override
+    def write_to(self, state: Growing, output: OpenOutput) -> None:
+        assert state.handed
+        state.handed.to(output)
+
+    @override
     def finish(self, state: Growing) -> StageOutput:
-        layers = range(self._sequences.layers)
-        return StageOutput({f"kv{layer}": torch.stack(state.kv.read(layer)) for layer in layers})
+        assert state.handed
+        return StageOutput(state.handed.finish())
 
     @override
     def let_go(self, state: Growing) -> None:
@@ -258,21 +278,21 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
         kv = self._sequences.begin(task.priority)
-        return Writing(kv, ids, self._taken(kv, task.tensors), len(prompt), sampling(task.params), words)
+        done = self._taken(kv, task.tensors, len(prompt) - 1)
+        return Writing(kv, ids, done, prompt=len(prompt), how=sampling(task.params), words=words)
 
-    def _taken(self, kv: KvSequence, tensors: Tensors) -> int:
-        """Put the KV that prefill made in its place. Returns how many tokens it has."""
-        given = [tensors.get(f"kv{layer}") for layer in range(self._sequences.layers)]
-        layers = [tensor for tensor in given if tensor is not None]
-        if len(layers) < len(given):
+    def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:
+        """Put the KV that prefill made in its place. Returns how many tokens it has; none if it is no such KV."""
+        layout = self._sequences.layout(tokens)
+        if not layout.fits(tensors):
             return 0
         try:
-            kv.grow(layers[0].shape[2])
+            kv.grow(tokens)
         except NoBlocks:
             return 0
-        for layer, both in enumerate(layers):
-            kv.write(layer, both[0], both[1])
-        return kv.length
+        for start, layer, unit in layout.read(tensors):
+            kv.write(layer, unit[:, 0], unit[:, 1], start)
+        return tokens
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:

@@ -37,6 +37,7 @@ class SpillBackend(StorageBackend):
     def __init__(self, fast: StorageBackend, slow: KeyedBackend, options: StoreOptions) -> None:
         self._fast, self._slow, self._options = fast, slow, options
         self.address, self.write_token, self.arena = fast.address, fast.write_token, fast.arena
+        self.announces = fast.announces
         self._recalling = Lock()
         if self.arena:
             self.arena.recall = self._recall
@@ -50,6 +51,14 @@ class SpillBackend(StorageBackend):
     def reserve(self, nbytes: int, request: str) -> Extent:
         assert self.arena
         return self._place(nbytes, partial(self.arena.create, nbytes, request))
+
+    @override
+    def announce(self, id: str, written: tuple[int, ...]) -> None:
+        self._fast.announce(id, written)
+
+    @override
+    def is_whole(self, ref: ObjectRef) -> bool:
+        return self._fast.is_whole(ref)
 
     @override
     def seal(self, id: str) -> None:

@@ -86,7 +86,8 @@ def compute(descriptor: int) -> None:
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
-    channel.send(Ready(_name(device), outcome))
+    brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
+    channel.send(Ready(_name(device), outcome, brought))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,

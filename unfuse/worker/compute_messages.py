@@ -13,7 +13,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Done, Failed, Places, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -150,11 +150,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Everything is loaded. `device` is cpu or the name of the GPU.
 
-    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters.
+    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters. `resources` are amounts that
+    the process has found room for, for all tasks together.
     """
 
     device: str
     outcome: dict[str, str] = {}
+    resources: dict[str, int] = {}
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -216,7 +218,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Announced | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -23,6 +24,9 @@ from unfuse.transfer.sinks import ArenaSink
 
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
+
+LOOK_AGAIN_S = 0.01
+"""Seconds between two looks at an object that its owner, on this machine, is writing."""
 
 KEPT_S = 30.0
 """Seconds for which a copy is kept for the next attempt of a task that ended with its compute process."""
@@ -68,6 +72,7 @@ class Copies:
     async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
         """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.
 
+        Waits for inputs that are still written, and meanwhile fetches what there is of them.
         Whether an owner's memory can be mapped is tested, since node names prove nothing. An input that cannot be
         fetched stays as it is, because there may be a durable copy. Returns None if the task was cancelled. Raises
         ArenaFull if there is no room.
@@ -76,6 +81,7 @@ class Copies:
         self._store.learn(granted.peers)
         claim, task = lease.claim, lease.task
         others = [ref for ref in lease.reads if ref.owner != self._owner and ref.owner in granted.peers]
+        others += [ref for ref in lease.reads if ref.owner == self._owner and not ref.whole]
         if not others or not self._arena:
             return lease
         bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, others))
@@ -140,7 +146,8 @@ class Copies:
         return await asyncio.shield(self._reaching[owner])
 
     async def _bring(self, claim: Claim, ref: ObjectRef) -> ObjectRef:
-        if await self._reaches(ref.owner):
+        if ref.owner == self._owner or await self._reaches(ref.owner):
+            await self._until_whole(ref)
             return ref
         key = claim.request, ref.id
         copy = self._copies.get(key) or self._fetch(key, ref)
@@ -160,6 +167,13 @@ class Copies:
             key=extent.key,
             generation=extent.generation,
         )
+
+    async def _until_whole(self, ref: ObjectRef) -> None:
+        """Wait until an object that can be mapped is written to its end, or lost."""
+        look = partial(asyncio.get_running_loop().run_in_executor, self._lookers, self._store.is_whole, ref)
+        with suppress(ObjectLost):  # whoever reads it finds out
+            while not await look():
+                await asyncio.sleep(LOOK_AGAIN_S)
 
     def _fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
         """Begin to fetch an object. The copy belongs to the task's request, whichever made the original."""

@@ -13,7 +13,7 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
@@ -47,7 +47,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -230,7 +230,7 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Grown():
+            case StateSaved() | Announced() | Grown():
                 await self._report(message)
             case PairDone() | Shares() | TextsHeld():
                 self._learn(message)

@@ -14,6 +14,7 @@ from unfuse.core.task import Lease
 from unfuse.stages.base import StageInput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
 from unfuse.worker.compute_messages import Run, Waits
 from unfuse.worker.failure import failure
@@ -85,10 +86,12 @@ class Intake:
         return declared(lease.task.pool) not in self._plain
 
 
-def close(inputs: list[Held]) -> None:
-    """Let go of inputs."""
+def close(inputs: list[Held], output: Unsealed | None = None) -> None:
+    """Let go of inputs, and of an output that is not sealed."""
     for held in inputs:
         held.close()
+    if output:
+        output.abort()
 
 
 def verdict_of(run: Run, begun: Job | Exception) -> Verdict:

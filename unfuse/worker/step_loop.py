@@ -38,7 +38,7 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import put, write
+from unfuse.worker.outputs import announce, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.shown import show_part, show_preview, withdraw_parts
 from unfuse.worker.task_log import about
@@ -170,6 +170,7 @@ class StepLoop:
         for run, own, verdict in zip(runs, begun, verdicts, strict=True):
             if isinstance(own, Job) and verdict == own.resumed:
                 self._jobs[own.claim] = own
+                announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
@@ -331,7 +332,7 @@ class StepLoop:
         self._send(failure(job.claim, error))
 
     def _let_go(self, job: Job) -> None:
-        close(job.inputs)
+        close(job.inputs, job.output)
         job.stage.let_go(job.state)
 
     def _keep(self, job: Job) -> None:
