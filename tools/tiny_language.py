@@ -13,8 +13,10 @@ TEMPLATE = (
 KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0) -> Path:
-    """Save one as transformers does."""
+def make_language_model(
+    folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0, head_dim: int = 16, layers: int = 2
+) -> Path:
+    """Save one as transformers does; a token takes 16 × layers × head_dim bytes of keys and values."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,8 +37,8 @@ def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     torch.manual_seed(seed)
     config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=positions,
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=positions,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
         tie_word_embeddings=False,
     )  # fmt: skip

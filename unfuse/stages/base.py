@@ -24,7 +24,8 @@ class StageInput(msgspec.Struct, frozen=True):
     """One task as a stage sees it.
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
-    pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
+    pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first. An
+    input that came in pieces is not among the tensors: it was `received`.
     """
 
     params: Params
@@ -32,6 +33,7 @@ class StageInput(msgspec.Struct, frozen=True):
     uploads: Mapping[str, bytes] = {}
     recorded: tuple[bytes, ...] = ()
     priority: int = 0
+    received: Any = None
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -65,6 +67,18 @@ class OpenOutput(Protocol):
 
     def written(self, name: str, elements: int) -> None:
         """These are written, and do not change any more. Never fails."""
+        ...
+
+
+class Receiving(Protocol):
+    """Takes an input that comes in pieces, for a task that will begin, or be dropped."""
+
+    def take(self, piece: Any) -> None:
+        """Take the next bytes of the object, a tensor of uint8 that changes afterwards."""
+        ...
+
+    def drop(self) -> None:
+        """The task will not begin."""
         ...
 
 
@@ -130,6 +144,10 @@ Computed = TypeVar("Computed")
 
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
+
+    def receive(self, params: Params, priority: int) -> Receiving:
+        """Begin to take an input of a task before the task begins. Raises PermanentError if it has to come whole."""
+        raise PermanentError(f"stage {self.kind} takes no input in pieces")
 
     @abstractmethod
     def start(self, task: StageInput) -> State:

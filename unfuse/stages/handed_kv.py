@@ -61,6 +61,39 @@ class KvLayout:
             yield from ((chunk * CHUNK, layer, unit) for layer, unit in enumerate(layers))
 
 
+class KvReader:
+    """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much."""
+
+    def __init__(self, kv: KvSequence, layout: KvLayout) -> None:
+        self._kv, self._layout = kv, layout
+        self._unit = torch.empty(prod(layout.unit(CHUNK)), dtype=layout.dtype)
+        self._done = self._filled = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether everything is there, and still is."""
+        return self._kv.length == self._layout.tokens and not self._tokens()
+
+    def take(self, piece: Tensor) -> None:
+        """Take the next bytes. Does nothing from when on the sequence has given up what it had."""
+        memory = self._unit.view(torch.uint8)
+        while piece.numel() and (tokens := self._tokens()) and self._kv.length == self._layout.tokens:
+            elements = prod(self._layout.unit(tokens))
+            some = piece[: elements * self._layout.dtype.itemsize - self._filled]
+            memory[self._filled : self._filled + some.numel()] = some
+            self._filled, piece = self._filled + some.numel(), piece[some.numel() :]
+            if self._filled == elements * self._layout.dtype.itemsize:
+                chunk, layer = divmod(self._done, self._layout.layers)
+                unit = self._unit[:elements].view(self._layout.unit(tokens))
+                self._kv.write(layer, unit[:, 0], unit[:, 1], chunk * CHUNK)
+                self._done, self._filled = self._done + 1, 0
+
+    def _tokens(self) -> int:
+        """Those of the unit that comes next; 0 if none does."""
+        left = self._layout.tokens - self._done // self._layout.layers * CHUNK
+        return max(0, min(CHUNK, left))
+
+
 class KvWriter:
     """Writes what a sequence has into such an object, as it comes, each unit once; before `to`, nothing."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,9 +19,9 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.core.text import Answer, Piece, TextLoad, unpacked
-from unfuse.stages.base import JointStage, Media, OpenOutput, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
-from unfuse.stages.handed_kv import CHUNK, KvLayout, KvWriter
+from unfuse.stages.handed_kv import CHUNK, KvLayout, KvReader, KvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
@@ -249,6 +250,29 @@ class Writing(Growing):
         return super().chunk(exact=exact)[: max(1, left) if exact else None]
 
 
+class ReceivedKv(Receiving):
+    """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
+
+    def __init__(self, sequences: Sequences, priority: int, tokens: int) -> None:
+        self.kv, self._sequences = sequences.begin(priority), sequences
+        self._reader = KvReader(self.kv, sequences.layout(tokens))
+        with suppress(NoBlocks):
+            self.kv.grow(tokens)
+
+    @property
+    def tokens(self) -> int:
+        """How many are there."""
+        return self.kv.length if self._reader.whole else 0
+
+    @override
+    def take(self, piece: Tensor) -> None:
+        self._reader.take(piece)
+
+    @override
+    def drop(self) -> None:
+        self._sequences.end(self.kv)
+
+
 class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     """Makes one token a step, once all that are there are in the KV."""
 
@@ -268,6 +292,10 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         return ()
 
     @override
+    def receive(self, params: Params, priority: int) -> ReceivedKv:
+        return ReceivedKv(self._sequences, priority, need(params, "prompt_tokens", int) - 1)
+
+    @override
     def start(self, task: StageInput) -> Writing:
         """Where there is no room for the KV that came, it is computed again when there is."""
         prompt = unpacked(task.uploads[PROMPT])
@@ -277,8 +305,11 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
-        kv = self._sequences.begin(task.priority)
-        done = self._taken(kv, task.tensors, len(prompt) - 1)
+        if isinstance(task.received, ReceivedKv):
+            kv, done = task.received.kv, task.received.tokens
+        else:
+            kv = self._sequences.begin(task.priority)
+            done = self._taken(kv, task.tensors, len(prompt) - 1)
         return Writing(kv, ids, done, prompt=len(prompt), how=sampling(task.params), words=words)
 
     def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:

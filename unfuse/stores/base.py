@@ -110,6 +110,10 @@ class StorageBackend(ABC):
         assert self.arena
         return self.arena.create(nbytes, request)
 
+    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of the memory in which objects lie, whatever they are now."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory that others write")
+
     def announce(self, id: str, written: tuple[int, ...]) -> None:
         """Let an object be read while it is written; `written` has the checksums of all chunks that are complete.
 

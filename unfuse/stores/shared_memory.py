@@ -75,6 +75,10 @@ class SharedMemoryBackend(StorageBackend):
         self._home.abort(id)
 
     @override
+    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self._home.memory[offset : offset + nbytes]
+
+    @override
     def announce(self, id: str, written: tuple[int, ...]) -> None:
         self._home.announce(id, written)
 

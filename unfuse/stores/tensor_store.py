@@ -205,6 +205,10 @@ class TensorStore:
         )  # fmt: skip
         return Unsealed(self._backend, ref, draft.memory)
 
+    def at(self, offset: int, nbytes: int) -> Any:
+        """Bytes of the memory in which objects lie, whatever they are now, as a torch tensor of uint8."""
+        return torch_over(self._backend.at(offset, nbytes), TensorMeta("", "uint8", (nbytes,), 0, nbytes))
+
     def is_whole(self, ref: ObjectRef) -> bool:
         """Whether an object is written to its end, of those that can be mapped. Raises ObjectLost."""
         return ref.whole or self._backend.is_whole(ref)

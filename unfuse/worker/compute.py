@@ -36,6 +36,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     ComputeChannel,
     ForPairs,
@@ -69,7 +70,7 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         load = _settled(load)
@@ -116,7 +117,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn], load: Load) -> None:
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn], load: Load) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:

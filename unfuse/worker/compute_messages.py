@@ -59,6 +59,19 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     recorded: tuple[bytes, ...] = ()
 
 
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
+
+    Answered by Taken. The Run follows the last of them, without that input.
+    """
+
+    lease: Lease
+    ref: ObjectRef
+    offset: int
+    start: int
+    stop: int
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Drop a task at its next step. The answer is Stopped, unless the task has ended already.
 
@@ -125,6 +138,13 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
 
     pair: str
     port: int = 0
+    error: str = ""
+
+
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """What has arrived of a task's input is taken, or cannot be, for the reason in `error`: its place is free again."""
+
+    claim: Claim
     error: str = ""
 
 
@@ -215,9 +235,9 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
-ToCompute = Load | Run | Cancel | Turn | ForPairs
+ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
+    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
     | Stepped | StateSaved | Announced | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 

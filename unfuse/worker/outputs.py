@@ -19,7 +19,7 @@ ROOM_S = 2.0
 
 
 def announce(
-    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], None] | None
+    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], object] | None
 ) -> None:
     """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
 

@@ -24,6 +24,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.batcher import BatchSizes, out_of_memory
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     FromCompute,
     How,
@@ -83,8 +84,8 @@ class StepLoop:
         stages: Mapping[str, SteppedStage[Any]],
         store: TensorStore,
         results: ResultStore,
-        inbox: queue.SimpleQueue[Run | Cancel | Turn],
-        send: Callable[[FromCompute], None],
+        inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn],
+        send: Callable[[FromCompute], object],
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
@@ -97,7 +98,7 @@ class StepLoop:
         self._exactness, self._shares = exactness, dict[str, Sharing]()
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
-        self._send = send if self._ranks.leads else _nothing
+        self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._meter = TextMeter(stages.values(), self._send)
         few = 1 << (batch.bit_length() - 1)  # of few sizes, comparisons are soon done
         self._sizes, self._turns, self._turn = BatchSizes(few if exactness else batch), dict[str, int](), 0
@@ -158,9 +159,11 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: Run | Cancel | Turn) -> list[Cancel]:
+    def _take(self, message: Run | Arrived | Cancel | Turn) -> list[Cancel]:
         if isinstance(message, Run):
             self._arrived[message.lease.claim] = message
+        elif isinstance(message, Arrived):
+            self._send(self._intake.receive(message))
         return [message] if isinstance(message, Cancel) else []
 
     def _begin(self, runs: Sequence[Run]) -> None:
@@ -385,6 +388,7 @@ class StepLoop:
         self._send(Done(job.claim, ref, results, timings))
 
     def _drop(self, message: Cancel) -> None:
+        self._intake.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:
                 self._keep(job)
@@ -394,7 +398,3 @@ class StepLoop:
             self._send(Stopped(message.claim))
         elif self._parked.pop(message.claim, None):
             self._send(Stopped(message.claim))
-
-
-def _nothing(message: FromCompute) -> None:
-    """Say nothing: the first rank reports for all."""

@@ -40,6 +40,7 @@ from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.compute_messages import Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
+from unfuse.worker.failure import unfetched
 from unfuse.worker.growing import Growing
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
@@ -164,7 +165,8 @@ class Worker:
         self._saved_states = SavedStates(objects, self._link)
         loads = loads_of(served, self._choice, options, objects.store, places)
         watch = options.stall_s, options.memory_limit
-        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server)
+        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
+        objects.copies.passing = executor.passing
         started = await executor.start()
         self._device = started.device
         self._holding.resources |= started.resources
@@ -224,12 +226,13 @@ class Worker:
         try:
             brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
         except Exception as error:  # any error must end the task, or it would be lost
-            await self._end(Failed(lease.claim, "transient", f"an input cannot be fetched: {error}"))
+            await self._end(unfetched(lease.claim, error, executor.ready))
             if not isinstance(error, TransientError):
                 raise
             return
         self._holding.arrived(lease.claim)
         if brought is None or recorded is None:
+            await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
         elif not executor.ready:
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
