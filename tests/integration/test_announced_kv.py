@@ -56,10 +56,11 @@ def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 @contextmanager
 def far_decoder(folder: Path, where: Path, keys: list[str], *more: str, **variables: str) -> Iterator[Server]:
     """A server without workers, and a decoder that maps nobody's memory."""
+    exact = ["--batching", "exact"] if "exact" in more else []
     flags = [*keys, "--served-model-name", "tiny", "--workers", "none", *more]
     with serving(where, str(folder), *flags, at="127.0.0.1", **variables) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("decode", *keys, *KV, **own_run_folder("far"), **variables)
+        server.worker("decode", *keys, *KV, *exact, **own_run_folder("far"), **variables)
         yield server
 
 
@@ -107,3 +108,72 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
         until(lambda: sum(moved(server).values()) > some, "the rest to be told")
         assert 0 < some < sum(moved(server).values()) <= whole
         until(lambda: not gauge(server, "unfuse_decode_transfer_queue"), "the queue to be told empty")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
+) -> None:
+    """Given a decoder with room for one prompt, taken by one that is amid its transfer, when the worker that prefills it
+    dies, or stops, and another comes, then both that text and the next are made, nobody is charged on the decoder's
+    side, and chunks that had come are not pulled again where they are the same."""
+    short = {"UNFUSE_LEASE__TTL_S": "3"}
+    with far_decoder(folder, tmp_path, keys, "--batching", "exact", **short) as server, ThreadPoolExecutor() as pool:
+        first = server.worker("prefill", *keys, *KV, "--batching", "exact", **short)
+        answer = pool.submit(asked, server.ready())
+        with amid(server, first) as compute:
+            some = sum(moved(server).values())
+            first.send_signal(how)
+            if how == signal.SIGKILL:
+                compute.kill()
+            server.worker("prefill", *keys, *KV, "--batching", "exact", **short)
+            assert answer.result()["choices"] == calm["choices"]
+            decode = stage(server, "decode.0")
+            assert decode["attempt"] > 1 and not (decode["failures"] or decode["crashes"] or decode["recomputes"])
+            whole = calm["usage"]["prompt_tokens"] * TOKEN_BYTES
+            until(lambda: sum(moved(server).values()) > some, "the rest to be told")
+            assert sum(moved(server).values()) <= whole
+            again = asked(server, "Paris")
+            assert again["usage"]["completion_tokens"] == LONG["max_tokens"]
+        server.killed(first)
+
+
+def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
+    folder: Path, tmp_path: Path, calm: dict[str, Any]
+) -> None:
+    """Given a decoder of this machine with room for one prompt, when two come, then one waits where every decoder could
+    take it, and the page of metrics counts it; both are made."""
+    flags = ["--served-model-name", "tiny", "--workers", "prefill=1,decode=1", *KV]
+    with serving(tmp_path, str(folder), *flags) as server, ThreadPoolExecutor() as pool:
+        workers = server.ready().get("/v1/workers")["data"]
+        (compute,) = computes_of(*(one["pid"] for one in workers if one["role"] == "decode"))
+        compute.send_signal(signal.SIGSTOP)
+        try:
+            answers = [pool.submit(asked, server) for _ in range(2)]
+            until(lambda: gauge(server, "unfuse_decode_prealloc_queue") == 1, "one to wait for room")
+        finally:
+            compute.send_signal(signal.SIGCONT)
+        assert [one.result()["choices"] for one in answers] == [calm["choices"]] * 2
+        until(lambda: not gauge(server, "unfuse_decode_prealloc_queue"), "the queue to be told empty")
+        assert not moved(server)
+
+
+@pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
+def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
+) -> None:
+    """Given a network that flips a bit in every other pull, and cuts some, then the text is that of a single worker."""
+    faulty = {
+        "TRANSFER_FAULTS": "corrupt=0.5,cut=0.2,drop=0.1,seed=3",
+        "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",
+    }
+    with far_decoder(folder, tmp_path, keys, UNFUSE_BUFFER__TOKENS=tokens, **faulty) as server:
+        server.worker("prefill", *keys, *KV, **faulty)
+        assert asked(server.ready())["choices"] == calm["choices"]
+        until(lambda: failures(server), "what failed to be told")
+
+
+def failures(server: Server) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
+        found = re.findall(r"^unfuse_transfer_failures_total{.+} (.+)$", page.read().decode(), re.MULTILINE)
+    return sum(map(float, found))
