@@ -360,7 +360,7 @@ class Loader:
         """A component without weights, such as a tokenizer or a noise scheduler."""
         began = time.monotonic()
         self.folder.config(component)
-        found = self._read(component, {})
+        found = self._read(component, {}, None, None)
         self._tell(component, began, self.folder.size(component))
         return found
 
@@ -378,11 +378,7 @@ class Loader:
         return rest(model, self.device, offload)
 
     def _read(
-        self,
-        component: str,
-        options: dict[str, Any],
-        part: Callable[[Any], Any] | None = None,
-        path: Path | None = None,
+        self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
     ) -> Any:
         from safetensors import SafetensorError
 

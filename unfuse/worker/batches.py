@@ -27,7 +27,7 @@ class Batches:
     `send` hears how requests of a pool share forwards, when that is news.
     """
 
-    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], None]) -> None:
+    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], object]) -> None:
         usual = most or USUAL_BATCH
         few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
