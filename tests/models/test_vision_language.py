@@ -25,7 +25,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.plan import compile_plan
-from unfuse.core.text import CHUNK, packed
+from unfuse.core.text import CHUNK, beginnings, packed
 from unfuse.core.vision import Bounds, Vision
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -46,8 +46,8 @@ class Chat:
     def __init__(self, folder: Path, messages: Sequence[dict[str, Any]], **asked: Any) -> None:
         self.folder, self.card, self.messages = folder, card_of("m", folder), messages
         assert self.card.vision
-        self.ids, self.shown, prompt = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
-        self.uploads, self.begins = prompt.shows, prompt.begins
+        self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
+        self.begins = beginnings(self.ids, self.shown)
         given = {"messages": messages, "prompt_tokens": len(self.ids), "shown": self.shown, "temperature": 0}
         self.params, _ = check(self.card, {**given, "max_tokens": MOST, "seed": 1, **asked}, TEXT)
         self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())

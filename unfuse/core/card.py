@@ -14,7 +14,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
     from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
     a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
-    missing changes nothing. `vision` is what a language model makes of pictures (None: it sees none).
+    missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
+    says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
     """
 
     name: str
@@ -29,6 +30,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     takes_image: bool = False
     takes_lora: bool = False
     quality: dict[str, Params] = {}
+    lacks: tuple[str, ...] = ()
+    undivided: str = ""
     vision: Vision | None = None
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:

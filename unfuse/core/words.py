@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.medium import DELIVERED, MAX_SEED, Medium
-from unfuse.core.parameters import Parameter, Params, integer, number, printable, text
+from unfuse.core.parameters import Parameter, Params, integer, number, text
+from unfuse.core.tools import CALLS
 from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 4, 1000
@@ -50,7 +52,7 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
     settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    _check_format(read.get("response_format"))
+    settled |= {name: read[name] for name in (GRAMMAR, CALLS) if read.get(name)}
     return settled
 
 
@@ -68,12 +70,6 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
         integer("logit_bias", token, 0, vocabulary - 1): number("logit_bias", bias, -100, 100)
         for token, bias in value.items()
     }
-
-
-def _check_format(value: object) -> None:
-    if value is not None and value != {"type": "text"}:
-        shown = printable(value.get("type")) if isinstance(value, dict) else printable(value)
-        raise InvalidParameter(f"response_format can only be of type text here, not {shown}", "response_format")
 
 
 TEXT = Medium(
@@ -107,7 +103,18 @@ TEXT = Medium(
         Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
-        Parameter("response_format", "any", use="request", flag=None, description="only of type text"),
+        Parameter(
+            "response_format", "any", use="request", flag=None,
+            description="what the text must be: of type text, json_object, json_schema, regex or grammar",
+        ),
+        Parameter("tools", "any", use="request", flag=None, description="functions that the model may call"),
+        Parameter(
+            "tool_choice", "any", use="request", flag=None,
+            description="whether it calls any: none, auto, required, or the name of one as an object",
+        ),
+        Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
+        Parameter(GRAMMAR, "any", use="request", flag=None, description="made of response_format and tools"),
+        Parameter(CALLS, "any", use="request", flag=None, description="made of tools"),
         Parameter(
             "seed", "integer", 0, MAX_SEED, use="request",
             description="of the first choice; if left out it is drawn, and the answer has it",

@@ -30,7 +30,7 @@ from unfuse.stages.specs import DECODE, PREFILL
 
 if TYPE_CHECKING:
     from unfuse.stages.base import Stage
-    from unfuse.stages.language import Sequences
+    from unfuse.stages.sequences import Sequences
 
 BLOCK = 16
 """Tokens of a block of the KV."""
@@ -57,6 +57,12 @@ class LanguageFamily(Family):
         if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
         limits = _bounded(limits, Serving.read(model.home).limits)
+        weights = weights_ids(model, pipeline, "language")
+        kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
+        own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
+        pipeline = Pipeline(
+            tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
+        )
         return ModelCard(
             name=name,
             source=source_of(folder),
@@ -64,7 +70,7 @@ class LanguageFamily(Family):
             pipeline=pipeline,
             limits=asdict(limits),
             defaults=self._defaults(model),
-            weights=weights_ids(model, pipeline, "language"),
+            weights=weights,
             dtypes=dtypes,
             created=model.created,
             vision=vision,
@@ -87,20 +93,23 @@ class LanguageFamily(Family):
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        from unfuse.models.grammars import Grammars
         from unfuse.models.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
         shared, key = runtime.shared, (folder, runtime.dtypes[self.parts[0]])
         if key not in shared:
-            shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder)
-        opened, tokenizer = shared[key]
-        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer)
+            grammars = Grammars(str(folder), patient=runtime.mesh is not None)
+            shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), grammars
+        opened, tokenizer, grammars = shared[key]
+        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars)
+        stage.resources = dict.fromkeys(spec.brings, opened.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
 
     def opened(self, folder: Path, runtime: Runtime, report: Report | None) -> Sequences:
         """The model with an empty KV."""
-        from unfuse.stages.language import open_model
+        from unfuse.stages.sequences import open_model
 
         files = files_of(folder)
         model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)

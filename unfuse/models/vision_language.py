@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unfuse.stages.base import Stage
-    from unfuse.stages.language import Sequences
+    from unfuse.stages.sequences import Sequences
     from unfuse.stages.vision_encode import Seen, View
 
 PROCESSOR = CONFIGS["image_processor"]
@@ -100,7 +100,7 @@ class VisionLanguage(LanguageFamily):
 
     @override
     def opened(self, folder: Path, runtime: Runtime, report: Report | None) -> Sequences:
-        from unfuse.stages.language import open_model
+        from unfuse.stages.sequences import open_model
 
         files = ModelFolder(folder)
         model = _loader(files, runtime, report).model(LANGUAGE, _speaking)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -12,10 +11,8 @@ import msgspec
 from unfuse.core.codec import encode
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.parameters import choice, number, printable
-from unfuse.core.text import beginnings, packed
 from unfuse.core.vision import Grid, Shown, Vision
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.server.accept import Prompt
 from unfuse.server.mp4 import film_of
 from unfuse.server.uploads import MAX_SIDE, decoded, read_picture, size_of
 
@@ -33,22 +30,25 @@ SHOWS = ("image", "video")
 
 DETAILS = ("auto", "low", "high")
 
+Read = tuple[list[int], str, dict[str, bytes]]
 
-def read_shown(vision: Vision, tokenizer: ChatTokenizer, messages: Sequence[Any]) -> tuple[list[int], str, Prompt]:
-    """The ids of messages, what they show as JSON ("" for nothing), and both as stages get it. Takes long.
+
+def read_shown(
+    vision: Vision,
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Read:
+    """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
 
     Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
     """
     reading = _Reading(vision)
     read = [reading.message(message, at) for at, message in enumerate(messages)]
-    text = tokenizer.text(read, shows=SHOWS)
+    text = tokenizer.text(read, tools, shows=SHOWS)
     ids = vision.expanded(tokenizer.ids(_timed(vision, tokenizer, text, reading.moments)), reading.shown)
     shown = msgspec.json.encode(reading.shown).decode() if reading.shown else ""
-    marks = {
-        run.start: blake2b(msgspec.json.encode(run.shown), digest_size=16).digest()
-        for run in vision.runs(ids, reading.shown)
-    }
-    return ids, shown, Prompt(packed(ids), beginnings(ids, marks), reading.uploads)
+    return ids, shown, reading.uploads
 
 
 def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequence[Sequence[float]]) -> str:

@@ -19,6 +19,10 @@ DENOISE = StageSpec(
     work=Workload("num_inference_steps", GUIDANCE, PIXELS),
 )  # fmt: skip
 
+WHOLE = StageSpec(
+    "whole", "whole", (), per_sample=True, role="whole", work=Workload("num_inference_steps", GUIDANCE, PIXELS)
+)
+
 PREFILL = StageSpec(
     "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
     work=Workload(size=("prompt_tokens",)), goes_on=True,
