@@ -31,8 +31,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
 from unfuse.stages.base import StageInput
 from unfuse.stages.handed_kv import CHUNKS, REST, KvReader
-from unfuse.stages.language import Decode, Growing, Prefill, open_model
+from unfuse.stages.language import Decode, Growing, open_model
 from unfuse.stages.paged_kv import KvSequence
+from unfuse.stages.prefill import Prefill
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Link, TransferOptions
 from unfuse.transfer.session import Session, Transfers

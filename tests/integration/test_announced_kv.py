@@ -162,7 +162,7 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
 def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
 ) -> None:
-    """Given a network that flips a bit in every fourth pull, and cuts some, then the text is that of a single worker."""
+    """Given a network that flips a bit in every fourth pull, or cuts it, then the text is that of a single worker."""
     faulty = {
         "TRANSFER_FAULTS": "corrupt=0.25,cut=0.1,drop=0.05,seed=3",
         "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",

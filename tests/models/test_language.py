@@ -26,7 +26,8 @@ from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
-from unfuse.stages.language import CHUNK, Decode, Prefill, Writing
+from unfuse.stages.language import CHUNK, Decode, Writing
+from unfuse.stages.prefill import Prefill
 
 MOST = 12
 
@@ -165,7 +166,7 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     (held,) = decode.step([decode.start(task(model.card, first))])
     (waits,) = decode.step([younger])
     assert isinstance(waits, Writing) and isinstance(held, Writing)
-    assert (waits.done, waits.piece) == (0, None)
+    assert (waits.done, waits.sampled) == (0, None)
     assert held.kv.length
 
 

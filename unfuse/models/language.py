@@ -72,7 +72,8 @@ class LanguageFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         from unfuse.models.tokenizer import ChatTokenizer
-        from unfuse.stages.language import Decode, Prefill, open_model
+        from unfuse.stages.language import Decode, open_model
+        from unfuse.stages.prefill import Prefill
 
         shared, key = runtime.shared, (folder, runtime.dtypes[WHOLE])
         if key not in shared:
@@ -88,7 +89,7 @@ class LanguageFamily(Family):
 
     @override
     def prepare(self, folder: Path) -> None:
-        import_module("unfuse.stages.language")
+        import_module("unfuse.stages.prefill")
         getattr(import_module("transformers"), files_of(folder).kind)
         if folder.suffix == SUFFIX:
             import_module("gguf.quants")

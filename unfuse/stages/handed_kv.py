@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from unfuse.core.text import CHUNK
 from unfuse.stages.base import OpenOutput
 from unfuse.stages.paged_kv import KvSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-CHUNK = 256
-"""Tokens of a prompt that one step computes, at most. Chunks end at multiples of it."""
 
 CHUNKS, REST = "chunks", "rest"
 """The tensors: all chunks that are full, and the last one if it is not."""
@@ -117,12 +115,13 @@ class KvWriter:
             self._output.written(*self._written(units))
 
     def finish(self) -> dict[str, Tensor]:
-        """All tensors of a sequence that is complete; none if they were written elsewhere."""
+        """All tensors of a sequence that is complete; none if they are written elsewhere."""
+        units, outline = -(-self._layout.tokens // CHUNK) * self._layout.layers, self._layout.outline()
         if self._output:
+            self._write(units, self._output.tensors)
             return {}
-        outline = self._layout.outline()
         tensors = {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
-        self._write(-(-self._layout.tokens // CHUNK) * self._layout.layers, tensors)
+        self._write(units, tensors)
         return tensors
 
     def _write(self, units: int, tensors: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Prefill and decode of a language model: both grow sequences in one paged KV, with the same ragged forward.
+"""Decode of a language model, and what it has in common with prefill: sequences that grow in one paged KV.
 
 A state is its tokens, and how many of them are in the KV. Whatever is not there yet is computed, a chunk a step: so a
 sequence that comes from another worker, one whose blocks were taken, and one of an attempt that died go on alike.
@@ -18,10 +18,10 @@ from typing_extensions import override
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import Answer, Piece, TextLoad, unpacked
-from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
+from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
+from unfuse.stages.base import JointStage, Media, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
-from unfuse.stages.handed_kv import CHUNK, KvLayout, KvReader, KvWriter
+from unfuse.stages.handed_kv import KvLayout, KvReader, KvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sampling import Sampled, Sampling, sample
@@ -92,6 +92,24 @@ class Sequences:
         self._ranks[sequence] = -priority, self._begun
         return sequence
 
+    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+        """Put portions that others have made in their place, while they are such, and there is room.
+
+        Returns how many tokens there are then, `most` or less.
+        """
+        heads, _, width = self._kv.keys[0].shape
+        for portion in prefix:
+            both, start = portion.get("kv"), sequence.length
+            if both is None or both.shape != (len(self._kv.keys), 2, heads, CHUNK, width) or start + CHUNK > most:
+                break
+            try:
+                sequence.grow(CHUNK)
+            except NoBlocks:
+                break
+            for layer, (keys, values) in enumerate(both):
+                sequence.write(layer, keys, values, start)
+        return sequence.length
+
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
@@ -140,68 +158,6 @@ def open_model(model: Any, device: str, tokens: int) -> Sequences:
     return Sequences(LanguageModel(model, kv), kv)
 
 
-class Prefill(JointStage[Growing, int]):
-    """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
-
-    kind = "prefill"
-    uploads = (PROMPT,)
-
-    def __init__(self, sequences: Sequences) -> None:
-        self.texts = self._sequences = sequences
-
-    @override
-    def verify(self, task: StageInput) -> None:
-        _verify(task)
-
-    @override
-    def batch_key(self, params: Params) -> Hashable:
-        return ()
-
-    @override
-    def start(self, task: StageInput) -> Growing:
-        self._sequences.prompts += 1
-        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
-        return Growing(kv, ids, handed=KvWriter(kv, self._sequences.layout(len(ids))))
-
-    @override
-    def compute(self, batch: Sequence[Growing]) -> list[int | Exception]:
-        self._sequences.forward(batch)
-        return [state.kv.length for state in batch]
-
-    @override
-    def alone(self, state: Growing) -> int:
-        self._sequences.forward([state], exact=self.exact)
-        return state.kv.length
-
-    @override
-    def advance(self, state: Growing, computed: int) -> Growing:
-        return replace(state, done=computed)
-
-    @override
-    def progress(self, state: Growing) -> tuple[int, int]:
-        chunks = max(1, -(-len(state.ids) // CHUNK))
-        return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
-
-    @override
-    def outline(self, state: Growing) -> Sequence[tuple[str, str, tuple[int, ...]]]:
-        return self._sequences.layout(len(state.ids)).outline()
-
-    @override
-    def write_to(self, state: Growing, output: OpenOutput) -> None:
-        assert state.handed
-        state.handed.to(output)
-
-    @override
-    def finish(self, state: Growing) -> StageOutput:
-        assert state.handed
-        return StageOutput(state.handed.finish())
-
-    @override
-    def let_go(self, state: Growing) -> None:
-        self._sequences.prompts -= 1
-        self._sequences.end(state.kv)
-
-
 class Tokenizer(Pieces, Protocol):
     """What decoding needs of a tokenizer: the ids that end a text, and the text of some."""
 
@@ -236,12 +192,12 @@ class Words:
 
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `piece`, if any."""
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything."""
 
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
-    piece: Piece | None = None
+    sampled: Sampled | None = None
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
@@ -278,6 +234,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
+    goes_ahead = True
 
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
         self.texts = self._sequences = sequences
@@ -285,7 +242,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        _verify(task)
+        verify_prompt(task)
 
     @override
     def batch_key(self, params: Params) -> Hashable:
@@ -340,22 +297,25 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
         done, sampled = computed
-        if sampled is None:
-            return replace(state, done=done, piece=None)
-        assert state.words
-        state.ids.append(sampled.token)
-        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in sampled.top)
-        return replace(state, done=done, piece=state.words.add(sampled.token, sampled.logprob, top))
+        if sampled:
+            state.ids.append(sampled.token)
+        return replace(state, done=done, sampled=sampled)
 
     @override
     def progress(self, state: Writing) -> tuple[int, int]:
         assert state.words
-        made = len(state.words.made)
-        return made, made if state.words.ended else state.words.most
+        made = len(state.ids) - state.prompt
+        over = state.words.ended or (made and state.ids[-1] in self._tokenizer.stops)
+        return made, made if over else state.words.most
 
     @override
     def grown(self, state: Writing) -> Sequence[bytes]:
-        return [encode(state.piece)] if state.piece else []
+        if state.sampled is None:
+            return []
+        assert state.words
+        made = state.sampled
+        top = tuple((id, self._tokenizer.decode([id]), logprob) for id, logprob in made.top)
+        return [encode(state.words.add(made.token, made.logprob, top))]
 
     @override
     def finish(self, state: Writing) -> StageOutput:
@@ -368,13 +328,14 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         self._sequences.end(state.kv)
 
 
-def _verify(task: StageInput) -> None:
+def verify_prompt(task: StageInput) -> None:
+    """Raise PermanentError for a prompt of another length than was said."""
     if len(unpacked(task.uploads[PROMPT])) != need(task.params, "prompt_tokens", int):
         raise PermanentError("the prompt is not as long as it was said to be")
 
 
 def _sampled(state: Writing, logits: Tensor | None) -> Sampled | None:
-    if logits is None or (state.words and state.words.ended):
+    if logits is None:
         return None
     return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.ids[state.prompt :])
 

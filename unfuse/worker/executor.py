@@ -22,6 +22,7 @@ from unfuse.worker.compute_messages import (
     Cancel,
     ForPairs,
     FromCompute,
+    Kept,
     Load,
     PairDone,
     RankSpent,
@@ -50,7 +51,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -238,7 +239,7 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Announced() | Grown():
+            case StateSaved() | Announced() | Grown() | Kept():
                 await self._report(message)
             case PairDone() | Taken() | Shares() | TextsHeld():
                 self._learn(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -61,7 +61,7 @@ class Intake:
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, inputs = run.lease.task, list[Held]()
+        task, inputs, prefix = run.lease.task, list[Held](), list[Held]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
@@ -70,8 +70,11 @@ class Intake:
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
-            received = self._receiving.get(run.lease.claim)
-            given = StageInput(task.params, tensors, uploads, run.recorded, task.priority, received)
+            prefix += self._prefix(run.lease)
+            given = StageInput(
+                task.params, tensors, uploads, run.recorded, task.priority, tuple(map(dict, prefix)),
+                self._receiving.get(run.lease.claim),
+            )  # fmt: skip
             got = time.monotonic()
             stage.verify(given)
             resumed = self._resumed(stage, given, run.lease)
@@ -88,6 +91,17 @@ class Intake:
             if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
                 self.forget(run.lease.claim)
             raise
+        finally:
+            close(prefix)
+
+    def _prefix(self, lease: Lease) -> Iterator[Held]:
+        """What others have made of the same beginning, as far as it can be read."""
+        for ref in lease.prefix:
+            try:
+                yield self._store.get(ref, as_torch=self._as_torch(lease))
+            except Exception as error:  # what cannot be had is made again
+                log.info("a prefix cannot be read", request=lease.task.request, object=ref.id, reason=str(error))
+                return
 
     def likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
         """What else tasks must have in common to share a forward, where bytes count; None: they never may."""

@@ -38,7 +38,7 @@ from unfuse.core.pool import declared, manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.compute_messages import Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.growing import Growing
@@ -245,7 +245,9 @@ class Worker:
         if lease and self._link.announces and declared(lease.task.pool) not in self._read_here:
             await self._link.call(news)
 
-    async def _hear(self, message: Ready | Stepped | StateSaved | Announced | Grown | Stopped | Done | Failed) -> None:
+    async def _hear(
+        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed
+    ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -254,9 +256,9 @@ class Worker:
                 self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, StateSaved):
+        elif isinstance(message, StateSaved | Kept):
             if self._saved_states:
-                self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
+                self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Announced):
             self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
@@ -304,7 +306,7 @@ class Worker:
                 self._asks_with_outcome = False
                 self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
-            self._objects.share(lease, message)
+            self._objects.share(lease.task.cache, message.output)
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 
