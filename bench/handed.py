@@ -112,36 +112,36 @@ class Bench:
         self.prefill, self.decode = Prefill(self.near), Decode(self.far, Words())
         self.number = 0
 
-    def first_token(self, ids: list[int], announced: bool) -> tuple[float, float]:
-        """Seconds from the start of prefill to its end, and to the first token elsewhere."""
+    def first_token(self, ids: list[int], announced: bool) -> tuple[float, float, float]:
+        """Seconds of prefill, as a clock and as this thread's CPU time tell, and from its end to a token elsewhere."""
         self.number += 1
         named: dict[str, Any] = {"request": f"req_{self.number}", "stage": "prefill", "attempt": 1}
         task = StageInput(GREEDY | {"prompt_tokens": len(ids)}, {}, {"prompt": packed(ids)})
-        began = time.monotonic()
+        began, computed = time.monotonic(), time.thread_time()
         state = self.prefill.start(task)
         output = self.owner.begin(self.prefill.outline(state), **named) if announced else None
         if output:
             self.prefill.write_to(state, output)
             pulling = self.pull(output.ref)
         state = self._whole(state)
+        prefilled, computed = time.monotonic(), time.thread_time() - computed
         made = self.prefill.finish(state)
         if output:
             output.finish()
         else:
             pulling = self.pull(self.owner.put(made.tensors, **named))
-        prefilled = time.monotonic() - began
         session, sink = pulling
         session.result(600)
         tensors = tensors_of(self.arena, sink, session.ref)
         (stepped,) = self.decode.step([writing := self.decode.start(StageInput(task.params, tensors, task.uploads))])
-        assert not isinstance(stepped, Exception) and stepped.piece and writing.done == len(ids) - 1
-        seconds = time.monotonic() - began
+        assert not isinstance(stepped, Exception) and self.decode.grown(stepped) and writing.done == len(ids) - 1
+        behind = time.monotonic() - prefilled
         self.decode.let_go(stepped)
         self.prefill.let_go(state)
         assert sink.extent
         self.arena.delete(sink.extent.id)
         self.owner.release(named["request"])
-        return prefilled, seconds
+        return prefilled - began, computed, behind
 
     def _whole(self, state: Growing) -> Growing:
         done, steps = self.prefill.progress(state)
@@ -171,15 +171,20 @@ def overlap(bench: Bench, rounds: int) -> dict[str, dict[str, Any]]:
         bench.engine.rate = rate
         bench.first_token(ids, True)
         pairs = [(bench.first_token(ids, True), bench.first_token(ids, False)) for _ in range(rounds)]
-        while_made, afterwards = ([pair[side] for pair in pairs] for side in (0, 1))
+        meanwhile, afterwards = ([pair[side] for pair in pairs] for side in (0, 1))
+        whole = median(prefill for prefill, _, _ in meanwhile + afterwards)
         rows[f"{rate} MB/s" if rate else "loopback"] = {
             "MiB": PROMPT * TOKEN >> 20,
-            "prefill, s": round(median(prefilled for prefilled, _ in afterwards), 2),
-            "pulled afterwards, s": round(median(seconds for _, seconds in afterwards), 2),
-            "pulled meanwhile, s": round(median(seconds for _, seconds in while_made), 2),
-            "meanwhile ÷ afterwards": ratio([s for _, s in while_made], [s for _, s in afterwards])["p50"],
-            "behind prefill, ms": round(median(s - p for p, s in while_made) * 1e3),
-            "behind it, afterwards, ms": round(median(s - p for p, s in afterwards) * 1e3),
+            "prefill, s": round(whole, 2),
+            "its CPU time, meanwhile ÷ afterwards": ratio([c for _, c, _ in meanwhile], [c for _, c, _ in afterwards])[
+                "p50"
+            ],
+            "token behind prefill, ms": round(median(behind for _, _, behind in meanwhile) * 1e3),
+            "pulled afterwards, ms": round(median(behind for _, _, behind in afterwards) * 1e3),
+            "meanwhile ÷ afterwards": ratio([b for _, _, b in meanwhile], [b for _, _, b in afterwards])["p50"],
+            "to the first token, the same": ratio(
+                [whole + b for _, _, b in meanwhile], [whole + b for _, _, b in afterwards]
+            )["p50"],
         }
     bench.engine.rate = 0
     return rows

@@ -177,3 +177,27 @@ def failures(server: Server) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
         found = re.findall(r"^unfuse_transfer_failures_total{.+} (.+)$", page.read().decode(), re.MULTILINE)
     return sum(map(float, found))
+
+
+@pytest.mark.nightly
+def test_a_prompt_of_a_hundred_thousand_tokens_reaches_a_decoder_whose_arena_holds_eight_thousand(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    """Given a narrow model, and a prompt of which the usual receive buffer holds a twelfth, then the text is that of a
+    single worker, though the decoder's arena has room for no more than two such buffers."""
+    folder = make_language_model(tmp_path / "long", positions=102_400)
+    message = {"role": "user", "content": f"{TEXT} " * 5_050}
+    body = {"model": "tiny", **LONG, "messages": [message]}
+    room = "--kv", "56MiB", "--threads", "1"
+    named = str(folder), "--served-model-name", "tiny"
+    (calm := tmp_path / "calm").mkdir()
+    with serving(calm, *named, "--workers", "language=1", *room) as server:
+        alone = server.ready().post("/v1/chat/completions", body)
+    assert alone["usage"]["prompt_tokens"] > 100_000
+    (apart := tmp_path / "apart").mkdir()
+    with serving(apart, *named, *keys, "--workers", "none", at="127.0.0.1") as server:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("prefill", *keys, *room)
+        server.worker("decode", *keys, *room, "--arena", "8MiB", **own_run_folder("far"))
+        assert server.ready().post("/v1/chat/completions", body)["choices"] == alone["choices"]
+        until(lambda: sum(moved(server).values()) > 100_000 * 512, "all of it to be told")
