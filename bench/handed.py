@@ -31,9 +31,9 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
 from unfuse.stages.base import StageInput
 from unfuse.stages.handed_kv import CHUNKS, REST, KvReader
-from unfuse.stages.language import Decode, Growing, open_model
+from unfuse.stages.language import Decode, Prefill, Prefilling
 from unfuse.stages.paged_kv import KvSequence
-from unfuse.stages.prefill import Prefill
+from unfuse.stages.sequences import open_model
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Link, TransferOptions
 from unfuse.transfer.session import Session, Transfers
@@ -66,6 +66,11 @@ class Words:
 
     def piece(self, id: int, first: bool) -> bytes:
         return b""
+
+
+class NoGrammars:
+    def open(self, grammar: bytes) -> Any:
+        raise NotImplementedError
 
 
 class Slow(TcpEngine):
@@ -109,7 +114,7 @@ class Bench:
         assert self.owner.arena
         address = self.engine.serve(self.owner.arena)
         self.transfers = Transfers({"tcp": self.engine}, lambda _: {"tcp": address}, OPTIONS)
-        self.prefill, self.decode = Prefill(self.near), Decode(self.far, Words())
+        self.prefill, self.decode = Prefill(self.near), Decode(self.far, Words(), NoGrammars())
         self.number = 0
 
     def first_token(self, ids: list[int], announced: bool) -> tuple[float, float, float]:
@@ -143,7 +148,7 @@ class Bench:
         self.owner.release(named["request"])
         return prefilled - began, computed, behind
 
-    def _whole(self, state: Growing) -> Growing:
+    def _whole(self, state: Prefilling) -> Prefilling:
         done, steps = self.prefill.progress(state)
         for _ in range(done, steps):
             (stepped,) = self.prefill.step([state])

@@ -114,8 +114,8 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
 def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
 ) -> None:
-    """Given a decoder with room for one prompt, taken by one that is amid its transfer, when the worker that prefills
-    it dies, or stops, and another comes, then both that text and the next are made, nobody is charged on the decoder's
+    """Given a decoder with room for one prompt, taken by one amid its transfer, when the worker that prefills that
+    dies, or stops, and another comes, then both that text and the next are made, nobody is charged on the decoder's
     side, and chunks that had come are not pulled again where they are the same."""
     short = {"UNFUSE_LEASE__TTL_S": "3"}
     with far_decoder(folder, tmp_path, keys, "--batching", "exact", **short) as server, ThreadPoolExecutor() as pool:

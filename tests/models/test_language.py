@@ -26,8 +26,7 @@ from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
-from unfuse.stages.language import CHUNK, Decode, Writing
-from unfuse.stages.prefill import Prefill
+from unfuse.stages.language import CHUNK, Decode, Prefill, Writing
 
 MOST = 12
 

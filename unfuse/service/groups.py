@@ -37,7 +37,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
-    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.", secret=True)] = ()
+    api_key: Annotated[
+        tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY, and what it may do.", secret=True)
+    ] = ()
     admin_key: Annotated[
         tuple[str, ...],
         says(

@@ -123,6 +123,10 @@ class Stage(ABC):
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
 
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """The attachments that a task with these parameters brings. Raises PermanentError."""
+        return self.uploads
+
     def likeness(self, task: StageInput) -> Hashable | None:
         """What tasks must have in common, beside the batch key, to get the same bytes together as alone.
 
@@ -146,6 +150,11 @@ Computed = TypeVar("Computed")
 
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
+
+    all_together = False
+    """Whether all tasks that may share a forward do, as long as there is memory, without finding out if that pays: each
+    of them is waited for at every step, and mates take little of what it needs.
+    """
 
     goes_ahead = False
     """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
@@ -180,6 +189,10 @@ class SteppedStage(Stage, Generic[State]):
 
         When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
+
+    def waits(self, state: State) -> bool:
+        """Whether a step would not advance this state now, since it waits for something; others should go first."""
+        return False
 
     differs_alone = False
     """Whether `compute` of a single state does otherwise than `alone`, so that these have to be compared, too."""
@@ -315,6 +328,10 @@ class OneStep(JointStage[Once, StageOutput]):
     def verify(self, task: StageInput) -> None:
         """Check the inputs as the plain stage does."""
         self._stage.verify(task)
+
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """Those of the plain stage."""
+        return self._stage.uploads_of(params)
 
     def batch_key(self, params: Params) -> Hashable:
         """The batch key of the plain stage."""

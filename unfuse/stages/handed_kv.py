@@ -115,11 +115,14 @@ class KvWriter:
             self._output.written(*self._written(units))
 
     def finish(self) -> dict[str, Tensor]:
-        """All tensors of a sequence that is complete; none if they are written elsewhere."""
-        units, outline = -(-self._layout.tokens // CHUNK) * self._layout.layers, self._layout.outline()
+        """All tensors of a sequence that is complete; none if they were written elsewhere."""
+        units = -(-self._layout.tokens // CHUNK) * self._layout.layers
         if self._output:
-            self._write(units, self._output.tensors)
+            if self._done < units:  # no step has computed what came last
+                self._write(units, self._output.tensors)
+                self._output.written(*self._written(units))
             return {}
+        outline = self._layout.outline()
         tensors = {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
         self._write(units, tensors)
         return tensors

@@ -10,21 +10,23 @@ import json
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
-from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
-from unfuse.stages.base import JointStage, Media, Receiving, StageInput, StageOutput, Tensors, need
-from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
-from unfuse.stages.handed_kv import KvLayout, KvReader, KvWriter
-from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+from unfuse.core.text import CHUNK, Answer, Piece, unpacked
+from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
+from unfuse.stages.constraint import Constraint, Grammars
+from unfuse.stages.handed_kv import KvReader, KvWriter
+from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
+from unfuse.stages.sequences import Growing, Sequences
+from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,171 +35,109 @@ if TYPE_CHECKING:
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
+PATIENCE_S = 0.005
+"""How long a step waits where there is nothing else to do."""
+
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 @dataclass(frozen=True)
-class Growing:
-    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step."""
+class Prefilling(Growing):
+    """A prompt, of which `before` tokens were in the KV before the last step."""
 
-    kv: KvSequence
-    ids: list[int]
-    done: int = 0
-    handed: KvWriter | None = None
-    """Writes what the sequence has for another worker, if it is for one."""
-
-    def chunk(self, *, exact: bool) -> list[int]:
-        """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
-        start = self.kv.length
-        return self.ids[start : start - start % CHUNK + CHUNK]
+    before: int = 0
 
 
-class Sequences:
-    """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
+class Prefill(JointStage[Prefilling, int]):
+    """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
-    Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is computed again from its tokens.
-    """
+    kind = "prefill"
+    uploads = (PROMPT,)
 
-    def __init__(self, model: LanguageModel, kv: PagedKv) -> None:
-        self._model, self._kv = model, kv
-        self._ranks: dict[KvSequence, tuple[int, int]] = {}
-        self._begun = 0
-        self.retracted, self.prompts = 0, 0
-        """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
+    def __init__(self, sequences: Sequences) -> None:
+        self.texts = self._sequences = sequences
 
-    @property
-    def tokens(self) -> int:
-        """How many tokens the KV has room for, in whole blocks."""
-        return self.usage().blocks * self._kv.block
+    @override
+    def verify(self, task: StageInput) -> None:
+        verify_prompt(task)
 
-    def layout(self, tokens: int) -> KvLayout:
-        """How so many tokens of a sequence are handed on."""
-        heads, _, width = self._kv.keys[0].shape
-        return KvLayout(len(self._kv.keys), heads, width, self._kv.keys[0].dtype, tokens)
+    @override
+    def batch_key(self, params: Params) -> Hashable:
+        return ()
 
-    def usage(self) -> KvUsage:
-        """What of the KV is taken."""
-        return self._kv.usage()
+    @override
+    def start(self, task: StageInput) -> Prefilling:
+        ids = unpacked(task.uploads[PROMPT])
+        sight = self._sequences.sight(ids, task)
+        self._sequences.prompts += 1
+        kv, handed = self._sequences.begin(task.priority), self._sequences.layout(len(ids) - 1)
+        taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
+        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=KvWriter(kv, handed))
 
-    def load(self) -> TextLoad:
-        """What there is of blocks and prompts."""
-        usage = self.usage()
-        return TextLoad(usage.used, usage.free, self.prompts)
+    @override
+    def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
+        self._sequences.forward(batch)
+        return [state.kv.length for state in batch]
 
-    def begin(self, priority: int) -> KvSequence:
-        """A sequence, the youngest of its priority."""
-        sequence = self._kv.sequence()
-        self._begun += 1
-        self._ranks[sequence] = -priority, self._begun
-        return sequence
+    @override
+    def alone(self, state: Prefilling) -> int:
+        self._sequences.forward([state], exact=self.exact)
+        return state.kv.length
 
-    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put portions that others have made in their place, while they are such, and there is room.
+    @override
+    def advance(self, state: Prefilling, computed: int) -> Prefilling:
+        return replace(state, done=computed, before=state.done)
 
-        Returns how many tokens there are then, `most` or less.
-        """
-        heads, _, width = self._kv.keys[0].shape
-        for portion in prefix:
-            both, start = portion.get("kv"), sequence.length
-            if both is None or both.shape != (len(self._kv.keys), 2, heads, CHUNK, width) or start + CHUNK > most:
-                break
-            try:
-                sequence.grow(CHUNK)
-            except NoBlocks:
-                break
-            for layer, (keys, values) in enumerate(both):
-                sequence.write(layer, keys, values, start)
-        return sequence.length
+    @override
+    def kept(self, state: Prefilling) -> Sequence[int]:
+        return range(state.before // CHUNK, state.done // CHUNK)
 
-    def end(self, sequence: KvSequence) -> None:
-        """It is of no use any more."""
-        sequence.free()
-        self._ranks.pop(sequence, None)
+    @override
+    def portion(self, state: Prefilling, number: int) -> Tensors:
+        return self._sequences.portion(state.kv, number)
 
-    def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
-        """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts, handed = dict[KvSequence, list[int]](), list[KvWriter]()
-        for state in sorted(states, key=lambda state: self._ranks[state.kv]):
-            state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-            chunk = state.chunk(exact=exact)
-            if chunk and self._make_room(state.kv, len(chunk)):
-                parts[state.kv] = chunk
-                handed += [state.handed] if state.handed else []
+    @override
+    def progress(self, state: Prefilling) -> tuple[int, int]:
+        chunks = max(1, -(-len(state.ids) // CHUNK))
+        return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
-        def hand_on(layer: int) -> None:
-            for writer in handed:
-                writer.layer(layer)
+    @override
+    def outline(self, state: Prefilling) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        return self._sequences.layout(len(state.ids)).outline()
 
-        made = self._model.forward([*parts.items()], exact, hand_on if handed else None)
-        logits = dict(zip(parts, made, strict=True))
-        return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+    @override
+    def write_to(self, state: Prefilling, output: OpenOutput) -> None:
+        assert state.handed
+        state.handed.to(output)
 
-    def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
-        """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
-        while True:
-            try:
-                sequence.grow(tokens)
-                return True
-            except NoBlocks:
-                last = max(
-                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
-                )
-                if self._ranks[last] <= self._ranks[sequence]:
-                    return False
-                last.free()
-                self.retracted += 1
+    @override
+    def finish(self, state: Prefilling) -> StageOutput:
+        assert state.handed
+        return StageOutput(state.handed.finish())
 
-
-def open_model(model: Any, device: str, tokens: int) -> Sequences:
-    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served."""
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = config.num_hidden_layers, config.num_key_value_heads, width
-    kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
-    return Sequences(LanguageModel(model, kv), kv)
-
-
-class Tokenizer(Pieces, Protocol):
-    """What decoding needs of a tokenizer: the ids that end a text, and the text of some."""
-
-    stops: frozenset[int]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
-        ...
-
-
-class Words:
-    """The text of an answer, as far as it may be shown; it ends with a token or a text that stops it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int) -> None:
-        self._ends, self._detokenizer, self._stops = tokenizer.stops, Detokenizer(tokenizer), Stops(stops)
-        self.most, self.made = most, list[Piece]()
-        self.ended = ""
-        """Why the answer is over: "stop" or "length"."""
-
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
-        """Add a token."""
-        over = token in self._ends
-        text, stopped = ("", False) if over else self._stops.feed(self._detokenizer.add(token))
-        self.ended = "stop" if over or stopped else "length" if len(self.made) + 1 == self.most else ""
-        if self.ended and not stopped:
-            more, stopped = self._stops.feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish())
-            self.ended = "stop" if stopped else self.ended
-        self.made.append(Piece(token, text, logprob, top))
-        return self.made[-1]
+    @override
+    def let_go(self, state: Prefilling) -> None:
+        self._sequences.prompts -= 1
+        self._sequences.end(state.kv)
 
 
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything."""
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
+
+    The answer has to match what a `constraint` says.
+    """
 
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
     sampled: Sampled | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """The ids of the answer so far."""
+        return self.ids[self.prompt :]
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
@@ -234,15 +174,19 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     kind = "decode"
     uploads = (PROMPT,)
-    goes_ahead = True
+    goes_ahead = all_together = True
 
-    def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
+    def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
 
     @override
     def verify(self, task: StageInput) -> None:
         verify_prompt(task)
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (PROMPT, GRAMMAR) if params.get(GRAMMAR) else (PROMPT,)
 
     @override
     def batch_key(self, params: Params) -> Hashable:
@@ -262,12 +206,26 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
+        sight = self._sequences.sight(prompt, task)
         if isinstance(task.received, ReceivedKv):
             kv, done = task.received.kv, task.received.tokens
         else:
             kv = self._sequences.begin(task.priority)
             done = self._taken(kv, task.tensors, len(prompt) - 1)
-        return Writing(kv, ids, done, prompt=len(prompt), how=sampling(task.params), words=words)
+        how, constraint = sampling(task.params), self._constraint(task)
+        return Writing(kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=constraint)
+
+    def _constraint(self, task: StageInput) -> Constraint | None:
+        grammar = task.uploads.get(GRAMMAR)
+        if grammar is None:
+            return None
+        constraint = self._grammars.open(grammar)
+        self._sequences.constraints.add(constraint)
+        return constraint
+
+    @override
+    def waits(self, state: Writing) -> bool:
+        return state.constraint is not None and state.constraint.waits()
 
     def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:
         """Put the KV that prefill made in its place. Returns how many tokens it has; none if it is no such KV."""
@@ -284,15 +242,23 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
-        return [*self._computed(batch, exact=False)]
+        return self._computed(batch, exact=False)
 
     @override
-    def alone(self, state: Writing) -> tuple[int, Sampled | None]:
+    def alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
-    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None]]:
-        logits = self._sequences.forward(batch, exact=exact)
-        return [(state.kv.length, _sampled(state, of)) for state, of in zip(batch, logits, strict=True)]
+    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
+        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain."""
+        constrained = [state.constraint for state in batch if state.constraint]
+        if len(constrained) == len(batch) and all(one.waits() for one in constrained):
+            constrained[0].waits(PATIENCE_S)
+        going = [state for state in batch if not self.waits(state)]
+        for state in going:
+            if state.constraint:
+                state.constraint.begin(state.answer)
+        logits = dict(zip((state.kv for state in going), self._sequences.forward(going, exact=exact), strict=True))
+        return [_sampled(state, logits[state.kv]) if state.kv in logits else (state.done, None) for state in batch]
 
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
@@ -326,6 +292,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def let_go(self, state: Writing) -> None:
         self._sequences.end(state.kv)
+        if state.constraint:
+            self._sequences.constraints.discard(state.constraint)
+            state.constraint.close()
 
 
 def verify_prompt(task: StageInput) -> None:
@@ -334,10 +303,18 @@ def verify_prompt(task: StageInput) -> None:
         raise PermanentError("the prompt is not as long as it was said to be")
 
 
-def _sampled(state: Writing, logits: Tensor | None) -> Sampled | None:
+def _sampled(state: Writing, logits: Tensor | None) -> tuple[int, Sampled | None] | Exception:
+    """How many tokens are in the KV then, and which one comes next; without one, the last chunk may be made again."""
     if logits is None:
-        return None
-    return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.ids[state.prompt :])
+        return state.kv.length, None
+    try:
+        allowed = state.constraint.allowed(state.answer) if state.constraint else None
+    except PermanentError as error:
+        return error
+    if state.constraint and allowed is None:
+        return state.done, None
+    prompt = state.ids[: state.prompt]
+    return state.kv.length, sample(logits, state.how, len(state.ids), prompt, state.answer, allowed)
 
 
 def sampling(params: Params) -> Sampling:

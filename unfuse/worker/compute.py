@@ -75,9 +75,7 @@ def compute(descriptor: int) -> None:
     try:
         load = _settled(load)
         group = _meet(load)
-        device, stages, plain, libraries = _load(load, channel, group)
-        outcome = outcome_of(load, device, libraries)
-        _agree(group, outcome)
+        device, outcome, stages, plain = _load(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
@@ -151,19 +149,19 @@ def _meet(load: Load) -> Group | None:
     return Group(load.rank, load.ranks, load.rendezvous, _device(load, with_torch=True), load.compute.collective_s)
 
 
-def _agree(group: Group | None, outcome: Mapping[str, str]) -> None:
-    """Raises ConfigError where another rank makes other bytes, such as one of another version."""
-    said = group.exchange(encode(sorted(outcome.items()))) if group else []
+def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[str]) -> None:
+    """Raises ConfigError where another rank would make other bytes: one of another version, or with other weights."""
+    said = group.exchange(encode((sorted(outcome.items()), sorted(pools)))) if group else []
     if differing := [rank for rank, theirs in enumerate(said) if theirs != said[0]]:
         raise ConfigError(
-            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices or versions differ"
+            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices, versions or weights differ"
         )
 
 
 def _load(
     load: Load, channel: ComputeChannel, group: Group | None
-) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
-    """Load the stages. Returns the device, stages by declared pool, pools that take numpy arrays, and libraries."""
+) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
+    """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     for name, folder, dtype in models:
@@ -175,17 +173,18 @@ def _load(
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     device = _device(load, bool(libraries))
-    spreads = own_spreads(load.compute.parallel, load.choice.roles)
+    outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
+    _agree(group, outcome, wanted)
     stages: dict[str, SteppedStage[Any]] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared)
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
         plain |= set() if family.torch else {pool}
-    return device, stages, plain, libraries
+    return device, outcome, stages, plain
 
 
 class LoadProgress:

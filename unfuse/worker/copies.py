@@ -98,8 +98,8 @@ class Copies:
         finally:
             del self._bringing[claim]
         inputs = tuple(found for ref in task.inputs if (found := here.get(ref.id, ref)))
+        prefix = tuple(found for ref in lease.prefix if (found := here.get(ref.id, ref)))
         task = msgspec.structs.replace(task, inputs=inputs)
-        prefix = tuple(here.get(ref.id) or ref for ref in lease.prefix)
         checkpoint = lease.checkpoint and here.get(lease.checkpoint.id, lease.checkpoint)
         return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint, prefix=prefix)
 

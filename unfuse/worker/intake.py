@@ -69,11 +69,11 @@ class Intake:
                 inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
-            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.params)}
             prefix += self._prefix(run.lease)
             given = StageInput(
-                task.params, tensors, uploads, run.recorded, task.priority, tuple(map(dict, prefix)),
-                self._receiving.get(run.lease.claim),
+                task.params, tensors, uploads, run.recorded, task.priority,
+                tuple(map(dict, prefix)), self._receiving.get(run.lease.claim),
             )  # fmt: skip
             got = time.monotonic()
             stage.verify(given)

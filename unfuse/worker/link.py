@@ -58,14 +58,14 @@ class Link:
         return self._welcome is not None and self._welcome.appends
 
     @property
-    def announces(self) -> bool:
-        """Whether the scheduler that answers now understands Announced."""
-        return self._welcome is not None and self._welcome.announces
-
-    @property
     def keeps(self) -> bool:
         """Whether the scheduler that answers now understands Keep."""
         return self._welcome is not None and self._welcome.keeps
+
+    @property
+    def announces(self) -> bool:
+        """Whether the scheduler that answers now understands Announced."""
+        return self._welcome is not None and self._welcome.announces
 
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""

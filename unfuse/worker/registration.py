@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, slots_of
@@ -52,7 +53,11 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     spreads = own_spreads(compute.parallel, choice.roles)
     refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
-    batch = compute.max_batch if compute.batching == "batched" or any(stage.shares for stage in stages) else 1
+    batch = (
+        (compute.max_batch or USUAL_BATCH)
+        if compute.batching == "batched" or any(stage.shares for stage in stages)
+        else 1
+    )
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
     pools = pools_of(cards, choice, options.resources)

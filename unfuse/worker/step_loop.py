@@ -64,11 +64,11 @@ class StepLoop:
     """Runs tasks on the stages of one compute process.
 
     `stages` is by declared pool; stages of `plain` pools get numpy arrays, the others torch tensors. Up to `batch`
-    tasks share a forward. `encodings` maps a stage kind to how its outputs are narrowed. Tasks of the highest priority
-    go first, pools in turns, each in order of arrival; the others pause and keep their state. A cancelled task is
-    dropped between two steps. `policy` says when states are saved, so that another worker can resume them; a task that
-    pauses is saved too. A task whose result cannot be stored, because the result store is full, waits while others go
-    on.
+    tasks share a forward (0: as is usual). `encodings` maps a stage kind to how its outputs are narrowed. Tasks of the
+    highest priority go first, pools in turns, each in order of arrival; the others pause and keep their state. A
+    cancelled task is dropped between two steps. `policy` says when states are saved, so that another worker can resume
+    them; a task that pauses is saved too. A task whose result cannot be stored, because the result store is full, waits
+    while others go on.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
 
