@@ -110,7 +110,7 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
         until(lambda: not gauge(server, "unfuse_decode_transfer_queue"), "the queue to be told empty")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
 ) -> None:
@@ -158,6 +158,7 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
         assert not moved(server)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
 def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
