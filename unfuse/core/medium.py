@@ -22,7 +22,11 @@ DELIVERED = (
     Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
     Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),
-)
+    Parameter(
+        "webhook", "text", 1, 2048, use="delivery", flag=None,
+        description="address that is told, signed, when the request is completed, failed or cancelled",
+    ),
+)  # fmt: skip
 """Parameters of every medium: how a request is handled, whatever it asks for."""
 
 PIXELS = ("width", "height", "num_frames")

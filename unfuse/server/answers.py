@@ -66,6 +66,7 @@ REQUEST = thing(
         "stages": array(STAGE),
         "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
         "error": perhaps(ERROR), "metadata": table(TEXT),
+        "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
     }
 )  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})

@@ -29,6 +29,7 @@ from unfuse.server.keys import Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.reuse import Reuse
 from unfuse.server.view import request_object
+from unfuse.server.webhooks import Webhooks
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
@@ -62,6 +63,7 @@ class Gateway(Observer):
         store: str = "shared_memory",
         cancels: bool = False,
         reuses: bool = False,
+        webhooks: Webhooks | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -76,7 +78,7 @@ class Gateway(Observer):
         self.loras = Loras(loras) if loras else None
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
-        self.background = Supervisor()
+        self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self, self.metrics.texts)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
@@ -139,6 +141,10 @@ class Gateway(Observer):
     def lease_expired(self, pool: str) -> None:
         """Count a lease that this scheduler ended."""
         self.metrics.lease_expired(pool)
+
+    def told(self, outcome: str) -> None:
+        """Count a call of a webhook."""
+        self.metrics.told(outcome)
 
     def moved(self, engine: str, moved: Moved) -> None:
         """Count what a worker pulled from another node."""

@@ -56,6 +56,7 @@ class Metrics:
                 ("failures", "Pulls that broke, and were tried again or given up"),
             )
         ]
+        self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["outcome"], registry=self._registry)
         self._active = self._gauge("requests_active", "Requests that are not over")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
         self._arenas = {
@@ -110,6 +111,10 @@ class Metrics:
         """Tensors came from one node to another."""
         for counter, count in zip(self._moved, msgspec.structs.astuple(moved), strict=True):
             counter.labels(engine if engine in PREFERENCE else "other").inc(count)
+
+    def told(self, outcome: str) -> None:
+        """A webhook was called."""
+        self._told.labels(outcome).inc()
 
     def looked_up(self, hits: int, misses: int) -> None:
         """An accepted request looked stages up in the encoder cache."""

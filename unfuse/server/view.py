@@ -20,6 +20,7 @@ def request_object(
     for dead ones; lists leave that out.
     """
     context, error = record.context, record.context.error
+    hook = context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     return {
@@ -51,6 +52,7 @@ def request_object(
         ],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
         "metadata": context.metadata,
+        "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
     }
 
 

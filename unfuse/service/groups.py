@@ -63,6 +63,18 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
     ] = 2048
+    webhook_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, "
+            ".example for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may "
+            "lead too."
+        ),
+    ] = ()
+    webhook_secret: Annotated[
+        tuple[str, ...],
+        says("What webhooks are signed with, as `openssl rand -base64 32` makes it, or a file of it.", secret=True),
+    ] = ()
     queue: Annotated[
         str,
         says(

@@ -35,6 +35,8 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        webhook_hosts=serve.webhook_hosts,
+        webhook_secrets=serve.webhook_secret,
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),
         run_dir=settings.run_dir,

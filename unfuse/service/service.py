@@ -32,6 +32,7 @@ from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.keys import Keys as ApiKeys
+from unfuse.server.webhooks import Webhooks
 from unfuse.service.layout import Means
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
@@ -80,6 +81,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     keys: ApiKeys
     access: Access
     bounds: Bounds
+    webhook_hosts: tuple[str, ...]
+    webhook_secrets: tuple[str, ...]
     queue: str
     places: Places
     run_dir: str
@@ -148,14 +151,17 @@ class Service:
             port = listener.getsockname()[1]
             scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
+            webhooks = Webhooks(options.webhook_hosts, options.webhook_secrets)
+            stack.push_async_callback(webhooks.close)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access, cancels=options.cancels, reuses=options.reuses,
+                access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            webhooks.start(scheduler)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
             stack.push_async_callback(background.close)
