@@ -33,7 +33,8 @@ class Timings(msgspec.Struct, frozen=True):
 
     `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
     earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
-    cpu or the name of a GPU. Of the seconds of computing, `exchange_s` were spent in exchanges with other ranks.
+    cpu or the name of a GPU, of which the worker has so many `devices`. Of the seconds of computing, `exchange_s` were
+    spent in exchanges with other ranks.
     """
 
     queued_s: float = 0.0
@@ -46,6 +47,7 @@ class Timings(msgspec.Struct, frozen=True):
     save_s: float = 0.0
     device: str = ""
     exchange_s: float = 0.0
+    devices: int = 1
 
 
 class ResultFile(msgspec.Struct, frozen=True):

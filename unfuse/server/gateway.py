@@ -25,8 +25,9 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
-from unfuse.server.keys import Keys
+from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
+from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
 from unfuse.server.view import request_object
 from unfuse.server.webhooks import Webhooks
@@ -64,6 +65,7 @@ class Gateway(Observer):
         cancels: bool = False,
         reuses: bool = False,
         webhooks: Webhooks | None = None,
+        prices: Prices = FREE,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -76,6 +78,7 @@ class Gateway(Observer):
         self.cancels = cancels
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
+        self.prices = prices
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
@@ -127,6 +130,9 @@ class Gateway(Observer):
     def ended(self, context: RequestContext) -> None:
         """Count and log a request that this scheduler ended, whichever accepted it, and delete its uploads."""
         self.metrics.ended(context)
+        known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
+        tenant = context.tenant if context.tenant in known else "other"
+        self.metrics.spent(context, tenant, self.prices)
         told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
@@ -169,7 +175,8 @@ class Gateway(Observer):
 
     def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
-        return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
+        eta = self.scheduler.eta(record)
+        return request_object(record, base_of(request), eta, evidence=evidence, prices=self.prices)
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""

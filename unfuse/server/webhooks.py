@@ -23,6 +23,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, Transien
 from unfuse.core.request import Record, RequestContext, Webhook
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.prices import FREE, Prices
 from unfuse.server.targets import Targets, host_of
 from unfuse.server.view import request_object
 from unfuse.supervision.supervisor import Supervisor
@@ -48,7 +49,8 @@ log = structlog.get_logger(__name__)
 class Webhooks(Observer):
     """The webhooks of one gateway. Raises ConfigError for secrets or hosts that cannot be used, or miss one another."""
 
-    def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = ()) -> None:
+    def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
+        self._prices = prices
         self.targets = Targets(targets)
         self._signers = [_signer(secret) for secret in secrets]
         if self.targets and not self._signers:
@@ -116,7 +118,7 @@ class Webhooks(Observer):
         """The headers and the body: what happened, and the request as its tenant sees it."""
         happened = context.status if context.status in ("completed", "cancelled") else "failed"
         at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
-        data = request_object(Record(context), webhook.base)
+        data = request_object(Record(context), webhook.base, prices=self._prices)
         body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
         now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
         signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]
