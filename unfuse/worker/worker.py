@@ -20,7 +20,6 @@ import structlog
 from unfuse.core.errors import TransientError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import (
-    Accepted,
     Ask,
     Beat,
     Bye,
@@ -28,7 +27,6 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
-    Keep,
     Pulse,
     Refused,
     ToScheduler,
@@ -263,23 +261,14 @@ class Worker:
                 self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, StateSaved):
+        elif isinstance(message, StateSaved | Kept):
             if self._saved_states:
-                self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
+                self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
-        elif isinstance(message, Kept):
-            self._background.once("keeping what others may go on from", partial(self._keep, message))
         else:
             self._telling.flush()
             self._background.once("reporting the end of a task", partial(self._end, message))
-
-    async def _keep(self, kept: Kept) -> None:
-        """Have others find what a task has made on the way, and hold it for them."""
-        if not (self._link.keeps and self._objects):
-            return
-        if isinstance(await self._link.call(Keep(kept.claim, kept.key, kept.output)), Accepted):
-            self._objects.share(kept.key, kept.output)
 
     async def _cancel(self, claim: Claim, save: bool = False) -> None:
         if self._executor and not (self._objects and self._objects.copies.cancel(claim)):
