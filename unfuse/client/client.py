@@ -257,6 +257,8 @@ class Client:
                     source.response.read()
                     raise error_of(source.response)
                 for message in source:
+                    if message.event == "error":  # who comes again is told why
+                        return
                     yield msgspec.json.decode(message.data, type=Event)
         except (msgspec.DecodeError, httpx2.SSEError) as error:
             raise _foreign(f"{self.url}{path}") from error

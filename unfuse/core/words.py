@@ -13,6 +13,7 @@ from unfuse.core.grammar import GRAMMAR
 from unfuse.core.medium import DELIVERED, MAX_SEED, Medium
 from unfuse.core.parameters import Parameter, Params, integer, number, text
 from unfuse.core.tools import CALLS
+from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 4, 1000
 """The most stop strings, and characters of one."""
@@ -45,6 +46,8 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
     if "top_logprobs" in read and not read.get("logprobs"):
         raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
     settled: Params = {"prompt_tokens": prompt, "max_tokens": asked or room}
+    if shown := read.get(SHOWN):
+        settled[SHOWN] = shown
     settled["expected_tokens"] = min(asked or room, EXPECTED)
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
@@ -83,6 +86,7 @@ TEXT = Medium(
             description="what was said so far, as objects of role and content",
         ),
         Parameter("prompt_tokens", "integer", 0, "max_prompt_chars", use="request", flag=None),
+        Parameter(SHOWN, "any", use="request", flag=None),
         Parameter("max_completion_tokens", "integer", 1, "max_tokens", use="request", description="of the answer"),
         Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="as max_completion_tokens"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +70,25 @@ class ChatTokenizer:
 
         Raises InvalidParameter for messages that are none, or that the model's template refuses.
         """
+        return self.ids(self.text(messages, tools, **template_kwargs))
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        shows: Collection[str] = (),
+        **template_kwargs: Any,
+    ) -> str:
+        """The text of a chat as `prompt` reads it, whose messages may have parts of types in `shows`.
+
+        Raises InvalidParameter as `prompt` does.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
         variables = {**self._named, "tools": tools, "documents": None, "add_generation_prompt": True, **template_kwargs}
-        return self.ids(template.prompt(plain(messages), variables))
+        return template.prompt(plain(messages, shows), variables)
 
     def told(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None

@@ -22,18 +22,20 @@ from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
+from unfuse.core.vision import SHOWN
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, Prompt, respond_async
 from unfuse.server.answers import CHATTED
-from unfuse.server.auth import Tenant
-from unfuse.server.body import read_json
+from unfuse.server.auth import Known
+from unfuse.server.body import MAX_SHOWN_BODY, read_json
 from unfuse.server.caller import Caller
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, gateway_of, require_result
 from unfuse.server.growing import pieces
 from unfuse.server.said import GrowingMessage, whole
+from unfuse.server.shown import read_shown
 from unfuse.server.sse import stream
 from unfuse.stores.results import ResultStore
 
@@ -47,10 +49,10 @@ TOKENIZERS = 8
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
-async def complete(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
-    given = await read_json(request)
-    call = Call(gateway, request, tenant, given, TEXT, waits=True, read=_prompt)
+    given = await read_json(request, MAX_SHOWN_BODY)
+    call = Call(gateway, request, asker, given, TEXT, waits=True, read=_prompt)
     record, delivery = await call.accept()
     if accepted := respond_async(call, record):
         return accepted
@@ -71,7 +73,7 @@ def _tokenizer(source: str) -> ChatTokenizer:
 
 
 def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
-    """The tokens of the messages, as decoders read them, and the grammar of the answer, if it has one.
+    """The tokens of the messages, as decoders read them, what they show, and the grammar of the answer, if it has one.
 
     `prompt_tokens` is the number of tokens.
     """
@@ -79,9 +81,14 @@ def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
-    ids = tokenizer.prompt(*tokenizer.told(messages, tools.functions if tools else None))
-    fields["prompt_tokens"] = len(ids)
-    return Prompt(packed(ids), beginnings(ids), _grammar(fields, tokenizer, tools))
+    told = tokenizer.told(messages, tools.functions if tools else None)
+    shown, uploads = "", dict[str, bytes]()
+    if card.vision is None:
+        ids = tokenizer.prompt(*told)
+    else:
+        ids, shown, uploads = read_shown(card.vision, tokenizer, *told)
+    fields["prompt_tokens"], fields[SHOWN] = len(ids), shown
+    return Prompt(packed(ids), beginnings(ids, shown), _grammar(fields, tokenizer, tools) | uploads)
 
 
 def _grammar(fields: dict[str, object], tokenizer: ChatTokenizer, tools: Tools | None) -> dict[str, bytes]:
