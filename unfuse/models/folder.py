@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -53,6 +54,9 @@ UNSERVED = {
 """Files that are found in place of a model or its weights, and what is to be done."""
 
 REPAIR = "download or save the model again"
+
+PAUSES_S = (0.5, 1.0, 2.0)
+"""Before a header is asked for again."""
 
 WHOLE_BYTES = 64 * 1024 * 1024
 """Files up to this size are hashed whole."""
@@ -239,10 +243,8 @@ class ModelFolder:
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
-            from huggingface_hub import parse_safetensors_file_metadata as ask
-
             try:
-                asked = ask(self.hub[0], f"{self.at(component)}{name}", revision=self.hub[1]).tensors
+                asked = _header_at(*self.hub, f"{self.at(component)}{name}")
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
@@ -317,6 +319,18 @@ def header(file: Path) -> dict[str, Any]:
     if size != (whole := HEADER_LENGTH + length + data):
         raise ConfigError(f"{file} is not whole: it has {size} bytes, and {whole} by its header: fetch it again")
     return dict(tensors)
+
+
+def _header_at(hub: str, commit: str, path: str) -> dict[str, Any]:
+    """As a file of the hub has it in its first bytes; asked for again when the connection breaks off."""
+    from httpx2 import TransportError
+    from huggingface_hub import parse_safetensors_file_metadata
+
+    for pause in PAUSES_S:
+        with suppress(TransportError):
+            return dict(parse_safetensors_file_metadata(hub, path, revision=commit).tensors)
+        time.sleep(pause)
+    return dict(parse_safetensors_file_metadata(hub, path, revision=commit).tensors)
 
 
 def unserved(names: Iterable[str]) -> str | None:
