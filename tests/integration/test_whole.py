@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.pictures import digest, undivided
 from tools.server import Server, serving
-from tools.tiny import SERVING
+from tools.tiny import SERVING, adapter
 from tools.tiny_whole import KINDS, VIDEOS, build
 
 BY_DAY = ("sd", "sd3", "ltx")
@@ -42,8 +42,11 @@ def defaults(kind: str) -> dict[str, Any]:
 def served(root: Path, kinds: tuple[str, ...]) -> Iterator[Server]:
     for kind in kinds:
         build(kind, root / kind)
+        if kind == "sd3":
+            adapter(root / kind, root / "loras", "made", 1)
         (root / kind / "serving.json").write_text(json.dumps({"defaults": defaults(kind)}))
     names = [argument for kind in kinds for argument in ("--served-model-name", kind)]
+    names += ["--loras", str(root / "loras")] if "sd3" in kinds else []
     with serving(
         root, *(str(root / kind) for kind in kinds), *names, "--arena", "64MiB", OMP_NUM_THREADS="1"
     ) as server:
@@ -141,7 +144,7 @@ def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Ser
         ("sd", {"preview_every": 1}, "takes no preview_every: leave it out"),
         ("sd", {"size": "36x32"}, "must be a multiple of 8"),
         ("sd", {"guidance_scale_2": 1.0}, "unknown parameter 'guidance_scale_2'"),
-        ("sd3", {"lora": "any"}, "takes no lora"),
+        ("sd3", {"lora": "any"}, "no lora 'any' is there; there are made"),
     ],
 )
 def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked: dict[str, Any], reason: str) -> None:
@@ -152,3 +155,22 @@ def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked
 
 def test_why_it_is_not_split_is_said_in_a_line(server: Server) -> None:
     assert "sd is not split: unfuse has no stages for StableDiffusionPipeline" in server.log()
+
+
+def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server: Server) -> None:
+    """Given a request with it, and one without, which are amid their calls at one time."""
+    cases = [{**CASES[0], "num_inference_steps": 20, "lora": "made", "lora_scale": 0.5}, CASES[0]]
+    (call, _), file = calls("sd3"), server.folder / "loras" / "made.safetensors"
+    with_it, without = undivided(Path(), server.folder, [{**call, **cases[0], "lora": str(file)}, call])
+
+    first = submitted(server, "sd3", cases[0])
+    assert any(event["type"] == "progress" for event in server.events(first))
+    second = submitted(server, "sd3", {**cases[1], "priority": 5})
+    assert [frames(server, first), frames(server, second)] == [with_it, without]
+
+
+def test_a_lora_of_another_model_is_one_sentence(server: Server) -> None:
+    shown = server.finished(submitted(server, "sd", {**CASES[0], "lora": "made"}))
+
+    assert shown["status"] == "failed" and "lora 'made'" in shown["error"]["message"], shown
+    assert frames(server, submitted(server, "sd", CASES[0]))

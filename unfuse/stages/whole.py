@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import Params
+from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import UPLOAD, read_picture
 from unfuse.stages.media import encode, need_format
@@ -100,8 +101,11 @@ class Whole(SteppedStage[Running]):
 
     kind = "whole"
 
-    def __init__(self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool) -> None:
-        self._pipeline, self._takes = pipeline, takes
+    def __init__(
+        self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
+        loras: Adapters | None = None,
+    ) -> None:  # fmt: skip
+        self._pipeline, self._takes, self._loras = pipeline, takes, loras
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._generator_device = device if draws_there else torch.device("cpu")
         self.uploads = (UPLOAD,) if UPLOAD in self._takes else ()
@@ -111,6 +115,8 @@ class Whole(SteppedStage[Running]):
         """Raise PermanentError unless seed and format are there, and the picture that the model starts from."""
         need(task.params, "seed", int)
         need_format(need(task.params, "output_format", str))
+        if "lora_id" in task.params and self._loras is None:
+            raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         if self.uploads and UPLOAD not in task.uploads:
             raise PermanentError(f"upload {UPLOAD} is missing")
 
@@ -156,6 +162,8 @@ class Whole(SteppedStage[Running]):
 
     def _stepped(self, state: Running) -> Running | Exception:
         try:
+            if self._loras is not None:
+                self._loras.use(state.params)
             state.call.go_on()
         except REFUSALS as error:
             return PermanentError(f"the pipeline does not take this: {' '.join(str(error).split())}")
