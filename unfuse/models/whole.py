@@ -113,7 +113,8 @@ class WholeFamily(Family):
         if runtime.loras and found.loras:
             most = runtime.options.max_loras
             loras = PipelineAdapters(Loras(runtime.loras), pipeline, bool, loader.device, most)
-        return Whole(pipeline, takes, loader.device, draws_there, loras)
+        limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
+        return Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
 
     @override
     def prepare(self, folder: Path) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL.Image import Image
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError
@@ -103,9 +104,9 @@ class Whole(SteppedStage[Running]):
 
     def __init__(
         self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
-        loras: Adapters | None = None,
+        loras: Adapters | None = None, max_pixels: int = 0,
     ) -> None:  # fmt: skip
-        self._pipeline, self._takes, self._loras = pipeline, takes, loras
+        self._pipeline, self._takes, self._loras, self._max_pixels = pipeline, takes, loras, max_pixels
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._generator_device = device if draws_there else torch.device("cpu")
         self.uploads = (UPLOAD,) if UPLOAD in self._takes else ()
@@ -130,7 +131,7 @@ class Whole(SteppedStage[Running]):
         params = task.params
         said = ((own, params.get(name)) for own, name in self._takes.items())
         given: dict[str, Any] = {own: value for own, value in said if value is not None}
-        given |= {UPLOAD: read_picture(task.uploads[UPLOAD])} if self.uploads else {}
+        given |= {UPLOAD: self._picture(task.uploads[UPLOAD])} if self.uploads else {}
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
         running = Running(params, Call(lambda rest: None), max(1, _count(params)))
         running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))
@@ -189,6 +190,14 @@ class Whole(SteppedStage[Running]):
         elif "callback_steps" in self._known:
             given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
         return own(**given, output_type="np")
+
+    def _picture(self, upload: bytes) -> Image:
+        """The picture of a request, by which the result has its size where none can be asked for."""
+        picture = read_picture(upload)
+        if "width" not in self._takes and picture.width * picture.height > self._max_pixels:
+            size, most = f"{picture.width}x{picture.height}", f"{self._max_pixels} pixels are the most"
+            raise PermanentError(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
+        return picture
 
     def _own(self) -> Any:
         """A pipeline like this one, of the same weights."""
