@@ -43,7 +43,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         family = find(folder)
         card = family.card("model", folder, dtype)
         mesh = group.mesh(Spread.parse(spread)) if ":" in spread else None
-        runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh)
+        runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
         with patch.object(Loader, "_settle", _copied) if spread == "copied" else nullcontext():
             return [family.load(spec, folder, runtime) for spec in specs]
