@@ -165,7 +165,7 @@ def test_a_text_of_higher_priority_takes_the_room_of_others_and_not_the_other_wa
     (held,) = decode.step([decode.start(task(model.card, first))])
     (waits,) = decode.step([younger])
     assert isinstance(waits, Writing) and isinstance(held, Writing)
-    assert (waits.done, waits.piece) == (0, None)
+    assert (waits.done, waits.sampled) == (0, None)
     assert held.kv.length
 
 

@@ -69,7 +69,10 @@ class Rank:
 class Group:
     """Loops of two ranks, each in a thread, that read one store, behind one parent."""
 
-    def __init__(self, folder: Path, stages: Sequence[SteppedStage[Any]], exact: bool = False) -> None:
+    def __init__(
+        self, folder: Path, stages: Sequence[SteppedStage[Any]], exact: bool = False, overlapped: bool = False
+    ) -> None:
+        self.overlapped = overlapped
         self.bench = Bench(folder, {"count": stages[0]}, 4)
         self.sent: list[list[FromCompute]] = [[] for _ in stages]
         self.inboxes: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in stages]
@@ -95,9 +98,9 @@ class Group:
         sure = Exactness(folder / f"{rank.rank}.json", chance=lambda: 1.0) if exact else None
         loop = StepLoop(
             {"count": stage}, self.bench.store, self.bench.results, self.inboxes[rank.rank], send, 4, exactness=sure,
-            ranks=SeveralRanks(rank, send),
+            ranks=SeveralRanks(rank, send), overlapped=self.overlapped,
         )  # fmt: skip
-        loop._sizes = Large(4)
+        loop._batches.sizes = Large(4)
         return loop
 
     def _run(self, loop: StepLoop) -> None:
@@ -138,8 +141,8 @@ class Group:
 def group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
     made: list[Group] = []
 
-    def make(*stages: SteppedStage[Any], exact: bool = False) -> Group:
-        made.append(Group(tmp_path, stages, exact))
+    def make(*stages: SteppedStage[Any], exact: bool = False, overlapped: bool = False) -> Group:
+        made.append(Group(tmp_path, stages, exact, overlapped))
         return made[-1]
 
     yield make

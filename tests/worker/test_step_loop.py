@@ -130,12 +130,15 @@ class Print(Stage):
 class Bench:
     """A loop with its surroundings."""
 
-    def __init__(self, folder: Path, stages: Mapping[str, SteppedStage[Any]], batch: int) -> None:
+    def __init__(
+        self, folder: Path, stages: Mapping[str, SteppedStage[Any]], batch: int, overlapped: bool = False
+    ) -> None:
         self.store = TensorStore.create("memory", owner="w", node="n")
         self.results = open_results(f"disk:{folder}")
         self.inbox: queue.SimpleQueue[Run | Cancel] = queue.SimpleQueue()
         self.sent: list[FromCompute] = []
-        self.loop = StepLoop(stages, self.store, self.results, self.inbox, self.sent.append, batch)
+        own = self.store, self.results, self.inbox, self.sent.append
+        self.loop = StepLoop(stages, *own, batch, overlapped=overlapped)
         self.input = self.store.put({"x": np.zeros(3, "float32")}, request=new_request_id(), stage="before", attempt=1)
 
     def run(
@@ -192,7 +195,7 @@ class Large(BatchSizes):
 def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     """A loop that has found out that four at a time pay off."""
     loop, count = bench(folder, batch=4, **options)
-    loop.loop._sizes = Large(4)
+    loop.loop._batches.sizes = Large(4)
     return loop, count
 
 
@@ -245,7 +248,7 @@ def exact(folder: Path, stage: Shared, batch: int = 4) -> Bench:
     sure = Exactness(folder / "exactness.json", chance=lambda: 1.0)
     own = loop.store, loop.results, loop.inbox, loop.sent.append
     loop.loop = StepLoop({"count": stage}, *own, batch, exactness=sure)
-    loop.loop._sizes = Large(batch)
+    loop.loop._batches.sizes = Large(batch)
     return loop
 
 
@@ -280,7 +283,9 @@ def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None
     assert [found(loop, lease) for lease in leases] == [[float(t + s) for s in range(8)] for t in (1, 2, 3, 4)]
     assert sum(len(batch) == 4 for batch in stage.batches) == 2, "compared once, and once more to see what is to blame"
     assert any(len(batch) == 2 for batch in stage.batches), "and a smaller one may do"
-    assert loop.loop._sizes.size(("count", stage.batch_key({}), 0), 4) <= 2, "and nobody asks for the larger one again"
+    assert loop.loop._batches.sizes.size(("count", stage.batch_key({}), 0), 4) <= 2, (
+        "and nobody asks for the larger one again"
+    )
 
 
 def test_an_exact_loop_uses_few_sizes_whatever_the_setting_so_that_they_are_soon_compared(tmp_path: Path) -> None:
@@ -564,7 +569,7 @@ def names(folder: Path) -> set[str]:
 def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("unfuse.worker.step_loop.REPORT_S", 0.0)
+    monkeypatch.setattr("unfuse.worker.settling.REPORT_S", 0.0)
     loop, _ = growing(tmp_path)
     lease, told = loop.run("print", steps=4), list[int]()
 
@@ -575,7 +580,7 @@ def test_parts_of_a_result_are_there_before_their_steps_are_told_of(
                 assert loop.results.attached(lease.task.request, f"part-1-{step}") == f"part {step};".encode()
         loop.sent.append(message)
 
-    loop.loop._send = send
+    loop.loop._send = loop.loop._settling._send = send
     assert isinstance(loop.outcome(lease), Done)
     assert told == [0, 1, 2, 3, 4]
     assert names(tmp_path) == {"attached-part-1-1", "attached-part-1-2", "attached-part-1-3", "0"}

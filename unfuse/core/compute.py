@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Batching = Literal["auto", "exact", "batched"]
+Loop = Literal["auto", "normal", "overlapped"]
 Offload = Literal["none", "model", "sequential"]
 
 
@@ -62,6 +63,13 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = "auto"
     max_batch: Annotated[int, Meta(description="Most requests in one forward.", ge=1, le=256)] = 8
+    loop: Annotated[
+        Loop,
+        Meta(
+            description="Of texts: normal tells of a token before the next one is computed, overlapped meanwhile, in a "
+            "thread of its own. Tokens are the same. auto is overlapped on a GPU and normal on a CPU."
+        ),
+    ] = "auto"
     guidance_halves: Annotated[
         Literal["auto", "apart", "fused"],
         Meta(
@@ -84,6 +92,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
         batching = "exact" if self.batching == "auto" else self.batching
         return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
+
+    def overlaps(self, device: str) -> bool:
+        """Whether the loop is overlapped on this device."""
+        return self.loop == "overlapped" or (self.loop == "auto" and device.startswith("cuda"))
 
     @property
     def fused(self) -> bool:

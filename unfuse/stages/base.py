@@ -25,6 +25,7 @@ class StageInput(msgspec.Struct, frozen=True):
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
+    `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began.
     """
 
     params: Params
@@ -32,6 +33,7 @@ class StageInput(msgspec.Struct, frozen=True):
     uploads: Mapping[str, bytes] = {}
     recorded: tuple[bytes, ...] = ()
     priority: int = 0
+    prefix: tuple[Tensors, ...] = ()
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -112,6 +114,11 @@ Computed = TypeVar("Computed")
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
+    goes_ahead = False
+    """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
+    nothing that steps need, and may find that the state is over: then the step was one too many.
+    """
+
     @abstractmethod
     def start(self, task: StageInput) -> State:
         """The state before the first step."""
@@ -182,22 +189,36 @@ class SteppedStage(Stage, Generic[State]):
     def grown(self, state: State) -> Sequence[bytes]:
         """The pieces that a step added to an output which is read while it grows; none from a stage without such.
 
-        It is asked for after each step. Pieces are numbered as they come, behind those that are `recorded` of the task,
-        and recorded before anybody sees them. So a state that starts, or resumes, goes on behind what is recorded.
+        It is asked for once after each step, and `progress` counts behind it. Pieces are numbered as they come, behind
+        those that are `recorded` of the task, and recorded before anybody sees them. So a state that starts, or
+        resumes, goes on behind what is recorded.
         """
         return ()
+
+    def kept(self, state: State) -> Sequence[int]:
+        """The numbers of the portions that the last step completed; none from a stage without such.
+
+        A stage whose spec `goes_on` makes what it makes in numbered portions, which are equal for all tasks of the same
+        beginning. A task may be given the first of them as its `prefix`, in order; it takes what it can, and makes the
+        others itself.
+        """
+        return ()
+
+    def portion(self, state: State, number: int) -> Tensors:
+        """A portion, for the tasks of others."""
+        raise PermanentError(f"stage {self.kind} makes no portion {number}")
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""
         outputs = []
         for task in batch:
             state = self.start(task)
-            done, steps = self.progress(state)
-            for _ in range(done, steps):
+            while len({*self.progress(state)}) > 1:
                 (stepped,) = self.step([state])
                 if isinstance(stepped, Exception):
                     raise stepped
                 state = stepped
+                self.grown(state)
             outputs.append(self.finish(state))
             self.let_go(state)
         return outputs

@@ -88,6 +88,7 @@ def compute(descriptor: int) -> None:
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
+        load.compute.overlaps(device),
     ).run()  # fmt: skip
 
 

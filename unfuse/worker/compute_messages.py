@@ -83,6 +83,11 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
     step: tuple[Claim, ...] = ()
     how: How = "together"
 
+    @property
+    def changes(self) -> bool:
+        """Whether it does anything to tasks beside a step."""
+        return bool(self.drop or self.admit or self.again or self.save)
+
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """Begin a pair with a compute process of another worker: `transfer.base.Pairs`. Answered by PairDone."""
@@ -181,6 +186,14 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """A task has made what others may go on from, under one of its `prefixes`; it lies in the arena."""
+
+    claim: Claim
+    key: str
+    output: ObjectRef
+
+
 class Shares(msgspec.Struct, frozen=True, tag=True):
     """Requests of a pool share forwards like this, as comparing showed."""
 
@@ -216,7 +229,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Grown | Kept | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

@@ -14,39 +14,35 @@ import msgspec
 import structlog
 
 from unfuse.core.errors import ResultsUnavailable
-from unfuse.core.messages import Done, Failed, Sharing
+from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
 from unfuse.stages.base import Media, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
-from unfuse.worker.batcher import BatchSizes, out_of_memory
+from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.compute_messages import (
     Cancel,
     FromCompute,
-    How,
     Run,
-    Shares,
     StateSaved,
     Stepped,
     Stopped,
     Turn,
     Waits,
 )
-from unfuse.worker.exactness import Exactness, culprit, difference
+from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import put, write
+from unfuse.worker.outputs import portions, put, write
 from unfuse.worker.ranks import Ranks
-from unfuse.worker.shown import show_part, show_preview, withdraw_parts
+from unfuse.worker.settling import Settling, Told
+from unfuse.worker.shown import withdraw_parts
 from unfuse.worker.task_log import about
 from unfuse.worker.text_meter import TextMeter
 from unfuse.worker.turn import Job
-
-REPORT_S = 0.1
-"""The least seconds between two progress messages of a task; each has all steps since the last."""
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 """Seconds until a task that waits for the result store tries again: the first pause, and the longest."""
@@ -75,6 +71,8 @@ class StepLoop:
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
 
+    `overlapped`: where a stage can go on before it is told of what it made, its next step is made meanwhile.
+
     Of several `ranks` the first one decides, stores and reports; the others carry out the same turns.
     """
 
@@ -91,16 +89,16 @@ class StepLoop:
         policy: Policy | None = None,
         exactness: Exactness | None = None,
         ranks: Ranks | None = None,
+        overlapped: bool = False,
     ) -> None:
         self._ranks = ranks or Ranks()
         self._intake = Intake(stages, store, results, plain, exactness is not None)
-        self._exactness, self._shares = exactness, dict[str, Sharing]()
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
         self._send = send if self._ranks.leads else _nothing
         self._meter = TextMeter(stages.values(), self._send)
-        few = 1 << (batch.bit_length() - 1)  # of few sizes, comparisons are soon done
-        self._sizes, self._turns, self._turn = BatchSizes(few if exactness else batch), dict[str, int](), 0
+        self._batches = Batches(batch, exactness, self._ranks, self._send)
+        self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
         self._arrived: dict[Claim, Run] = {}
         self._jobs: dict[Claim, Job] = {}
         self._parked: dict[Claim, _Parked] = {}
@@ -130,21 +128,30 @@ class StepLoop:
             return Turn(dropped, tuple(self._arrived), again)
         if not self._jobs:
             return Turn()
-        batch, how = self._pick()
-        saved = [job for job in self._jobs.values() if job.priority < batch[0].priority or self._is_due(job)]
+        batch, how = self._batches.pick(self._jobs.values())
+        saved = [job for job in self._jobs.values() if self._is_due(job, batch[0].priority)]
         return Turn(save=tuple(job.claim for job in saved), step=tuple(job.claim for job in batch), how=how)
 
     def carry_out(self, turn: Turn) -> None:
-        """Carry a turn out. Tasks that have ended since it was decided are skipped."""
+        """Carry a turn out. Tasks that have ended since it was decided are skipped.
+
+        Where the loop is overlapped, a step is made while it is told what the one before has made of tasks; all of that
+        is told before anything but a step. A task that turns out to be over has made a step too many, which is dropped.
+        """
+        if turn.changes:
+            self._end(self._settling.rest())
         self._begin([self._arrived.pop(claim) for claim in turn.admit])
         for cancel in turn.drop:
             self._drop(cancel)
         for claim in turn.again:
             self._try_again(claim)
-        for claim in turn.save:
-            self._keep(self._jobs[claim])
+        for job in [self._jobs[claim] for claim in turn.save if claim in self._jobs]:
+            self._keep(job)
         if batch := [self._jobs[claim] for claim in turn.step if claim in self._jobs]:
-            self._advance(batch, turn.how)
+            computed = self._batches.compute(batch, turn.how)
+            self._end(self._settling.rest())
+            going = [job for job, made in computed if job.claim in self._jobs and self._goes_on(job, made)]
+            self._end(self._settling.begin(going))
 
     def _hear(self) -> tuple[Cancel, ...]:
         """Take all messages; waits for one if there is nothing to do. Returns the cancellations."""
@@ -178,7 +185,7 @@ class StepLoop:
             elif isinstance(verdict, Waits):
                 self._park(run.lease.claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
-                lease = msgspec.structs.replace(run.lease, checkpoint=None)
+                lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
     def _begun(self, run: Run) -> Job | Exception:
@@ -211,119 +218,38 @@ class StepLoop:
         if self._parked[claim] is parked:
             del self._parked[claim]
 
-    def _pick(self) -> tuple[list[Job], How]:
-        """The next batch: the task whose place is first, and those that may share its forward."""
-        first = min(self._jobs.values(), key=self._place)
-        self._turn += 1
-        self._turns[first.lease.task.pool] = self._turn
-        if first.alone:
-            return [first], "alone"
-        same = first.key, first.priority, False
-        mates = [job for job in self._jobs.values() if (job.key, job.priority, job.alone) == same]
-        if self._exactness is None:
-            return mates[: self._sizes.size(first.key, len(mates))], "together"
-        likeness, size = first.key[-1], self._sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
-        best = 0 if likeness is None else self._exactness.largest(first.key, size)
-        if best < size and likeness is not None:
-            self._tell(first, Sharing(blame={size: self._exactness.of(first.key, size).blame}))
-            self._sizes.too_large(first.key, size)
-        if best == 0 or (best == 1 and not first.stage.differs_alone):
-            return [first], "alone"
-        if self._exactness.must_compare(first.key, best):
-            return mates[:best], "compared"
-        self._tell(first, Sharing(best))
-        return mates[:best], "together"
-
-    def _place(self, job: Job) -> tuple[int, bool, bool, int]:
-        """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
-        forward as they can, and slots bound how long they wait. Pools take turns.
-        """
-        task = job.lease.task
-        return -job.priority, job.stage.progress(job.state)[1] > 1, not task.final, self._turns.get(task.pool, 0)
-
-    def _tell(self, job: Job, found: Sharing) -> None:
-        """Let the parent know how requests of this job's pool share forwards, when that is news."""
-        pool = job.lease.task.pool
-        known = self._shares.get(pool, Sharing())
-        if known | found != known:
-            self._shares[pool] = known | found
-            self._send(Shares(pool, self._shares[pool]))
-
-    def _is_due(self, job: Job) -> bool:
-        """Whether the policy says to save a job's state now."""
+    def _is_due(self, job: Job, priority: int) -> bool:
+        """Whether to save a job's state now: it waits for one of that priority, or the policy says so."""
         step, steps = job.stage.progress(job.state)
         left_s = (steps - step) * job.run_s / max(1, job.steps)
-        return step > job.saved and self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
+        return step > job.saved and (
+            job.priority < priority or self._policy.due(step - job.saved, time.monotonic() - job.saved_at, left_s)
+        )
 
-    def _advance(self, batch: list[Job], how: How) -> None:
-        """Make one step of these tasks. If that fails together, they are tried alone, or in a smaller batch."""
-        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
-        waited = self._ranks.exchange_s
-        size = len(batch) if how == "together" else 1
+    def _goes_on(self, job: Job, made: Any) -> bool:
+        """Whether a task has gone on from what a step made of it."""
         try:
-            made = self._together(stage, states) if how == "together" else [self._alone(stage, one) for one in states]
-        except Exception as error:  # an error of one task must not end the process
-            self._fall_apart(batch, error, how)
-            return
-        seconds, waited = time.monotonic() - began, self._ranks.exchange_s - waited
-        self._sizes.measured(key, size, seconds * size / len(batch))
-        if how == "compared":
-            self._compare(batch, made)
-        for job, computed in zip(batch, made, strict=True):
-            job.run_s, job.steps, job.mates = job.run_s + seconds, job.steps + 1, job.mates + size
-            job.exchange_s += waited
-            self._settle(job, computed)
-
-    def _together(self, stage: SteppedStage[Any], states: list[Any]) -> list[Any]:
-        with self._ranks.together():
-            return stage.compute(states)
-
-    def _alone(self, stage: SteppedStage[Any], state: Any) -> Any:
-        with self._ranks.together():
-            return stage.alone(state)
-
-    def _compare(self, batch: list[Job], alone: Sequence[Any]) -> None:
-        """Compute a step that each task has made alone once more, together, and remember whether that differs."""
-        stage, key, states, began = batch[0].stage, batch[0].key, [job.state for job in batch], time.monotonic()
-        try:
-            together = self._together(stage, states)
-            self._sizes.measured(key, len(batch), time.monotonic() - began)
-            blame = self._ranks.blame(difference(alone, together), partial(culprit, stage, states))
-        except Exception as error:  # what they have alone counts
-            if out_of_memory(error):
-                self._sizes.too_large(key, len(batch))
-                return
-            blame = f"{type(error).__name__}: {error}"
-        if self._exactness:
-            self._exactness.learn(key, len(batch), blame)
-
-    def _fall_apart(self, batch: list[Job], error: Exception, how: How) -> None:
-        if len(batch) == 1 and (how == "alone" or not batch[0].stage.differs_alone):
-            self._fail(batch[0], error)
-        elif len(batch) > 1 and out_of_memory(error):
-            self._sizes.too_large(batch[0].key, len(batch))
-        else:
-            for job in batch:
-                job.alone = True
-
-    def _settle(self, job: Job, computed: Any) -> None:
-        """Go on from what a step computed, report it, and finish a task that is done."""
-        try:
-            if isinstance(computed, Exception):
-                raise computed
-            job.state = job.stage.advance(job.state, computed)
+            if isinstance(made, Exception):
+                raise made
+            job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
-            step, steps = job.stage.progress(job.state)
-            if step < steps and self._ranks.leads:
-                show_preview(self._results, job, step)
-                show_part(self._results, job, step)
-            if grown := job.growth():
-                self._send(grown)
-            self._report(job, step, steps)
-            if step == steps:
-                self._retire(job)
+            for kept in portions(self._store, job) if self._ranks.leads else ():
+                self._send(kept)
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
+            return False
+        return True
+
+    def _end(self, told: Told) -> None:
+        """End the tasks that are over, of those whose last step is told of, or of which that failed."""
+        for job, error in told:
+            try:
+                if error:
+                    raise error
+                if job.is_over:
+                    self._retire(job)
+            except Exception as error:  # an error of one task must not end the process
+                self._fail(job, error)
 
     def _fail(self, job: Job, error: Exception) -> None:
         self._jobs.pop(job.claim, None)
@@ -340,20 +266,15 @@ class StepLoop:
         if step == job.saved or self._policy.never or not self._ranks.leads:
             return
         try:
-            if checkpoint := job.stage.save(job.state):
+            checkpoint = job.stage.save(job.state)
+            if checkpoint:
                 ref = self._store.put(pack(checkpoint), request=task.request, stage=task.stage, attempt=task.attempt)
                 self._send(StateSaved(job.claim, ref, step))
+                self._policy.took(time.monotonic() - began)
         except Exception as error:  # an error of one task must not end the process
             log.warning("not saved", request=task.request, stage=task.stage, step=step, reason=str(error))
         job.saved, job.saved_at = step, time.monotonic()
         job.save_s += job.saved_at - began
-        self._policy.took(job.saved_at - began)
-
-    def _report(self, job: Job, step: int, steps: int) -> None:
-        now = time.monotonic()
-        if step == steps or now - job.reported_at >= REPORT_S:
-            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews)))
-            job.reported, job.reported_at, job.previews = step, now, []
 
     def _retire(self, job: Job) -> None:
         """Store the task's output, then report it as done, so that a reported output can always be read."""

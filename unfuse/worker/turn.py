@@ -60,6 +60,12 @@ class Job:
         return grown
 
     @property
+    def is_over(self) -> bool:
+        """Whether all its steps are made."""
+        step, steps = self.stage.progress(self.state)
+        return step == steps
+
+    @property
     def claim(self) -> Claim:
         """The claim of its lease."""
         return self.lease.claim

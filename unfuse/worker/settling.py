@@ -1,0 +1,68 @@
+"""Tells of what steps have made: at once, or beside the next step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from unfuse.core.growth import Grown
+from unfuse.stores.results import ResultStore
+from unfuse.worker.compute_messages import Stepped
+from unfuse.worker.shown import show_part, show_preview
+from unfuse.worker.turn import Job
+
+REPORT_S = 0.1
+"""The least seconds between two progress messages of a task; each has all steps since the last."""
+
+Told = list[tuple[Job, Exception | None]]
+"""Tasks of which it was told what their steps made, with the error of one where that failed."""
+
+
+class Settling:
+    """Sends what tasks have grown by, and that they made a step; shows clients previews and parts, where it `leads`.
+
+    `beside`: in a thread of its own, while the next step is computed, of tasks whose stage can go on before that.
+    What it finds out in the meantime, such as that a text is over, counts when it has been waited for.
+    """
+
+    def __init__(
+        self, results: ResultStore, send: Callable[[Grown | Stepped], None], leads: bool, beside: bool
+    ) -> None:
+        self._results, self._send, self._leads = results, send, leads
+        self._thread = ThreadPoolExecutor(1, "settling") if beside else None
+        self._under_way: Future[Told] | None = None
+
+    def begin(self, jobs: Sequence[Job]) -> Told:
+        """Tell of a step of these tasks. Returns those of which it is told already."""
+        later = [job for job in jobs if self._thread and job.stage.goes_ahead and not job.is_over]
+        if self._thread and later:
+            self._under_way = self._thread.submit(self._tell_all, later)
+        return self._tell_all([job for job in jobs if job not in later])
+
+    def rest(self) -> Told:
+        """Wait until all is told. Returns the tasks that `begin` has not."""
+        under_way, self._under_way = self._under_way, None
+        return under_way.result() if under_way else []
+
+    def _tell_all(self, jobs: Sequence[Job]) -> Told:
+        return [(job, self._tell(job)) for job in jobs]
+
+    def _tell(self, job: Job) -> Exception | None:
+        try:
+            if grown := job.growth():
+                self._send(grown)
+            step, steps = job.stage.progress(job.state)
+            if step < steps and self._leads:
+                show_preview(self._results, job, step)
+                show_part(self._results, job, step)
+            self._report(job, step, steps)
+        except Exception as error:  # an error of one task must not end the process
+            return error
+        return None
+
+    def _report(self, job: Job, step: int, steps: int) -> None:
+        now = time.monotonic()
+        if step == steps or now - job.reported_at >= REPORT_S:
+            self._send(Stepped(job.claim, step, steps, job.reported + 1, tuple(job.previews)))
+            job.reported, job.reported_at, job.previews = step, now, []
