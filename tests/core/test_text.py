@@ -1,10 +1,10 @@
 """Pieces of a text, as they are recorded."""
 
-from hypothesis import given
+from hypothesis import given, strategies as st
 
 from tests.core.structs import of
 from unfuse.core.codec import decode, encode
-from unfuse.core.text import Piece
+from unfuse.core.text import CHUNK, MOST_SHARED, Piece, beginnings
 
 
 @given(of(Piece))
@@ -18,3 +18,22 @@ def test_a_piece_without_logprobs_takes_few_bytes() -> None:
 
 def test_what_was_recorded_of_a_token_alone_can_be_read() -> None:
     assert decode(encode([7]), Piece) == Piece(7)
+
+
+IDS = st.lists(st.integers(0, 3), max_size=40).map(lambda few: few * 60)
+
+
+@given(IDS, IDS)
+def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: list[int]) -> None:
+    """And none has the last token, behind which an answer begins."""
+    both = beginnings(one), beginnings(other)
+    for ids, found in zip((one, other), both, strict=True):
+        assert len(found) == max(0, (len(ids) - 1) // CHUNK)
+    for number, (mine, theirs) in enumerate(zip(*both, strict=False), 1):
+        assert (mine == theirs) == (one[: number * CHUNK] == other[: number * CHUNK])
+
+
+def test_of_a_very_long_prompt_only_so_many_are_told() -> None:
+    found = beginnings([1] * (CHUNK * (MOST_SHARED + 3)))
+    assert len(found) == MOST_SHARED == len({*found})
+    assert all(len(one) == 32 for one in found)

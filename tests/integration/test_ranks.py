@@ -27,7 +27,7 @@ from unfuse.core.spread import Spread
 WAIT_S = "4"
 """Seconds that ranks wait for each other; one that is stopped holds up its requests for so long."""
 ROUNDING = 2
-"""Of 255: what another order of sums may change."""
+"""Of 255: what another order of sums may change, or products of fewer rows, which some processors make otherwise."""
 
 
 @contextmanager
@@ -45,6 +45,11 @@ def picture(server: Server, seed: int, **more: object) -> bytes:
 
 def pixels(file: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(file))).astype(int)
+
+
+def alike(one: bytes, other: bytes) -> bool:
+    """Whether two pictures are equal but for rounding."""
+    return int(np.abs(pixels(one) - pixels(other)).max()) <= ROUNDING
 
 
 def of_denoiser(server: Server) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def hold(server: Server, spread: str, equal: bool, alone: dict[int, bytes]) -> s
         assert server.finished(request)["status"] == "completed"
         made = server.result(request)
         assert made == alone[seed] or not equal
-        assert np.abs(pixels(made) - pixels(alone[seed])).max() <= ROUNDING
+        assert alike(made, alone[seed])
     return request
 
 
@@ -90,7 +95,7 @@ def own(seed: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("spread", "equal"), [
-    ("ulysses:2", True), ("cfg:2", True), ("ring:3", False), ("ulysses:2+cfg:2", True),
+    ("ulysses:2", False), ("cfg:2", True), ("ring:3", False), ("ulysses:2+cfg:2", False),
 ])  # fmt: skip
 def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[int, bytes], tmp_path: Path) -> None:
     with ranks(tmp_path, spread) as server:
@@ -101,19 +106,20 @@ def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[in
         until(lambda: all(rank["exchange_s"] > 0 < rank["compute_s"] for rank in of_denoiser(server)["ranks"]), "beats")
 
 
-def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(alone: dict[int, bytes], tmp_path: Path) -> None:
+def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
+        calm = {seed: picture(server, seed, **own(seed)) for seed in range(2)}
         long = server.submit("a red circle on white", seed=9, num_inference_steps=100)
         for event in server.events(long):
             if event["type"] == "progress" and event["stage"] == "denoise.0":
                 break
         urgent = server.submit("a red circle on white", seed=0, priority=5, **own(0))
         assert server.finished(urgent)["status"] == "completed"
-        assert server.result(urgent) == alone[0]
+        assert server.result(urgent) == calm[0]
         assert server.get(f"/v1/requests/{long}")["status"] == "in_progress"
         server.post(f"/v1/requests/{long}/cancel", {})
         assert server.finished(long)["status"] == "cancelled"
-        assert picture(server, 1, **own(1)) == alone[1]
+        assert picture(server, 1, **own(1)) == calm[1]
 
 
 @pytest.mark.parametrize(("rank", "how"), [

@@ -1,24 +1,29 @@
 """One rank of several that make latents together: `rank.py RANK SIZE RENDEZVOUS ROOT`, with tasks as JSON on its input.
 
 Each task is a spread (of the denoiser, or ROLE=SPREAD) and a job of the families' tests. Rank 0 saves the latents as
-`SPREAD JOB.npy` in the rendezvous' folder. The spread "copied" is none, with weights that lie in memory as torch
+`SPREAD JOB.npy` in the rendezvous' folder, and beside them, as `SPREAD JOB.json`, whether this processor multiplies a
+share of the tokens as it multiplies all. The spread "copied" is none, with weights that lie in memory as torch
 allocates it, not as files are mapped.
 """
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.nn.functional import linear
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models import conftest as c
 from unfuse.core.spread import Spread
 from unfuse.models import find
 from unfuse.models.base import Loader, Runtime, held
+from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
 from unfuse.stages.adapters import Loras
 from unfuse.stages.base import Stage, StageInput
@@ -32,10 +37,49 @@ def _copied(loader: Loader, model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+class Products:
+    """Holds the products of matrices that are made of a share of the tokens to the same ones made of all."""
+
+    def __init__(self) -> None:
+        self.alike = True
+        self._shares: sequence.Shares | None = None
+        self._seen: set[tuple[object, ...]] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self.alike, self._shares = True, None
+        self._seen.clear()
+        share = sequence.Shares.share
+
+        def noted(shares: sequence.Shares, segment: str) -> int:
+            self._shares = shares
+            return share(shares, segment)
+
+        hook = register_module_forward_hook(self._compare)
+        try:
+            with patch.object(sequence.Shares, "share", noted):
+                yield
+        finally:
+            hook.remove()
+
+    def _compare(self, module: torch.nn.Module, given: tuple[torch.Tensor], made: torch.Tensor) -> None:
+        if not (self._shares and isinstance(module, torch.nn.Linear) and given[0].dim() == 3):
+            return
+        rows, shares = given[0].shape[1], self._shares
+        each = {shares.share(segment): shares.lengths[segment] for segment in shares.order}
+        whole = ({sum(each): shares.whole} | each).get(rows)
+        seen = module.weight.shape, module.weight.dtype, given[0].shape, whole
+        if whole is None or seen in self._seen:
+            return
+        self._seen.add(seen)
+        together = linear(given[0].repeat(1, shares.axis.size, 1)[:, :whole], module.weight, module.bias)
+        self.alike &= all(torch.equal(part, made[:, : part.shape[1]]) for part in together.split(rows, 1))
+
+
 def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
     torch.set_num_threads(1)
     group = Group(rank, size, str(rendezvous), "cpu", LIMIT_S)
-    tiny = c.Undivided(root)
+    tiny, products = c.Undivided(root), Products()
 
     @cache
     def stage(model: str, dtype: str, kind: str, spread: str, loras: str) -> list[Stage]:
@@ -62,10 +106,11 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         (denoise,) = stage(job.model, job.dtype, "denoise", by_role.get("denoiser", ""), loras)
         task = StageInput({**params, "output_format": "png"}, encoded)
         denoise.verify(task)
-        with group.together():
+        with group.together(), products.watched():
             (made,) = denoise.run([task])
         if rank == 0:
             np.save(rendezvous.with_name(f"{spread} {name}.npy"), made.tensors["latents"].float().numpy())
+            rendezvous.with_name(f"{spread} {name}.json").write_text(json.dumps(products.alike))
     group.close()
 
 

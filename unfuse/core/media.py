@@ -178,7 +178,6 @@ COMMON = (
         description="steps between previews; 0: none", flag=None,
     ),
     *DELIVERED,
-    Parameter("cache", "flag", use="delivery", description="false: encode anew, for this request alone"),
     *(
         Parameter(name, "any", use="nothing", description="accepted and ignored")
         for name in ("user", "style", "moderation", "safety_identifier", "input_fidelity")

@@ -22,6 +22,7 @@ DELIVERED = (
     Parameter("priority", "integer", -100, 100, use="delivery", description="the higher, the sooner"),
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
     Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),
+    Parameter("cache", "flag", use="delivery", description="false: share nothing that is made with other requests"),
 )
 """Parameters of every medium: how a request is handled, whatever it asks for."""
 

@@ -232,6 +232,17 @@ class Announced(msgspec.Struct, frozen=True, tag=True):
     output: ObjectRef
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """A running task has made what others may go on from: the output under that key, one of the task's prefixes.
+
+    For a scheduler that `keeps` such.
+    """
+
+    claim: Claim
+    key: str
+    output: ObjectRef
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """A task ended without output. `object_id` names the input that was lost; `evidence` is for whoever debugs it.
 
@@ -259,7 +270,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced.
+    Append and Recall, one that `announces` Announced, one that `keeps` Keep.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -271,6 +282,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     gathers: bool = False
     appends: bool = False
     announces: bool = False
+    keeps: bool = False
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):
@@ -315,5 +327,5 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Done | Failed | Bye
+ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Done | Failed | Bye
 ToWorker = Welcome | Granted | Pulse | Recorded | Accepted | Stranger | Refused

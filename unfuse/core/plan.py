@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 
@@ -30,7 +30,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes. Requests may share
     forwards of a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
-    these kinds, each with what their number must divide (0: nothing), or of `layers` their most.
+    these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
+    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     needs: dict[str, Room] = {}
     shares: bool = False
     spreads: dict[str, int] = {}
+    goes_on: bool = False
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -93,7 +95,8 @@ class PlannedStage(msgspec.Struct, frozen=True):
     `params` override the request's (a sample has its own seed and index). `room` is the predicted bytes of its output.
     `final` stages write results. `cache` is the key under which other requests find its output ("": they do not).
     `cost` is the predicted seconds of compute, at the time the request came. `work` is how much it has to do ((0, 0) in
-    requests of versions that did not store it). `needs` is what it takes of further named resources.
+    requests of versions that did not store it). `needs` is what it takes of further named resources. `prefixes` are the
+    keys under which others find what it makes on the way, in the order in which it makes that.
     """
 
     name: str
@@ -107,6 +110,7 @@ class PlannedStage(msgspec.Struct, frozen=True):
     cost: float = 0.0
     work: Work = (0.0, 0.0)
     needs: dict[str, int] = {}
+    prefixes: tuple[str, ...] = ()
 
 
 class ExecutionPlan(msgspec.Struct, frozen=True):
@@ -126,7 +130,8 @@ class ExecutionPlan(msgspec.Struct, frozen=True):
         stages: list[PlannedStage] = []
         for stage in self.stages:
             pool = pools.get(stage.name, stage.pool)
-            stages.append(stage if pool == stage.pool else msgspec.structs.replace(stage, pool=pool, cache=""))
+            moved = msgspec.structs.replace(stage, pool=pool, cache="", prefixes=())
+            stages.append(stage if pool == stage.pool else moved)
         return ExecutionPlan(tuple(stages))
 
     def consumers(self, name: str) -> tuple[PlannedStage, ...]:
@@ -176,11 +181,13 @@ def compile_plan(
     params: Params,
     samples: Iterable[Params],
     shared_by: tuple[str, ...] | None = None,
+    begins: Sequence[str] = (),
 ) -> ExecutionPlan:
     """Compile a validated pipeline for one request.
 
     `pools` maps stage names to pools. `samples` holds, for each picture, the parameters that are its own. Requests with
-    equal `shared_by` may share outputs of stages that read the same values (None: this request shares none).
+    equal `shared_by` may share outputs of stages that read the same values (None: this request shares none), and what
+    stages that go on make of the same beginnings: `begins` has the digest of each, the shortest first.
     """
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
@@ -190,6 +197,7 @@ def compile_plan(
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
         needs = {name: need.bytes(params) for name, need in spec.needs.items()}
+        keys = begins if spec.goes_on and shared_by is not None else ()
         for index, own in enumerate(every_sample if spec.per_sample else [{}]):
             read = [(key, (params | own).get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
@@ -205,6 +213,7 @@ def compile_plan(
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
                     work=spec.work.of(params),
                     needs=needs,
+                    prefixes=tuple(cache_key(shared_by, pools[spec.name], digest) for digest in keys),
                 )
             )
     return ExecutionPlan(tuple(planned))

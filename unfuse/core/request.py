@@ -143,6 +143,12 @@ class RequestContext(msgspec.Struct, frozen=True):
         return self.callers == 0
 
     @property
+    def spared(self) -> int:
+        """How many portions others had made, so that its own stages went on from there: see `StageSpec.goes_on`."""
+        ended = (self.stages.get(stage.name, StageState()) for stage in self.plan.stages if stage.prefixes)
+        return sum(state.timings.resumed for state in ended)
+
+    @property
     def medium(self) -> Medium:
         """The medium that it asks for, which its id tells."""
         return medium_of(self.id)
@@ -158,7 +164,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     `name` is the client's name for the model, if that is an alias. `id` is the id of the request ("": one is drawn).
     The leases along any chain of its stages may last for `limit_s` seconds in all (0: any time). `makes` is the hash of
-    what the results depend on beside the pools that make them ("": nobody else is given them).
+    what the results depend on beside the pools that make them ("": nobody else is given them). `begins` are the digests
+    of the beginnings that it may have in common with others, the shortest first.
     """
 
     card: ModelCard
@@ -168,6 +175,7 @@ class Asked(msgspec.Struct, frozen=True):
     id: str = ""
     limit_s: float = 0.0
     makes: str = ""
+    begins: tuple[str, ...] = ()
 
 
 class Who(msgspec.Struct, frozen=True):

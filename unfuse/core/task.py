@@ -41,7 +41,8 @@ class Task(msgspec.Struct, frozen=True):
     seconds of the queue's clock. `room` is the predicted bytes of the output, `needs` what it takes of further named
     resources. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of equal `affinity` can
     share a forward, or an adapter. A task to run `alone` must not run beside another in one compute process, because
-    several ran when one died. `cache` is the key under which other requests find its output ("": they do not).
+    several ran when one died. `cache` is the key under which other requests find its output ("": they do not),
+    `prefixes` those of what it makes on the way.
     """
 
     request: str
@@ -63,6 +64,7 @@ class Task(msgspec.Struct, frozen=True):
     alone: bool = False
     cache: str = ""
     needs: dict[str, int] = {}
+    prefixes: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -93,7 +95,8 @@ class Lease(msgspec.Struct, frozen=True):
     """A timed claim on a task. `expires` is seconds of the queue's clock.
 
     If an earlier attempt left a `checkpoint` that can be read, the worker resumes from it. Of what the stage makes, so
-    many pieces are `appended` already: they stay, and the worker goes on behind them.
+    many pieces are `appended` already: they stay, and the worker goes on behind them. `prefix` is what others have made
+    of the first of the task's `prefixes`, as far as it can be read: it need not be made again.
     """
 
     task: Task
@@ -102,11 +105,13 @@ class Lease(msgspec.Struct, frozen=True):
     expires: float
     checkpoint: ObjectRef | None = None
     appended: int = 0
+    prefix: tuple[ObjectRef, ...] = ()
 
     @property
     def reads(self) -> tuple[ObjectRef, ...]:
-        """The objects that the worker reads: the task's inputs, and the checkpoint if there is one."""
-        return self.task.inputs if self.checkpoint is None else (*self.task.inputs, self.checkpoint)
+        """The objects that the worker reads: the task's inputs, the prefix, and the checkpoint if there is one."""
+        saved = () if self.checkpoint is None else (self.checkpoint,)
+        return (*self.task.inputs, *self.prefix, *saved)
 
     @property
     def claim(self) -> Claim:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+
+CHUNK = 256
+"""Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
+
+MOST_SHARED = 256
+"""How many chunks of a prompt may be found by others."""
 
 
 def packed(ids: Sequence[int]) -> bytes:
@@ -18,6 +25,18 @@ def packed(ids: Sequence[int]) -> bytes:
 def unpacked(data: bytes) -> list[int]:
     """The ids in what `packed` made."""
     return array("I", data).tolist()
+
+
+def beginnings(ids: Sequence[int]) -> tuple[str, ...]:
+    """A digest of each beginning of a prompt that ends with a chunk, the shortest first.
+
+    Equal ones are of equal tokens. The last token is in none: its keys and values are those that decoding begins with.
+    """
+    found, digest = list[str](), b""
+    for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
+        digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
+        found.append(digest.hex())
+    return tuple(found)
 
 
 class TextLoad(msgspec.Struct, frozen=True):

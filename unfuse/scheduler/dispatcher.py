@@ -26,6 +26,7 @@ from unfuse.core.messages import (
     Failed,
     Granted,
     Hello,
+    Keep,
     Places,
     Progress,
     Pulse,
@@ -124,7 +125,7 @@ class Dispatcher(Observer):
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True, appends=True, announces=True,
+            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -332,7 +333,7 @@ class Dispatcher(Observer):
         return Pulse(ended, tuple(over))
 
     async def _report(
-        self, peer: _Peer, message: Announced | Saved | Done | Failed
+        self, peer: _Peer, message: Announced | Saved | Keep | Done | Failed
     ) -> Accepted | Granted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
@@ -344,6 +345,8 @@ class Dispatcher(Observer):
                         await self.scheduler.announce(message, worker)
                     case Saved():
                         await self.scheduler.save(message, worker)
+                    case Keep():
+                        await self.scheduler.keep(message, worker)
                     case Done():
                         return await self._complete(peer, message)
                     case Failed():

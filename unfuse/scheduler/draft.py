@@ -76,6 +76,7 @@ class Draft:
                 affinity=_affinity(request, params),
                 alone=self.stages[stage].alone,
                 cache=planned.cache,
+                prefixes=planned.prefixes,
             )
         )
 

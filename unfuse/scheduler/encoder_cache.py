@@ -1,4 +1,4 @@
-"""The encoder cache: what one request has encoded serves others that ask for the same.
+"""The encoder cache: what one request has encoded serves others that ask for the same, or for the same beginning.
 
 The objects stay where they were made, each held by its owner under a name of its own; the queue has the index, so that
 all schedulers share it. What is found there may be lost all the same: it is then made again, as any lost object is.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.plan import ExecutionPlan, PlannedStage
+from unfuse.core.plan import ExecutionPlan
 from unfuse.core.task import CACHED, cached_as
 from unfuse.queues.base import Member, TaskQueue
 
@@ -37,11 +38,18 @@ class EncoderCache:
         hits = {name: found[key] for name, key in keys.items() if key in found and found[key].owner in live}
         return hits, len(keys) - len(hits)
 
-    async def keep(self, stage: PlannedStage, output: ObjectRef) -> None:
-        """Let others have what a stage made. That may fail: nothing but time is lost by it."""
-        if stage.cache and self._room:
+    async def prefix(self, keys: Sequence[str]) -> tuple[ObjectRef, ...]:
+        """What is there of these keys, from the first one on without a gap."""
+        found = await self._queue.cached(keys[::-1]) if self._room else {}
+        live = {member.info.id for member in await self._workers()} if found else set()
+        refs = [found.get(key) for key in keys]
+        return tuple(ref for ref in takewhile(lambda ref: ref is not None and ref.owner in live, refs) if ref)
+
+    async def keep(self, key: str, output: ObjectRef) -> None:
+        """Let others have what a stage made, if it has a key. That may fail: nothing but time is lost by it."""
+        if key and self._room:
             with suppress(TransientError):
-                await self._queue.cache(stage.cache, output, self._room)
+                await self._queue.cache(key, output, self._room)
 
     async def lost(self, plan: ExecutionPlan, reader: str, id: str) -> None:
         """A stage could not read the object of that id: if it is one that others would be given, they are not."""

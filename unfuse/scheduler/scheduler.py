@@ -14,7 +14,7 @@ from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
 from unfuse.core.media import Work
-from unfuse.core.messages import Announced, Done, Failed, Saved
+from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
 from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
@@ -108,7 +108,8 @@ class Scheduler:
         samples: list[Params] = [{"seed": seed + index, "index": index} for index in range(asked.n)]
         works = {stage.name: stage.work.of(params) for stage in card.pipeline.stages}
         pools = await self._chosen({name: (pool, works[name]) for name, pool in card.pools().items()})
-        plan = compile_plan(card.pipeline, pools, params, samples, self._cache.shared_by(who.tenant, delivery.cache))
+        shared_by = self._cache.shared_by(who.tenant, delivery.cache)
+        plan = compile_plan(card.pipeline, pools, params, samples, shared_by, asked.begins)
         context = RequestContext(
             asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
@@ -235,7 +236,7 @@ class Scheduler:
             with self._background.besides("learning from an output"):
                 self._transitions.output_sizes.learn(stage.pool, done.output.nbytes)
             with self._background.besides("keeping an output for other requests"):
-                await self._cache.keep(stage, done.output)
+                await self._cache.keep(stage.cache, done.output)
         return record, leases
 
     async def save(self, saved: Saved, worker: str) -> None:
@@ -251,9 +252,20 @@ class Scheduler:
             lambda record, wall: lifecycle.announced(record.context, news, worker, wall, record.running),
         )
 
+    async def keep(self, kept: Keep, worker: str) -> None:
+        """Let other requests go on from what a running task has made. Raises LeaseLost as `save` does."""
+        claim = kept.claim
+        record = await self.queue.load(claim.request)
+        known = claim.stage in record.context.stages and kept.key in record.context.plan.stage(claim.stage).prefixes
+        if not known or kept.output.owner != worker or not lifecycle.held_by(worker, claim, record.running):
+            raise LeaseLost(f"worker {worker} keeps what {claim.stage} of {claim.request} is not asked for")
+        await self._cache.keep(kept.key, kept.output)
+
     async def resumed(self, lease: Lease) -> Lease:
-        """The lease with the checkpoint that an earlier attempt at its task may have left."""
+        """The lease with what its task need not make: an earlier attempt's checkpoint, a prefix that others made."""
         task = lease.task
+        if task.prefixes:
+            lease = msgspec.structs.replace(lease, prefix=await self._cache.prefix(task.prefixes))
         if task.attempt == 1:
             return lease
         with suppress(NotFound, Damaged):

@@ -30,6 +30,14 @@ MAX_KEY = 255
 
 
 @dataclass(frozen=True)
+class Prompt:
+    """What stages get as the upload `prompt`, and digests of its beginnings, which those of others may equal."""
+
+    data: bytes
+    begins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Call:
     """A creating call: its tenant, its fields, its medium. `upload` is the name of its field for a picture, if any.
 
@@ -43,8 +51,8 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
-    read: Callable[[ModelCard, dict[str, object]], bytes] | None = None
-    """Reads what the stages get as the upload `prompt`, and completes the fields by what it says of it."""
+    read: Callable[[ModelCard, dict[str, object]], Prompt] | None = None
+    """Reads the prompt, and completes the fields by what it says of it."""
 
     @property
     def prefers_not_to_wait(self) -> bool:
@@ -99,9 +107,10 @@ class Call:
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
         asked, card = await self._model(fields.get("model"), picture is not None)
-        uploads = dict[str, bytes]()
+        uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
-            uploads["prompt"] = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
+            prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
+            uploads["prompt"] = prompt.data
         params, n = check(card, fields, self.medium, strict=gateway.strict)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
@@ -109,7 +118,8 @@ class Call:
             data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
             uploads["image"], params["image"] = data, hashlib.sha256(data).hexdigest()
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
-        wanted = Asked(card, params, n, asked, id, limit_s, makes(card, self.given, params, n, delivery))
+        made = makes(card, self.given, params, n, delivery)
+        wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
         if gateway.reuse and (record := await gateway.reuse.answer(wanted, delivery, who)):
             return record
         unused = bool(uploads)

@@ -19,10 +19,10 @@ from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
 from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
-from unfuse.core.text import Answer, Piece, packed
+from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.server.accept import Call, respond_async
+from unfuse.server.accept import Call, Prompt, respond_async
 from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Tenant
 from unfuse.server.body import read_json
@@ -67,14 +67,14 @@ def _tokenizer(source: str) -> ChatTokenizer:
     return ChatTokenizer.read(resolve_source(source, components=()))
 
 
-def _prompt(card: ModelCard, fields: dict[str, object]) -> bytes:
+def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
     """The tokens of the messages, as decoders read them; `prompt_tokens` is their number."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     ids = _tokenizer(card.source).prompt(messages)
     fields["prompt_tokens"] = len(ids)
-    return packed(ids)
+    return Prompt(packed(ids), beginnings(ids))
 
 
 async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:
@@ -189,7 +189,7 @@ def _usage(context: RequestContext, answers: list[Answer]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": made,
         "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": CHUNK * context.spared},
     }
 
 

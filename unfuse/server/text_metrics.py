@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from unfuse.core.pool import declared
 from unfuse.core.request import RequestContext
+from unfuse.core.text import CHUNK
 from unfuse.queues.base import Member, Stats
 from unfuse.scheduler.observer import Observer
 from unfuse.stages.specs import PREFILL
@@ -56,6 +57,11 @@ class TextMetrics(Observer):
         if isinstance(tokens, int):
             self._tokens.labels(context.model, "prompt").inc(tokens)
             self._tokens.labels(context.model, "cached").inc(0)
+
+    @override
+    def ended(self, context: RequestContext) -> None:
+        if spared := context.spared:
+            self._tokens.labels(context.model, "cached").inc(CHUNK * spared)
 
     @override
     def began_to_grow(self, model: str, pieces: int, seconds: float) -> None:

@@ -25,6 +25,7 @@ class StageInput(msgspec.Struct, frozen=True):
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
+    `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began.
     """
 
     params: Params
@@ -32,6 +33,7 @@ class StageInput(msgspec.Struct, frozen=True):
     uploads: Mapping[str, bytes] = {}
     recorded: tuple[bytes, ...] = ()
     priority: int = 0
+    prefix: tuple[Tensors, ...] = ()
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -197,6 +199,19 @@ class SteppedStage(Stage, Generic[State]):
         resumes, goes on behind what is recorded.
         """
         return ()
+
+    def kept(self, state: State) -> Sequence[int]:
+        """The numbers of the portions that the last step completed; none from a stage without such.
+
+        A stage whose spec `goes_on` makes what it makes in numbered portions, which are equal for all tasks of the same
+        beginning. A task may be given the first of them as its `prefix`, in order; it takes what it can, and makes the
+        others itself.
+        """
+        return ()
+
+    def portion(self, state: State, number: int) -> Tensors:
+        """A portion, for the tasks of others."""
+        raise PermanentError(f"stage {self.kind} makes no portion {number}")
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run each task from start to finish, one after the other."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
-from unfuse.core.text import Answer, Piece, TextLoad, unpacked
+from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
 from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
 from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
 from unfuse.stages.language_model import LanguageModel
@@ -28,9 +28,6 @@ from unfuse.stages.sampling import Sampled, Sampling, sample
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-CHUNK = 256
-"""Tokens that a sequence which is (re)built adds in one step, at most. Chunks end at multiples of it."""
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
@@ -87,6 +84,24 @@ class Sequences:
         self._ranks[sequence] = -priority, self._begun
         return sequence
 
+    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+        """Put portions that others have made in their place, while they are such, and there is room.
+
+        Returns how many tokens there are then, `most` or less.
+        """
+        heads, _, width = self._kv.keys[0].shape
+        for portion in prefix:
+            both, start = portion.get("kv"), sequence.length
+            if both is None or both.shape != (self.layers, 2, heads, CHUNK, width) or start + CHUNK > most:
+                break
+            try:
+                sequence.grow(CHUNK)
+            except NoBlocks:
+                break
+            for layer, (keys, values) in enumerate(both):
+                sequence.write(layer, keys, values, start)
+        return sequence.length
+
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
@@ -129,7 +144,14 @@ def open_model(model: Any, device: str, tokens: int) -> Sequences:
     return Sequences(LanguageModel(model, kv), kv)
 
 
-class Prefill(JointStage[Growing, int]):
+@dataclass(frozen=True)
+class Prefilling(Growing):
+    """A prompt, of which `before` tokens were in the KV before the last step."""
+
+    before: int = 0
+
+
+class Prefill(JointStage[Prefilling, int]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
@@ -147,36 +169,48 @@ class Prefill(JointStage[Growing, int]):
         return ()
 
     @override
-    def start(self, task: StageInput) -> Growing:
+    def start(self, task: StageInput) -> Prefilling:
         self._sequences.prompts += 1
-        return Growing(self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1])
+        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
+        taken = self._sequences.take(kv, task.prefix, len(ids))
+        return Prefilling(kv, ids, taken, taken)
 
     @override
-    def compute(self, batch: Sequence[Growing]) -> list[int | Exception]:
+    def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
         self._sequences.forward(batch)
         return [state.kv.length for state in batch]
 
     @override
-    def alone(self, state: Growing) -> int:
+    def alone(self, state: Prefilling) -> int:
         self._sequences.forward([state], exact=self.exact)
         return state.kv.length
 
     @override
-    def advance(self, state: Growing, computed: int) -> Growing:
-        return replace(state, done=computed)
+    def advance(self, state: Prefilling, computed: int) -> Prefilling:
+        return replace(state, done=computed, before=state.done)
 
     @override
-    def progress(self, state: Growing) -> tuple[int, int]:
+    def kept(self, state: Prefilling) -> Sequence[int]:
+        return range(state.before // CHUNK, state.done // CHUNK)
+
+    @override
+    def portion(self, state: Prefilling, number: int) -> Tensors:
+        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width)."""
+        span, layers = (number * CHUNK, (number + 1) * CHUNK), range(self._sequences.layers)
+        return {"kv": torch.stack([torch.stack(state.kv.read(layer, *span)) for layer in layers])}
+
+    @override
+    def progress(self, state: Prefilling) -> tuple[int, int]:
         chunks = max(1, -(-len(state.ids) // CHUNK))
         return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
     @override
-    def finish(self, state: Growing) -> StageOutput:
+    def finish(self, state: Prefilling) -> StageOutput:
         layers = range(self._sequences.layers)
         return StageOutput({f"kv{layer}": torch.stack(state.kv.read(layer)) for layer in layers})
 
     @override
-    def let_go(self, state: Growing) -> None:
+    def let_go(self, state: Prefilling) -> None:
         self._sequences.prompts -= 1
         self._sequences.end(state.kv)
 

@@ -21,7 +21,7 @@ DENOISE = StageSpec(
 
 PREFILL = StageSpec(
     "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
-    work=Workload(size=("prompt_tokens",)),
+    work=Workload(size=("prompt_tokens",)), goes_on=True,
 )  # fmt: skip
 
 DECODE = StageSpec(

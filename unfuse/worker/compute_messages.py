@@ -186,6 +186,14 @@ class StateSaved(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """A task has made what others may go on from, under one of its `prefixes`; it lies in the arena."""
+
+    claim: Claim
+    key: str
+    output: ObjectRef
+
+
 class Shares(msgspec.Struct, frozen=True, tag=True):
     """Requests of a pool share forwards like this, as comparing showed."""
 
@@ -221,7 +229,7 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Grown | Shares | TextsHeld | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Grown | Kept | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

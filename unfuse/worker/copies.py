@@ -87,8 +87,9 @@ class Copies:
         finally:
             del self._bringing[claim]
         task = msgspec.structs.replace(task, inputs=tuple(here.get(ref.id, ref) for ref in task.inputs))
+        prefix = tuple(here.get(ref.id, ref) for ref in lease.prefix)
         checkpoint = lease.checkpoint and here.get(lease.checkpoint.id, lease.checkpoint)
-        return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint)
+        return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint, prefix=prefix)
 
     def cancel(self, claim: Claim) -> bool:
         """Stop waiting for a task's inputs. Returns whether it was waiting for some."""

@@ -21,6 +21,7 @@ from unfuse.worker.compute_messages import (
     Cancel,
     ForPairs,
     FromCompute,
+    Kept,
     Load,
     PairDone,
     RankSpent,
@@ -47,7 +48,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -230,7 +231,7 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Grown():
+            case StateSaved() | Grown() | Kept():
                 await self._report(message)
             case PairDone() | Shares() | TextsHeld():
                 self._learn(message)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 import structlog
@@ -41,7 +41,7 @@ class Intake:
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
-        task, inputs = run.lease.task, list[Held]()
+        task, inputs, prefix = run.lease.task, list[Held](), list[Held]()
         try:
             began = time.monotonic()
             self._store.learn(run.peers)
@@ -50,7 +50,8 @@ class Intake:
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
-            given = StageInput(task.params, tensors, uploads, run.recorded, task.priority)
+            prefix += self._prefix(run.lease)
+            given = StageInput(task.params, tensors, uploads, run.recorded, task.priority, tuple(map(dict, prefix)))
             got = time.monotonic()
             stage.verify(given)
             resumed = self._resumed(stage, given, run.lease)
@@ -64,6 +65,17 @@ class Intake:
         except BaseException:
             close(inputs)
             raise
+        finally:
+            close(prefix)
+
+    def _prefix(self, lease: Lease) -> Iterator[Held]:
+        """What others have made of the same beginning, as far as it can be read."""
+        for ref in lease.prefix:
+            try:
+                yield self._store.get(ref, as_torch=self._as_torch(lease))
+            except Exception as error:  # what cannot be had is made again
+                log.info("a prefix cannot be read", request=lease.task.request, object=ref.id, reason=str(error))
+                return
 
     def likeness(self, stage: SteppedStage[Any], state: Any) -> Hashable | None:
         """What else tasks must have in common to share a forward, where bytes count; None: they never may."""

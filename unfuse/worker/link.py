@@ -57,6 +57,11 @@ class Link:
         """Whether the scheduler that answers now understands Append and Recall."""
         return self._welcome is not None and self._welcome.appends
 
+    @property
+    def keeps(self) -> bool:
+        """Whether the scheduler that answers now understands Keep."""
+        return self._welcome is not None and self._welcome.keeps
+
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None

@@ -102,9 +102,8 @@ class Objects:
         if self.durable.begin(done.output, kind) or not self.store.bounded:
             self._elsewhere.add(done.output.request)
 
-    def share(self, lease: Lease, done: Done) -> None:
-        """The end of a task is recorded: hold its output for the encoder cache, if it is for that."""
-        key, output = lease.task.cache, done.output
+    def share(self, key: str, output: ObjectRef | None) -> None:
+        """Others are told of an output by that key: hold it for them, if there is any."""
         if key and output and self._arena:
             with suppress(ObjectLost):
                 self._arena.share(output.id, cached_as(key, output.id))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from unfuse.core.errors import PermanentError
+from unfuse.core.errors import ArenaFull, PermanentError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile
 from unfuse.stages.base import Media, StageOutput
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.compute_messages import Kept
 from unfuse.worker.turn import Job
 
 ROOM_S = 2.0
@@ -25,6 +27,18 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     return store.put(
         output.tensors, request=task.request, stage=task.stage, attempt=task.attempt, wait=ROOM_S, encoding=encoding
     )
+
+
+def portions(store: TensorStore, job: Job) -> Iterator[Kept]:
+    """Store the portions that the last step completed, for tasks that begin alike; none that there is no room for."""
+    task = job.lease.task
+    for number in job.stage.kept(job.state):
+        if number >= len(task.prefixes):
+            return
+        tensors = job.stage.portion(job.state, number)
+        with suppress(ArenaFull):
+            ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
+            yield Kept(job.claim, task.prefixes[number], ref)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:

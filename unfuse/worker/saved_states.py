@@ -1,13 +1,13 @@
-"""The checkpoints of the tasks that a worker runs: for each task, the newest one that the scheduler has recorded."""
+"""The checkpoints of the tasks that a worker runs, the newest that the scheduler has recorded; and their portions."""
 
 from __future__ import annotations
 
 import asyncio
 
-from unfuse.core.messages import Accepted, Saved
+from unfuse.core.messages import Accepted, Keep, Saved
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
-from unfuse.worker.compute_messages import StateSaved
+from unfuse.worker.compute_messages import Kept, StateSaved
 from unfuse.worker.link import Link
 from unfuse.worker.objects import Objects
 
@@ -24,7 +24,16 @@ class SavedStates:
         """A task begins, perhaps from a checkpoint."""
         self._known[lease.claim] = lease.checkpoint
 
-    async def keep(self, saved: StateSaved) -> None:
+    async def keep(self, saved: StateSaved | Kept) -> None:
+        """Have recorded what a task has made so far: its state, or a portion, which others find from then on."""
+        if isinstance(saved, StateSaved):
+            await self._save(saved)
+        elif self._link.keeps:
+            answer = await self._link.call(Keep(saved.claim, saved.key, saved.output))
+            if isinstance(answer, Accepted):
+                self._objects.share(saved.key, saved.output)
+
+    async def _save(self, saved: StateSaved) -> None:
         """Copy a checkpoint to the durable store, if there is one, then have it recorded; delete what it replaces.
 
         A checkpoint that the scheduler does not record is deleted itself.

@@ -36,7 +36,7 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import put, write
+from unfuse.worker.outputs import portions, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
@@ -185,7 +185,7 @@ class StepLoop:
             elif isinstance(verdict, Waits):
                 self._park(run.lease.claim, own, partial(self._begin, [run]))
             else:  # not every rank could read the state that was saved
-                lease = msgspec.structs.replace(run.lease, checkpoint=None)
+                lease = msgspec.structs.replace(run.lease, checkpoint=None, prefix=())
                 self._begin([msgspec.structs.replace(run, lease=lease)])
 
     def _begun(self, run: Run) -> Job | Exception:
@@ -233,6 +233,8 @@ class StepLoop:
                 raise made
             job.state = job.stage.advance(job.state, made)
             job.key = *job.key[:-1], self._intake.likeness(job.stage, job.state)
+            for kept in portions(self._store, job) if self._ranks.leads else ():
+                self._send(kept)
         except Exception as error:  # an error of one task must not end the process
             self._fail(job, error)
             return False

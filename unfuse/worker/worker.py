@@ -38,7 +38,7 @@ from unfuse.core.pool import manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
-from unfuse.worker.compute_messages import Ready, StateSaved, Stepped, Stopped
+from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.growing import Growing
 from unfuse.worker.link import BEAT_S, Link
@@ -252,7 +252,7 @@ class Worker:
             return None
         return max(0, free - sum(lease.task.room for lease in self._active.values()))
 
-    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Stopped | Done | Failed) -> None:
+    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -261,9 +261,9 @@ class Worker:
                 self._telling.stepped(message)
             else:
                 log.debug("task began", **about(message.claim))
-        elif isinstance(message, StateSaved):
+        elif isinstance(message, StateSaved | Kept):
             if self._saved_states:
-                self._background.once("recording a checkpoint", partial(self._saved_states.keep, message))
+                self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
         else:
@@ -309,7 +309,7 @@ class Worker:
                 self._asks_with_outcome = False
                 self._changed.set()
         if recorded and self._objects and lease and isinstance(message, Done):
-            self._objects.share(lease, message)
+            self._objects.share(lease.task.cache, message.output)
         if self._saved_states:
             await self._saved_states.end(message.claim, recorded and isinstance(message, Done))
 

@@ -1,0 +1,129 @@
+"""What a stage makes on the way serves requests that begin alike: who finds it, and what may go wrong then."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE, PIPELINE, params
+from tests.scheduler.test_scheduler import info
+from tools.asking import asking
+from unfuse.core.errors import LeaseLost
+from unfuse.core.messages import Keep
+from unfuse.core.object_ref import ObjectRef
+from unfuse.core.plan import Pipeline
+from unfuse.core.task import Lease
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import handle, wanted
+
+GOES_ON = msgspec.structs.replace(
+    CARD, pipeline=Pipeline((msgspec.structs.replace(PIPELINE.stages[0], goes_on=True), *PIPELINE.stages[1:]))
+)
+ONE, TWO, ROOM = "worker-1", "worker-2", 100
+
+
+@asynccontextmanager
+async def scheduling(room: int = ROOM) -> AsyncIterator[Scheduler]:
+    clock = ManualClock()
+    scheduler = Scheduler(MemoryQueue(clock), cards=[GOES_ON], clock=clock, cache_bytes=room)
+    for worker in (ONE, TWO):
+        await scheduler.queue.hello(info(worker, ENCODE, DENOISE, DECODE), [GOES_ON])
+    try:
+        yield scheduler
+    finally:
+        await scheduler.close()
+
+
+async def leased(
+    scheduler: Scheduler, begins: Sequence[str], worker: str = ONE, tenant: str = "default", cache: bool = True
+) -> Lease:
+    """The lease of the encoder of a new request that begins so."""
+    asked, delivery, who = asking(GOES_ON, params(), cache=cache)
+    asked = msgspec.structs.replace(asked, begins=tuple(begins))
+    await scheduler.submit(asked, delivery, msgspec.structs.replace(who, tenant=tenant))
+    (lease,) = await scheduler.queue.lease(worker, wanted(ENCODE), scheduler.lease_ttl)
+    return await scheduler.resumed(lease)
+
+
+def made(id: str, worker: str = ONE, nbytes: int = 10) -> ObjectRef:
+    return msgspec.structs.replace(handle(id, nbytes), owner=worker)
+
+
+async def keep(scheduler: Scheduler, lease: Lease, number: int, ref: ObjectRef) -> None:
+    await scheduler.keep(Keep(lease.claim, lease.task.prefixes[number], ref), lease.worker)
+
+
+async def test_who_begins_alike_is_given_what_is_there_from_the_first_on() -> None:
+    """Given two of three portions that a task has kept, when others begin with one, two and all of them alike, and
+    one otherwise, then each finds those that it has in common, on whichever worker it runs."""
+    async with scheduling() as scheduler:
+        first = await leased(scheduler, ["a", "ab", "abc"])
+        assert first.prefix == ()
+        kept = [made("x"), made("y")]
+        for number, ref in enumerate(kept):
+            await keep(scheduler, first, number, ref)
+        assert (await leased(scheduler, ["a"])).prefix == (kept[0],)
+        lease = await leased(scheduler, ["a", "ab", "abd"], TWO)
+        assert lease.prefix == tuple(kept)
+        assert lease.reads == tuple(kept)
+        assert (await leased(scheduler, ["a", "ac"])).prefix == (kept[0],)
+        assert (await leased(scheduler, ["b"])).prefix == ()
+
+
+async def test_what_has_a_gap_before_it_is_of_no_use() -> None:
+    async with scheduling() as scheduler:
+        first = await leased(scheduler, ["a", "ab"])
+        await keep(scheduler, first, 1, made("y"))
+        assert (await leased(scheduler, ["a", "ab"])).prefix == ()
+        await keep(scheduler, first, 0, made("x"))
+        assert [ref.id for ref in (await leased(scheduler, ["a", "ab"])).prefix] == ["x", "y"]
+
+
+async def test_tenants_share_nothing_and_nor_does_who_asks_for_that() -> None:
+    async with scheduling() as scheduler:
+        await keep(scheduler, await leased(scheduler, ["a"]), 0, made("x"))
+        assert (await leased(scheduler, ["a"], tenant="another")).prefix == ()
+        alone = await leased(scheduler, ["a"], cache=False)
+        assert (alone.task.prefixes, alone.prefix) == ((), ())
+
+
+async def test_without_room_nothing_is_kept_and_the_longest_unused_goes_first() -> None:
+    async with scheduling(0) as scheduler:
+        assert (await leased(scheduler, ["a"])).task.prefixes == ()
+    async with scheduling() as scheduler:
+        lease = await leased(scheduler, ["a", "ab", "abc"])
+        for number, nbytes in enumerate((40, 40, 40)):
+            await keep(scheduler, lease, number, made(f"p{number}", nbytes=nbytes))
+        assert await scheduler.queue.cached_bytes() <= ROOM
+        await keep(scheduler, lease, 0, made("p0", nbytes=40))
+        assert [ref.id for ref in (await leased(scheduler, ["a", "ab"])).prefix][:1] == ["p0"]
+
+
+async def test_portions_of_a_worker_that_is_gone_are_passed_over() -> None:
+    async with scheduling() as scheduler:
+        lease = await leased(scheduler, ["a", "ab"])
+        await keep(scheduler, lease, 0, made("x"))
+        await keep(scheduler, lease, 1, msgspec.structs.replace(made("y")))
+        await scheduler.queue.bye(ONE)
+        assert (await leased(scheduler, ["a", "ab"], TWO)).prefix == ()
+
+
+async def test_only_who_runs_a_task_may_keep_what_it_is_asked_for() -> None:
+    """Given a lease, when another worker, or under a key of its own, or with an object of another one, keeps something,
+    then that is refused and nobody finds it."""
+    async with scheduling() as scheduler:
+        lease = await leased(scheduler, ["a"])
+        key = lease.task.prefixes[0]
+        for worker, message in (
+            (TWO, Keep(lease.claim, key, made("x", TWO))),
+            (ONE, Keep(lease.claim, "another", made("x"))),
+            (ONE, Keep(lease.claim, key, made("x", TWO))),
+        ):
+            with pytest.raises(LeaseLost):
+                await scheduler.keep(message, worker)
+        assert (await leased(scheduler, ["a"])).prefix == ()
