@@ -154,18 +154,23 @@ def rates(model: str, path: Path, rounds: int, tokens: int) -> dict[str, dict[st
                     )  # fmt: skip
                     if turn:  # the first round warms up
                         found[name, clients].append(one)
-    return {f"{name}, {clients}": _row(of, found["generate_batch", clients]) for (name, clients), of in found.items()}
+    rows = {}
+    for (name, clients), of in sorted(found.items(), key=lambda one: one[0][::-1]):
+        beside = {other: found[other, clients] for other in ("generate_batch", "serve, normal")}
+        rows[f"{name}, {clients}"] = _row(of, beside)
+    return rows
 
 
-def _row(of: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, object]:
-    def rate(one: dict[str, Any]) -> float:
-        return float(one["tokens"] / one["seconds"])
+def _row(of: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]]) -> dict[str, object]:
+    """Medians, and medians of what each round had beside others."""
 
-    row: dict[str, object] = {
-        "tokens/s": round(median(map(rate, of)), 1),
-        "÷ generate_batch": round(median(rate(a) / rate(b) for a, b in zip(of, beside, strict=True)), 2),
-        "CPU ms a token": round(median(1e3 * one["cpu"] / one["tokens"] for one in of), 2),
-    }
+    def rate(one: dict[str, Any], what: str = "seconds") -> float:
+        return float(one["tokens"] / one[what])
+
+    row: dict[str, object] = {"tokens/s": round(median(map(rate, of)), 1)}
+    for name, theirs in beside.items():
+        row[f"÷ {name}"] = round(median(rate(a) / rate(b) for a, b in zip(of, theirs, strict=True)), 2)
+    row["CPU ms a token"] = round(median(1e3 / rate(one, "cpu") for one in of), 2)
     first, gaps = ([value for one in of for value in one.get(name, ())] for name in ("first", "gaps"))
     if gaps:
         row |= {"first token, ms": _ms(first, 0.5), "between, p50": _ms(gaps, 0.5), "p99": _ms(gaps, 0.99)}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from bench import (
     arrivals,
+    chat,
     costs,
     gpu,
     growth,
@@ -212,6 +213,17 @@ def test_a_token_is_timed_by_its_context_and_its_company() -> None:
 
     assert {"one run", "many runs", "gathered", "DynamicCache"} <= by_context["256"].keys()
     assert all(cost > 0 for row in (*by_context.values(), *by_count.values()) for cost in row.values())
+
+
+def test_what_a_client_saw_of_a_chat_becomes_a_row_beside_others() -> None:
+    seen = chat.Read(1.0, [1.5, 1.6, 2.0], 3)
+    assert (seen.first, seen.gaps) == (0.5, pytest.approx([0.1, 0.4]))
+    fast, slow = ({"tokens": 30, "seconds": s, "cpu": 0.3, "first": [0.5], "gaps": seen.gaps} for s in (1.0, 2.0))
+
+    row = chat._row([fast, fast], {"other": [slow, slow]})
+
+    assert (row["tokens/s"], row["÷ other"], row["CPU ms a token"]) == (30.0, 2.0, 10.0)
+    assert (row["first token, ms"], row["p99"]) == (500.0, 400.0)
 
 
 def test_leases_are_timed_at_every_depth() -> None:
