@@ -15,11 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.test_nodes import keys, moved
+from tests.integration.test_nodes import keys, moved, other_host
+from tests.netns import SecondHost
+from tools.redis_server import RedisServer
 from tools.server import Server, computes_of, own_run_folder, serving, until
 from tools.tiny_language import TEXT, make_language_model
 
-__all__ = ["keys"]
+__all__ = ["keys", "other_host"]
 
 POSITIONS, TOKEN_BYTES = 4096, 16_384
 LONG: dict[str, Any] = {
@@ -178,6 +180,28 @@ def failures(server: Server) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
         found = re.findall(r"^unfuse_transfer_failures_total{.+} (.+)$", page.read().decode(), re.MULTILINE)
     return sum(map(float, found))
+
+
+@pytest.mark.nightly
+def test_a_decoder_of_another_host_begins_to_pull_before_prefill_is_done(
+    folder: Path,
+    tmp_path: Path,
+    other_host: SecondHost,
+    keys: list[str],
+    redis_server: RedisServer,
+    calm: dict[str, Any],
+) -> None:
+    """Given a queue in Redis, and a decoder on another host, then the text is that of a single worker, and its decoding
+    was leased before its prompt was computed."""
+    flags = [*keys, "--served-model-name", "tiny", "--queue", redis_server.url, "--workers", "prefill=1", *KV]
+    with serving(tmp_path, str(folder), *flags, at=other_host.near) as server:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("decode", *keys, *KV, within=other_host.enter)
+        answer = asked(server.ready())
+        assert answer["choices"] == calm["choices"]
+        told = [(event["type"], event.get("stage", "")) for event in server.events(answer["id"])]
+        assert told.index(("stage_started", "decode.0")) < told.index(("stage_completed", "prefill"))
+        until(lambda: sum(moved(server).values()) >= calm["usage"]["prompt_tokens"] * TOKEN_BYTES * 0.99, "all of it")
 
 
 @pytest.mark.nightly
