@@ -18,6 +18,7 @@ from bench import (
     chat,
     costs,
     gpu,
+    grammar,
     growth,
     hop,
     http_edge,
@@ -213,6 +214,12 @@ def test_a_token_is_timed_by_its_context_and_its_company() -> None:
 
     assert {"one run", "many runs", "gathered", "DynamicCache"} <= by_context["256"].keys()
     assert all(cost > 0 for row in (*by_context.values(), *by_count.values()) for cost in row.values())
+
+
+def test_a_grammar_is_timed_beside_others_and_alone(tmp_path: Path) -> None:
+    source = grammar.make_language_model(tmp_path / "narrow")
+
+    assert len(grammar.turns(grammar.Texts(source), 2)) == len(grammar.alone(source, 8, 3)) == 3
 
 
 def test_what_a_client_saw_of_a_chat_becomes_a_row_beside_others() -> None:

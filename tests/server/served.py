@@ -34,6 +34,8 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.keys import Keys
+from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.testing.queue_samples import wanted
@@ -45,6 +47,9 @@ POOLS = (*PICTURES.pools().values(), *MOVING.pools().values())
 WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
 """A prompt that the worker cannot draw."""
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+"""What webhooks are signed with."""
 
 POISON, EVIDENCE = "a poisonous circle", "killed by SIGSEGV\nFatal Python error: Segmentation fault"
 """A prompt that kills the worker's compute process, and what is found then."""
@@ -203,11 +208,16 @@ class _Often(HttpServer):
             counter += 1
 
 
+async def _looking(keys: Keys) -> None:
+    while True:
+        await keys.look()
+
+
 @contextmanager
 def serve(
     folder: Path,
     *,
-    keys: Mapping[str, str] | None = None,
+    keys: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
     idle: bool = True,
     cards: Sequence[ModelCard] = (PICTURES,),
@@ -219,11 +229,12 @@ def serve(
     standard: Params | None = None,
     loras: str = "",
     store: str = "shared_memory",
-    admins: Sequence[str] = (),
     access: Access | None = None,
     bounds: Bounds | None = None,
     cancels: bool = False,
     reuses: bool = False,
+    webhook_hosts: Sequence[str] = (),
+    webhook_secrets: Sequence[str] = (SECRET,),
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -235,24 +246,29 @@ def serve(
         known = (IDLE,) if idle else ()
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
-        worker = Worker(scheduler, results)
+        worker, shown = Worker(scheduler, results), Keys(keys)
+        webhooks = Webhooks(webhook_hosts, webhook_secrets)
         app = create_app(
-            scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins,
-            access=access, cancels=cancels, reuses=reuses,
+            scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
+            access=access, cancels=cancels, reuses=reuses, webhooks=webhooks,
         )  # fmt: skip
         await scheduler.start()
+        webhooks.start(scheduler)
         server = _Often(app, bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
+        looking = asyncio.create_task(_looking(shown))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop(), server))
         await asyncio.wrap_future(stop)
         scheduler.draining = True
         working.cancel()
+        looking.cancel()
+        await webhooks.close()
         await scheduler.close()
         await tasks.close()
         server.should_exit = True
-        await asyncio.gather(serving, working, return_exceptions=True)
+        await asyncio.gather(serving, working, looking, return_exceptions=True)
 
     thread = threading.Thread(target=uvloop.run, args=(main(),))
     thread.start()

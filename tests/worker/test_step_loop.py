@@ -209,6 +209,21 @@ def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     return loop, count
 
 
+def test_who_waits_lets_others_go_first_whatever_their_priority(tmp_path: Path) -> None:
+    """Given an urgent task that waits for something, then others step; where nobody else is left, it does."""
+
+    class Waiting(Count):
+        def waits(self, state: tuple[StageInput, int]) -> bool:
+            return state[0].params["tag"] == 1
+
+    count = Waiting()
+    loop = Bench(tmp_path, {"count": count}, 1)
+    urgent, other = loop.run(tag=1, priority=9), loop.run(tag=2)
+    assert isinstance(loop.outcome(other), Done)
+    assert count.order == [2, 2, 2]
+    assert isinstance(loop.outcome(urgent), Done)
+
+
 @dataclass(frozen=True)
 class Tagged:
     """A request between two steps: all that it computed so far."""

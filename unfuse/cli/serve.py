@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.allowed_hosts", "serve.allowed_origins",
     "serve.trusted_proxies", "serve.max_connections", "serve.max_connections_per_address",
+    "serve.webhook_hosts", "serve.webhook_secret",
     "serve.served_model_name", "serve.revision", "serve.queue", "serve.results", "serve.store", "serve.durable",
+    "serve.results_limit", "serve.retention_s", "serve.price",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
     "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",
@@ -75,6 +77,8 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
     """Say which workers run where and what each of their components takes, line by line."""
+    for card in (model.card for model in plan.models if model.card.undivided):
+        say(f"{card.name} is not split: {card.undivided}")
     if plan.layouts and not plan.refusal:
         say(plan.layouts.why)
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
@@ -98,7 +102,6 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
         import uvloop
 
         from unfuse.service.addresses import invitations
-        from unfuse.service.options import key_notes
         from unfuse.service.service import Service, plan
 
         async def serving() -> None:
@@ -114,7 +117,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
 
             def started(url: str) -> None:
                 for line in (
-                    *key_notes(options.keys, options.admins),
+                    *filter(None, [options.keys.note]),
                     *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
                     f"unfuse serves {', '.join(options.models)} at {url}",
                 ):

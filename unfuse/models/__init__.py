@@ -7,13 +7,17 @@ from pathlib import Path
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Choice
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
+from unfuse.models.declared import declared
 from unfuse.models.gguf_model import files_of
+from unfuse.models.hub import Tell
 from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
+from unfuse.models.whole import FAMILY as WHOLE
 
-__all__ = ["Family", "card_of", "find", "resolve_source", "served_classes"]
+__all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
@@ -22,7 +26,10 @@ FAMILIES = {
     "Krea2Pipeline": "unfuse.models.modular:KREA",
     "LlamaForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen2_5_VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "Qwen3ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen3VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
+    "Qwen3VLMoeForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",
@@ -41,17 +48,36 @@ def served_classes() -> tuple[str, ...]:
 def find(source: str | Path) -> Family:
     """The family of a model: of a folder or a GGUF file by what that says, of anything else by name.
 
-    Raises ConfigError when it holds no model, or one of a class that is not served.
+    A folder of another pipeline is served undivided. Raises ConfigError when it holds no model, or one that is not
+    served.
     """
-    found = files_of(Path(source)).kind if source and Path(source).exists() else pipeline_class(str(source))
+    folder = files_of(Path(source)) if source and Path(source).exists() else None
+    found = folder.kind if folder else pipeline_class(str(source))
     outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
+    if found not in families and folder and not folder.is_whole and declared(found):
+        return WHOLE
     if found not in families:
         raise ConfigError(
-            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}"
+            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}, and "
+            "undivided any other pipeline of the installed diffusers"
         )
     family: Family = resolve(families, found, "model family")
     return family
+
+
+def fetch(
+    name: str, choice: Choice, source: str = "", revision: str = "", dtype: str = "auto", tell: Tell | None = None
+) -> tuple[ModelCard, Path]:
+    """The card and the folder of a model, with the weights of the stages that are chosen; others are not downloaded.
+
+    `source` is what `resolve_source` finds it by, if that is not its name. Raises ConfigError.
+    """
+    folder = resolve_source(source or name, revision or None, ())
+    card = card_of(name, folder, dtype)
+    stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
+    resolve_source(card.source, None, {component for stage in stages for component in stage.components}, tell)
+    return card, folder
 
 
 def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelCard:

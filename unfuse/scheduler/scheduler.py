@@ -12,12 +12,12 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
+from unfuse.core.request import Allowance, Asked, Change, Record, RequestContext, Webhook, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.storable import EXACT
@@ -28,6 +28,7 @@ from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.notices import Notices
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
@@ -40,6 +41,9 @@ from unfuse.supervision.supervisor import Supervisor
 
 UNLIMITED = Limits(EXACT, EXACT)
 """Room for a request that is over when it comes."""
+
+ANY_NUMBER = Allowance()
+"""Of requests that nobody asks for within an allowance."""
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
@@ -84,6 +88,7 @@ class Scheduler:
         self.upkeep = Upkeep(
             self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
         )
+        self.notices = Notices(self._transitions)
         self.growing = Growing(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
@@ -114,27 +119,30 @@ class Scheduler:
             asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
             limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
+            webhook=_webhook(delivery, who),
         )  # fmt: skip
-        return await self._submit(context, delivery.timeout)
+        return await self._submit(context, who.allowance, delivery.timeout)
 
     async def reuse(self, asked: Asked, delivery: Delivery, who: Who, source: RequestContext) -> Record:
-        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits.
+        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits but
+        its tenant's rate.
 
         A repeat (same tenant and idempotency key) gets the first record.
         """
         context = RequestContext(
             asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
             priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
-            makes=asked.makes, result=source.result,
+            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who),
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
-        record = await self.queue.submit(change.context, (), change.events, UNLIMITED)
+        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
+        record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.ended, record.context)
         return record
 
-    async def retry(self, request: str, id: str = "") -> Record:
+    async def retry(self, request: str, id: str = "", allowance: Allowance = ANY_NUMBER) -> Record:
         """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.
 
         Raises NotFound for one that is not dead, and Overloaded.
@@ -146,13 +154,13 @@ class Scheduler:
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
-            asked=old.asked, limit_s=old.limit_s,
+            asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
         )  # fmt: skip
-        record = await self._submit(fresh)
+        record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
 
-    async def _submit(self, context: RequestContext, timeout: float | None = None) -> Record:
+    async def _submit(self, context: RequestContext, may: Allowance, timeout: float | None = None) -> Record:
         if self.draining:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
@@ -169,10 +177,12 @@ class Scheduler:
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
         try:
-            record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
+            limits = msgspec.structs.replace(self._limits, tenant=may)
+            record = await self.queue.submit(admitted.context, push, admitted.events, limits)
         except Overloaded as error:
             self.observers.tell(Observer.refused, context)
-            error.retry_after = self._costs.until_room(context.cost)
+            if not (isinstance(error, LimitReached) and error.retry_after):
+                error.retry_after = self._costs.until_room(context.cost)
             raise
         if record.context == admitted.context:
             self.observers.tell(Observer.submitted, record.context)
@@ -322,3 +332,7 @@ class Scheduler:
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
+
+
+def _webhook(delivery: Delivery, who: Who) -> Webhook | None:
+    return Webhook(delivery.webhook, who.base) if delivery.webhook else None

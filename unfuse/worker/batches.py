@@ -27,7 +27,7 @@ class Batches:
     `send` hears how requests of a pool share forwards, when that is news.
     """
 
-    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], None]) -> None:
+    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], object]) -> None:
         usual = most or USUAL_BATCH
         few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
         self.sizes, self._most = BatchSizes(few if exactness else usual), most
@@ -36,7 +36,11 @@ class Batches:
         self._shares: dict[str, Sharing] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
-        """The next batch of these: the task whose place is first, and those that may share its forward."""
+        """The next batch of these: the task whose place is first, and those that may share its forward.
+
+        Those that wait come last: a step of theirs looks after what they wait for.
+        """
+        jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
         first = min(jobs, key=self._place)
         self._turn += 1
         self._turns[first.lease.task.pool] = self._turn

@@ -13,11 +13,12 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     ForPairs,
     FromCompute,
@@ -31,6 +32,7 @@ from unfuse.worker.compute_messages import (
     StateSaved,
     Stepped,
     Stopped,
+    Taken,
     TextsHeld,
     ToCompute,
     Turn,
@@ -38,6 +40,7 @@ from unfuse.worker.compute_messages import (
 )
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
+from unfuse.worker.passing import Passing
 
 RESTART_S = 1.0
 RANKS_TRIED = 3
@@ -48,7 +51,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -57,9 +60,9 @@ class Executor:
     All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
     for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
     and with Ready after a restart. Tasks that a dead process had begun are reported as crashed, others as handed back.
-    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, or if its own memory exceeds
-    `memory_limit` bytes (0: any). A task that must run alone waits here until nothing else runs, and later tasks wait
-    for its end. Processes are forked where there is a `fork_server`.
+    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
+    `memory_limit` bytes (0: any) then, or if it is one of several and stopped. A task that must run alone waits here
+    until nothing else runs, and later tasks wait for its end. Processes are forked where there is a `fork_server`.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Executor:
         stall_s: float = 600.0,
         memory_limit: int = 0,
         fork_server: socket.socket | None = None,
+        buffer: int = 0,
     ) -> None:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
         self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
@@ -78,6 +82,7 @@ class Executor:
         self._begun: set[Claim] = set()
         self._unwritten: set[Claim] = set()
         self._heard_at = 0.0
+        self._watching: asyncio.Task[None] | None = None
         self.ready = False
         self.shares: dict[str, Sharing] = {}
         """How requests share forwards, by pool, as far as that is known."""
@@ -88,8 +93,10 @@ class Executor:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._spent: dict[ComputeProcess, Spent] = {}
-        self.pairs = ComputePairs(self._send_pairs)
+        self.pairs = ComputePairs(self._send_first)
         """Moves bytes of the arena, in the first process."""
+        self.passing = Passing(buffer if len(loads) == 1 else 0, self._send_first)
+        """Passes on inputs that are longer than the `buffer`; where several processes need them, they come whole."""
 
     @property
     def pids(self) -> list[int]:
@@ -109,6 +116,7 @@ class Executor:
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
+        self._watching = self._watching or self._background.forever("watching compute", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
@@ -127,15 +135,11 @@ class Executor:
     async def serve(self) -> None:
         """Report what the first process sends, for ever; when one dies, report that and restart all."""
         while True:
-            watching = self._background.forever("watching compute", self._watch)
-            try:
-                dead = await self._pump()
-                self.ready = False
-                await self._restart_after(dead)
-                log.info("starting compute again")
-                await self._report(await self._start_again())
-            finally:
-                watching.cancel()
+            dead = await self._pump()
+            self.ready = False
+            await self._restart_after(dead)
+            log.info("starting compute again")
+            await self._report(await self._start_again())
 
     async def _start_again(self) -> Ready:
         """Restart processes that have loaded before; try again until that succeeds, or ranks are `lost`."""
@@ -166,13 +170,17 @@ class Executor:
     async def close(self) -> None:
         """End the processes at once."""
         self.ready = False
+        if self._watching:
+            self._watching.cancel()
         await self._end()
+        self.passing.close()
 
     async def _end(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
         self.pairs.lost()
+        self.passing.lost()
 
-    async def _send_pairs(self, message: ForPairs) -> bool:
+    async def _send_first(self, message: ForPairs | Arrived | Cancel) -> bool:
         """Returns whether there is a process that answers."""
         if self.ready:
             await self._processes[0].send(message)
@@ -231,9 +239,9 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Grown() | Kept():
+            case StateSaved() | Announced() | Grown() | Kept():
                 await self._report(message)
-            case PairDone() | Shares() | TextsHeld():
+            case PairDone() | Taken() | Shares() | TextsHeld():
                 self._learn(message)
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
@@ -242,10 +250,12 @@ class Executor:
                     await self._report(message)
                     await self._feed()
 
-    def _learn(self, message: PairDone | Shares | TextsHeld) -> None:
+    def _learn(self, message: PairDone | Taken | Shares | TextsHeld) -> None:
         match message:
             case PairDone():
                 self.pairs.heard(message)
+            case Taken():
+                self.passing.heard(message)
             case Shares():
                 self.shares[message.pool] = message.sharing
             case TextsHeld():
@@ -256,8 +266,9 @@ class Executor:
         slept = time.monotonic()
         await asyncio.sleep(WATCH_S)
         self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
-        for process in self._processes if self._given else ():
-            if reason := self._stalled() or process.excess(self._memory_limit):
+        for process in self._processes:
+            busy = self._stalled() or process.excess(self._memory_limit) if self._given else ""
+            if reason := process.halted(WATCH_S) or busy:
                 process.kill(reason)
 
     def _stalled(self) -> str:

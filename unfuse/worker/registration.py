@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import USUAL_BATCH
@@ -13,23 +14,30 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
-from unfuse.models import card_of, resolve_source
+from unfuse.models import fetch
+from unfuse.models.hub import Brought
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
+
+log = structlog.get_logger(__name__)
 
 Models = tuple[tuple[str, str, str], ...]
 """Models as (name, source, dtype). After `fetch_models`, the source is a folder of this machine."""
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices."""
+    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
+
+    What its tasks of the declared pools in `read_here` make is read by others of its own.
+    """
 
     models: Models
     cards: tuple[ModelCard, ...]
     pools: tuple[str, ...]
     slots: int
     devices: tuple[str, ...]
+    read_here: frozenset[str] = frozenset()
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -56,7 +64,18 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     )
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
-    return Served(models, cards, pools_of(cards, choice, options.resources), slots, devices)
+    pools = pools_of(cards, choice, options.resources)
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice))
+
+
+def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:
+    """The declared pools of the chosen stages whose outputs chosen stages read."""
+    found = set[str]()
+    for card in cards:
+        pools, producers = card.pools(choice), card.pipeline.producers()
+        made = {producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs}
+        found |= {pools[name] for name in made & pools.keys()}
+    return frozenset(found)
 
 
 def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: TensorStore, places: Places) -> list[Load]:
@@ -74,15 +93,13 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
 
 def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
     """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
-    cards, folders = [], []
-    for name, source, dtype in models:
-        folder = resolve_source(source, components=())
-        card = card_of(name, folder, dtype)
-        stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
-        resolve_source(card.source, components={component for stage in stages for component in stage.components})
-        cards.append(card)
-        folders.append((name, str(folder), dtype))
-    return tuple(cards), tuple(folders)
+    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in models]
+    return tuple(card for card, _, _ in found), tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
+
+
+def _tell(brought: Brought) -> None:
+    """Log how far a download is; who shows that in one place need not show each line."""
+    log.info("fetching", passing=True, **msgspec.structs.asdict(brought))
 
 
 def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:
@@ -99,7 +116,7 @@ def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[s
         role, named = "+".join(sorted(choice.roles or {"all"})), sorted({stage.components[0] for stage in stages})
         raise ConfigError(f"no stage is both --role {role} and --component: components are {', '.join(named)}")
     for stage in filter(choice.takes, stages):
-        if missing := sorted(stage.needs.keys() - resources):
+        if missing := sorted(stage.needs.keys() - resources - {*stage.brings}):
             raise ConfigError(
                 f"stage {stage.name} needs the resource {missing[0]}, of which this worker has none: "
                 f"start it with --resources {missing[0]}=N"
