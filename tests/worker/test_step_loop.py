@@ -557,6 +557,26 @@ def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) ->
     assert isinstance(loop.outcome(text), Done)
 
 
+def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None:
+    """Given a text that is written, when a short prompt comes for which there is no room before that ends, then it
+    ends, and the prompt is computed."""
+
+    class Waiting(Count):
+        def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+            return [(task, step + ended()) for task, step in batch]
+
+    loop = Bench(tmp_path, {"print": Grow(), "count": Waiting()}, 1)
+    loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
+    text = loop.run("print", steps=9)
+
+    def ended() -> bool:
+        return any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
+
+    loop.turn()
+    assert isinstance(loop.outcome(loop.run(steps=1)), Done)
+    assert ended()
+
+
 def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:
     loop, count = bench(tmp_path)
     for lease in [loop.run(tag=tag) for tag in (1, 2)]:
