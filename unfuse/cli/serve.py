@@ -77,6 +77,8 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
     """Say which workers run where and what each of their components takes, line by line."""
+    for card in (model.card for model in plan.models if model.card.undivided):
+        say(f"{card.name} is not split: {card.undivided}")
     if plan.layouts and not plan.refusal:
         say(plan.layouts.why)
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]

@@ -5,6 +5,7 @@ In the hub library's cache, files that were not downloaded are known too: by the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -37,6 +38,9 @@ WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
+
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What safetensors files call these types."""
 
 ADAPTER = "adapter_config.json"
 _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
@@ -126,7 +130,10 @@ class ModelFolder:
         """The names of its components."""
         if self.is_whole:
             return [WHOLE]
-        return [name for name, entry in self.index().items() if isinstance(entry, list) and any(entry)]
+        pairs = ((name, entry) for name, entry in self.index().items() if isinstance(entry, list) and len(entry) == 2)
+        return [
+            name for name, entry in pairs if not name.startswith("_") and all(isinstance(one, str) for one in entry)
+        ]
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""
@@ -195,6 +202,11 @@ class ModelFolder:
         """A component's tensors: dtype (F32, BF16, ...) and elements by name, as the headers of its files have them."""
         files = self.weight_names(component)
         return {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
+
+    def has(self, component: str, dtype: str) -> bool:
+        """Whether files have all of a component's floats in that dtype, so that processes map them."""
+        kinds = {stored for stored, _ in self.tensors(component).values() if stored[0] not in "IU" and stored != "BOOL"}
+        return kinds == {STORED[dtype]}
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.
@@ -276,13 +288,13 @@ class ModelFolder:
 
     def _json(self, name: str, consequence: str) -> dict[str, Any]:
         try:
-            return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
+            return msgspec.convert(json.loads((self.path / name).read_bytes()), dict[str, Any])  # may hold -Infinity
         except OSError as error:
             reason = f"{name} cannot be read ({error.strerror}), so {consequence}; {REPAIR}"
             if instead := unserved(self._inside(name.rpartition("/")[0])):
                 reason = f"{name} is not there, but {instead}"
             raise ConfigError(f"model {self.path}: {reason}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
 
 
@@ -325,7 +337,8 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _config_name(component: str) -> str:
-    return CONFIGS.get(component.rstrip("0123456789").rstrip("_"), CONFIG)
+    kind = component.rstrip("0123456789").rstrip("_")
+    return next((file for name, file in CONFIGS.items() if kind.endswith(name)), CONFIG)
 
 
 def _content(file: Path, size: int) -> Iterator[bytes]:

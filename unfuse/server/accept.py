@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -15,8 +15,10 @@ from starlette.responses import JSONResponse
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import MEDIA, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
+from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
 from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
@@ -32,10 +34,13 @@ MAX_KEY = 255
 
 @dataclass(frozen=True)
 class Prompt:
-    """What stages get as the upload `prompt`, and digests of its beginnings, which those of others may equal."""
+    """What stages get as the upload `prompt`, digests of its beginnings, which those of others may equal, and what else
+    they get, by name.
+    """
 
     data: bytes
     begins: tuple[str, ...] = ()
+    besides: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -114,8 +119,10 @@ class Call:
         uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
-            uploads["prompt"] = prompt.data
+            uploads |= {"prompt": prompt.data, **prompt.besides}
         params, n = check(card, fields, self.medium, strict=gateway.strict)
+        if GRAMMAR in uploads:
+            await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
         if picture is not None:

@@ -29,6 +29,7 @@ from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
+from unfuse.server.trials import Trials
 from unfuse.server.view import request_object
 from unfuse.server.webhooks import Webhooks
 from unfuse.stages.adapters import Loras
@@ -73,6 +74,7 @@ class Gateway(Observer):
         self.keys = keys
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
+        self.trials = Trials(self.metrics.texts)
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels

@@ -280,6 +280,19 @@ class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where tensors from other nodes arrive that are longer than it."""
+
+    tokens: Annotated[
+        int,
+        says(
+            "Tokens of which a worker receives keys and values at a time; longer prompts arrive in pieces. 0 is any "
+            "length at once.",
+            ge=0,
+        ),
+    ] = 8192
+
+
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where workers keep objects."""
 
@@ -357,6 +370,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
     kv: Kv = Kv()
+    buffer: Buffer = Buffer()
     lease: Leases = Leases()
     store: Store = Store()
     spill: Spill = Spill()

@@ -52,6 +52,7 @@ def options(loaded: Loaded) -> ServeOptions:
                 ("insecure_listen", settings.insecure_listen),
                 ("store.orphan_s", settings.store.orphan_s),
                 ("worker.resources", settings.worker.resources),
+                ("buffer.tokens", settings.buffer.tokens),
                 *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
             )
         },
