@@ -12,6 +12,7 @@ from unfuse.cli import (
     generate,
     keys,
     models,
+    pull,
     requests,
     serve,
     version,
@@ -25,6 +26,7 @@ app.verb()(generate.generate)
 app.verb()(chat.chat)
 app.verb("info")(serve.serve)
 app.verb("info")(worker.worker)
+app.verb()(pull.pull)
 app.verb()(models.models)
 app.add_typer(requests.app, name="requests")
 app.add_typer(dead.app, name="dead")
