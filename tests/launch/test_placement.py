@@ -198,12 +198,15 @@ def test_the_ranks_of_a_worker_are_on_the_gpus_with_most_room_and_each_holds_all
     )
 
 
-def test_ranks_on_a_cpu_share_weights_that_are_mapped() -> None:
-    want, shared = spread("ring:3"), Part("transformer", "float32", 24 * GIB, mapped=True)
-    for part, times in ((TRANSFORMER, 3), (shared, 1)):
+def test_ranks_have_in_host_memory_once_what_each_needs_all_of() -> None:
+    want, mapped = spread("ring:3"), Part("transformer", "float32", 24 * GIB, mapped=True)
+    for part in (TRANSFORMER, mapped):
         (worker,) = place({"denoiser": (part,)}, replace(want, counts={"denoiser": 1}), (Device(CPU, 200 * GIB),))
         assert worker.device == "cpu+cpu+cpu"
-        assert worker.takes(want) == {CPU: 3 * PROCESS + times * 24 * GIB}
+        assert worker.takes(want) == {CPU: 3 * PROCESS + 24 * GIB}
+    resting = replace(want, compute=replace(want.compute, offload="model"), counts={"denoiser": 1})
+    (worker,) = place({"denoiser": (TRANSFORMER,)}, resting, gpus(30, 30, 30))
+    assert worker.takes(resting)[CPU] == 3 * PROCESS + 24 * GIB
 
 
 @pytest.mark.parametrize("how", ["shard:2", "layers:2"])

@@ -212,6 +212,27 @@ def test_a_cancel_that_the_first_rank_hears_stops_all(group: Make) -> None:
     assert stages[0].batches == stages[1].batches
 
 
+def test_a_cancel_amid_a_step_ends_a_task_behind_that_step_on_all(group: Make) -> None:
+    amid, go_on = threading.Barrier(3), threading.Event()
+
+    class Held(Count):
+        def step(self, states: Any) -> Any:
+            if len(self.batches) == 2 and not go_on.is_set():
+                amid.wait(WAIT_S)
+                go_on.wait(WAIT_S)
+            return super().step(states)
+
+    stages = Held(), Held()
+    ranks = group(*stages)
+    long = ranks.begin(tag=0, steps=10**9)
+    amid.wait(WAIT_S)
+    ranks.inboxes[0].put(Cancel(long.lease.claim))
+    go_on.set()
+    assert isinstance(ranks.outcome(long), Stopped)
+    assert isinstance(ranks.outcome(ranks.begin(tag=1, steps=1)), Done)
+    assert stages[0].batches == stages[1].batches == [[0], [0], [0], [1]]
+
+
 def test_a_saved_state_that_one_rank_cannot_read_is_made_anew_by_all(group: Make) -> None:
     class Forgets(Count):
         def resume(self, task: Any, saved: Any) -> Any:
@@ -297,14 +318,23 @@ def test_all_ranks_come_to_the_same_verdict_and_none_begins_what_another_cannot(
             assert isinstance(found, Failed) or not any(isinstance(one, Failed) for one in own)
 
 
-def test_ranks_that_would_make_other_bytes_do_not_begin() -> None:
-    """Such as those of another version, or on another kind of device."""
-
+@pytest.mark.parametrize(("outcome", "pools"), [
+    ({"torch": "3", "device": "cpu"}, ["denoise:a"]), ({"torch": "2", "device": "cuda"}, ["denoise:a"]),
+    ({"torch": "2", "device": "cpu"}, ["denoise:b"]),
+], ids=["version", "device", "weights"])  # fmt: skip
+def test_ranks_that_would_make_other_bytes_do_not_begin(outcome: dict[str, str], pools: list[str]) -> None:
     class Others:
         def exchange(self, own: bytes) -> list[bytes]:
-            return [own, own, encode([("device", "another")])]
+            return [own, own, other]
 
-    outcome = {"torch": "2", "device": "cpu"}
+    class Listens:
+        def exchange(self, own: bytes) -> list[bytes]:
+            nonlocal other
+            other = own
+            return [own]
+
+    other = b""
+    _agree(Listens(), outcome, pools)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="rank 2 of the worker makes other bytes than rank 0"):
-        _agree(Others(), outcome)  # type: ignore[arg-type]
-    _agree(None, outcome)
+        _agree(Others(), {"device": "cpu", "torch": "2"}, ["denoise:a"])  # type: ignore[arg-type]
+    _agree(None, outcome, pools)

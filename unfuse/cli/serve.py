@@ -100,7 +100,6 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
         import uvloop
 
         from unfuse.service.addresses import invitations
-        from unfuse.service.options import key_notes
         from unfuse.service.service import Service, plan
 
         async def serving() -> None:
@@ -116,7 +115,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
 
             def started(url: str) -> None:
                 for line in (
-                    *key_notes(options.keys, options.admins),
+                    *filter(None, [options.keys.note]),
                     *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
                     f"unfuse serves {', '.join(options.models)} at {url}",
                 ):

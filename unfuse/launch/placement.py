@@ -38,7 +38,8 @@ class Part(msgspec.Struct, frozen=True):
     ranks have a share each of `shared`, if they are spread by `tensor`.
 
     What is `mapped` is read from files as it is: on CPUs, all workers together take that memory once. A worker has one
-    that is there `once` for all of its stages.
+    that is there `once` for all of its stages. In host memory its ranks have one together, unless it is `parted`, so
+    that each has another part.
     """
 
     component: str
@@ -48,6 +49,7 @@ class Part(msgspec.Struct, frozen=True):
     mapped: bool = False
     shared: int = 0
     once: bool = False
+    parted: bool = False
 
     @property
     def half(self) -> Part:
@@ -66,10 +68,10 @@ class Part(msgspec.Struct, frozen=True):
         return replace(self, dtype=dtype, mapped=False, **sizes)
 
     def of_rank(self, spread: Spread) -> Part:
-        """What a rank has of it; as memory of its own where that is a part."""
+        """What a rank has of it."""
         lacks = self.shared - -(-self.shared // spread.degrees.get("tensor", 1))
         own = -(-(self.bytes - lacks) // spread.parts)
-        return replace(self, bytes=own, mapped=False) if own < self.bytes else self
+        return replace(self, bytes=own, mapped=False, parted=True) if own < self.bytes else self
 
     def resident(self, offload: Offload) -> int:
         """The most bytes of it that are on a GPU at one time. A VAE is loaded whole, others also layer by layer."""
@@ -135,12 +137,12 @@ class Placed(msgspec.Struct, frozen=True):
         ranks, weights = len(self.devices), sum(part.bytes for part in self.parts)
         host = ranks * PROCESS + wanted.arena
         if self.on_cpu:
-            return Counter({CPU: host + sum(part.bytes * (1 if part.mapped else ranks) for part in self.parts)})
+            return Counter({CPU: host + sum(part.bytes * (ranks if part.parted else 1) for part in self.parts)})
         offload = wanted.compute.offload
         if offload == "none":
             return Counter(dict.fromkeys(self.devices, CONTEXT + weights) | {CPU: host})
         resident = max((part.resident(offload) for part in self.parts), default=0)
-        return Counter(dict.fromkeys(self.devices, CONTEXT + resident) | {CPU: host + ranks * weights})
+        return Counter(dict.fromkeys(self.devices, CONTEXT + resident) | {CPU: host + weights})
 
 
 def parse_place(text: str) -> dict[str, tuple[str, ...]]:

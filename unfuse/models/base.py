@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +27,7 @@ from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import ENCODERS, cut_of
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
+from unfuse.models.shared import Mapped, load_together
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
@@ -34,7 +36,7 @@ from unfuse.stages.specs import DENOISE, VAE_DECODE
 if TYPE_CHECKING:
     import torch
 
-    from unfuse.parallel.group import Mesh
+    from unfuse.parallel.group import Group, Mesh
     from unfuse.stages.adapters import Adapters
     from unfuse.stages.denoise import Denoiser
     from unfuse.stages.text_encode import TextEncoder
@@ -49,7 +51,7 @@ class Runtime(msgspec.Struct, frozen=True):
 
     `loras` is the folder of adapters (LoRA), if any, `mesh` the ranks over which the stage is spread, if there are
     several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in `shared`
-    what they have in common.
+    what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
     """
 
     device: str
@@ -59,6 +61,7 @@ class Runtime(msgspec.Struct, frozen=True):
     mesh: Mesh | None = None
     kv: int = 0
     shared: dict[Hashable, Any] = {}
+    group: Group | None = None
 
 
 class Family(ABC):
@@ -215,7 +218,7 @@ class DiffusersFamily(Family):
             return TextEncode(self.text_encoders[kind](loader), kind)
         if kind == DENOISE.kind:
             denoiser, runtime = self.denoiser(loader), loader.runtime
-            preview, adapters = Preview(lambda: self.vae(loader)), self._adapters(loader, denoiser)
+            preview, adapters = Preview(lambda: self.vae(loader.alone)), self._adapters(loader, denoiser)
             return Denoise(denoiser, runtime.options, preview, adapters, runtime.mesh)
         if kind == VAE_DECODE.kind:
             return VaeDecode(self.vae(loader))
@@ -281,34 +284,52 @@ class Loader:
         self.folder, self.runtime, self._classes, self._report, self._cut = folder, runtime, classes, report, cut
 
     @property
+    def alone(self) -> Loader:
+        """One for what this rank loads, and others do not."""
+        return Loader(self.folder, self._classes, replace(self.runtime, mesh=None, group=None), self._report, self._cut)
+
+    @property
     def device(self) -> torch.device:
         """Where its components compute; one that is offloaded may lie elsewhere meanwhile."""
         import torch
 
         return torch.device(self.runtime.device)
 
-    def model(self, component: str) -> Any:
-        """A component with weights, all of which must be in its safetensors files."""
+    def model(self, component: str, part: Callable[[Any], Any] | None = None) -> Any:
+        """A component with weights, all of which must be in its safetensors files.
+
+        `part` makes of its class that of a part of it, which alone is loaded then.
+        """
+        began, runtime, (library, name) = time.monotonic(), self.runtime, self._classes[component]
+        self.folder.weights(component)
+        load, group, offload = partial(self._checked, component, part), runtime.group, runtime.options.offload != "none"
+        if group and (offload or not self.folder.has(component, runtime.dtypes[component])):
+            model = load_together(group, self.folder, component, library, load, offload)
+            mapped = Mapped(held(model))
+        else:
+            model, mapped = load(), Mapped(())
+        if runtime.mesh and (cut := cut_of(component, name, self._cut)):
+            from unfuse.parallel.spreading import spread
+
+            spread(model, cut, runtime.mesh)
+        mapped.leave(held(model))
+        model = self._settle(model)
+        self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
+        return model
+
+    def _checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
+        """A component with weights, of its own folder or another one that has all of them."""
         import torch
 
-        began = time.monotonic()
-        name = self.class_of(component)
-        self.folder.weights(component)
-        dtype = getattr(torch, self.runtime.dtypes[component])
+        name, dtype = self.class_of(component), getattr(torch, self.runtime.dtypes[component])
         options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._read(component, options)
+        model, info = self._read(component, options, part, path)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
                 f"({len(missing)} tensors in all): {name} would run on random numbers"
             )
-        if self.runtime.mesh and (cut := cut_of(component, name, self._cut)):
-            from unfuse.parallel.spreading import spread
-
-            spread(model.eval(), cut, self.runtime.mesh)
-        model = self._settle(model.eval())
-        self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
-        return model
+        return model.eval()
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""
@@ -339,7 +360,7 @@ class Loader:
         """A component without weights, such as a tokenizer or a noise scheduler."""
         began = time.monotonic()
         self.folder.config(component)
-        found = self._read(component, {})
+        found = self._read(component, {}, None, None)
         self._tell(component, began, self.folder.size(component))
         return found
 
@@ -356,13 +377,16 @@ class Loader:
 
         return rest(model, self.device, offload)
 
-    def _read(self, component: str, options: dict[str, Any]) -> Any:
+    def _read(
+        self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
+    ) -> Any:
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
         import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
-        kind = getattr(import_module(library), name)
-        path = self.folder.path / self.folder.at(component)
+        whole = getattr(import_module(library), name)
+        kind = part(whole) if part else whole
+        path = path or self.folder.path / self.folder.at(component)
         try:
             if isinstance(self.folder, GgufModel):
                 return self.folder.load(kind, options["dtype"]), {"missing_keys": ()}

@@ -40,6 +40,9 @@ WEIGHTS = (
 )  # fmt: skip
 """Where diffusers and transformers look for weights, in their order; an index names shards."""
 
+STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What safetensors files call these types."""
+
 ADAPTER = "adapter_config.json"
 _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and this with --loras FOLDER"
 _PICKLE = "weights that are not safetensors: save the model anew with its library"
@@ -203,6 +206,11 @@ class ModelFolder:
         """A component's tensors: dtype (F32, BF16, ...) and elements by name, as the headers of its files have them."""
         files = self.weight_names(component)
         return {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
+
+    def has(self, component: str, dtype: str) -> bool:
+        """Whether files have all of a component's floats in that dtype, so that processes map them."""
+        kinds = {stored for stored, _ in self.tensors(component).values() if stored[0] not in "IU" and stored != "BOOL"}
+        return kinds == {STORED[dtype]}
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.

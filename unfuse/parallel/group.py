@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import reduce
 from itertools import product
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
@@ -47,6 +48,8 @@ class Group:
 
     def __init__(self, rank: int, size: int, rendezvous: str, device: str, limit_s: float) -> None:
         self.rank, self.size, self.device = rank, size, torch.device(device)
+        self.folder = Path(rendezvous).parent
+        """Where they met."""
         self.waited_s = 0.0
         """Seconds spent in exchanges so far."""
         self.limit, self._met = timedelta(seconds=limit_s), True

@@ -39,10 +39,6 @@ AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
 """Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""
 
 
-IN_FILES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""What safetensors files call these types."""
-
-
 class Component(msgspec.Struct, frozen=True):
     """A part of a model: its class, the number of its tensors' elements, bytes of its files, and bytes in its dtype,
     of which ranks can share `shared`.
@@ -173,7 +169,7 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
     shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
-    mapped = {stored for stored, _ in tensors.values()} == {IN_FILES[dtype]}
+    mapped = files.has(name, dtype)
     return Component(name, kind, whole, files.size(name), dtype, whole * width, mapped, shared * width)
 
 

@@ -33,6 +33,11 @@ DECODE = StageSpec(
     work=Workload("expected_tokens", size=()),
 )  # fmt: skip
 
+VISION_ENCODE = StageSpec(
+    "vision_encode", "vision_encode", ("model",), outputs=("seen",), role="vision", slots=4, each="shown",
+    reads=("shown", "images", "picked", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
+)  # fmt: skip
+
 VAE_DECODE = StageSpec(
     "vae_decode", "vae_decode", ("vae",), ("latents",), per_sample=True, role="decoder", slots=4
 )  # fmt: skip

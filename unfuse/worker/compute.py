@@ -36,6 +36,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     ComputeChannel,
     ForPairs,
@@ -69,14 +70,12 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         load = _settled(load)
         group = _meet(load)
-        device, stages, plain, libraries = _load(load, channel, group)
-        outcome = outcome_of(load, device, libraries)
-        _agree(group, outcome)
+        device, outcome, stages, plain = _load(load, channel, group)
     except (UnfuseError, OSError, ValueError) as error:
         channel.send(LoadFailed(str(error)))
         return
@@ -86,7 +85,8 @@ def compute(descriptor: int) -> None:
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
-    channel.send(Ready(_name(device), outcome))
+    brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
+    channel.send(Ready(_name(device), outcome, brought))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
@@ -116,7 +116,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn], load: Load) -> None:
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn], load: Load) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:
@@ -149,19 +149,19 @@ def _meet(load: Load) -> Group | None:
     return Group(load.rank, load.ranks, load.rendezvous, _device(load, with_torch=True), load.compute.collective_s)
 
 
-def _agree(group: Group | None, outcome: Mapping[str, str]) -> None:
-    """Raises ConfigError where another rank makes other bytes, such as one of another version."""
-    said = group.exchange(encode(sorted(outcome.items()))) if group else []
+def _agree(group: Group | None, outcome: Mapping[str, str], pools: Collection[str]) -> None:
+    """Raises ConfigError where another rank would make other bytes: one of another version, or with other weights."""
+    said = group.exchange(encode((sorted(outcome.items()), sorted(pools)))) if group else []
     if differing := [rank for rank, theirs in enumerate(said) if theirs != said[0]]:
         raise ConfigError(
-            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices or versions differ"
+            f"rank {differing[0]} of the worker makes other bytes than rank 0: devices, versions or weights differ"
         )
 
 
 def _load(
     load: Load, channel: ComputeChannel, group: Group | None
-) -> tuple[str, dict[str, SteppedStage[Any]], set[str], set[str]]:
-    """Load the stages. Returns the device, stages by declared pool, pools that take numpy arrays, and libraries."""
+) -> tuple[str, dict[str, str], dict[str, SteppedStage[Any]], set[str]]:
+    """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
     for name, folder, dtype in models:
@@ -173,17 +173,18 @@ def _load(
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
     device = _device(load, bool(libraries))
-    spreads = own_spreads(load.compute.parallel, load.choice.roles)
+    outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
+    _agree(group, outcome, wanted)
     stages: dict[str, SteppedStage[Any]] = {}
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared)
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
         plain |= set() if family.torch else {pool}
-    return device, stages, plain, libraries
+    return device, outcome, stages, plain
 
 
 class LoadProgress:
