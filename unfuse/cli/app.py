@@ -7,6 +7,7 @@ from unfuse.cli import (
     compare,
     config,
     dead,
+    disk,
     doctor,
     generate,
     keys,
@@ -33,6 +34,7 @@ app.verb()(workers.workers)
 app.verb()(workers.pools)
 app.verb()(doctor.doctor)
 app.verb()(compare.compare)
+app.verb()(disk.disk)
 app.add_typer(keys.app, name="keys")
 app.add_typer(config.app, name="config")
 app.verb()(version.version)
