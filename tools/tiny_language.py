@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 TEXT = "the quick brown fox jumps over a lazy dog and what is the capital of France Paris user assistant system"
 TEMPLATE = (
@@ -13,16 +14,38 @@ TEMPLATE = (
 KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
-def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0) -> Path:
-    """Save one as transformers does."""
+def make_language_model(
+    folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0, width: int = 64, layers: int = 2,
+    head_dim: int = 0,
+) -> Path:  # fmt: skip
+    """Save one as transformers does, with so many layers of that width.
+
+    A token takes 16 × layers × head_dim bytes of keys and values; a head has a quarter of the width unless said.
+    """
     import torch
     import transformers
+
+    tokenizer = save_tokenizer(folder, TEMPLATE)
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim or width // 4,
+        max_position_embeddings=positions,
+        eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    getattr(transformers, kind)(config).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path, template: str, *more: str) -> Any:
+    """Train one and save it, with `more` tokens of its own."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *more]
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=letters)
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
@@ -30,15 +53,7 @@ def make_language_model(folder: Path, kind: str = KINDS[0], *, positions: int = 
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "chat_template": TEMPLATE,
+        "chat_template": template,
     }  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    torch.manual_seed(seed)
-    config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=positions,
-        eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    getattr(transformers, kind)(config).save_pretrained(folder)
-    return folder
+    return tokenizer

@@ -241,3 +241,48 @@ def test_a_plan_says_how_much_each_stage_has_to_do() -> None:
     made = StageSpec("a", "a", ("w",), work=Workload("n", size=("width",)))
     plan = compile_plan(Pipeline((made,)), {"a": "pool"}, {"n": 4, "width": 8}, [{}])
     assert plan.stages[0].work == (4.0, 8.0)
+
+
+class TestStagesForEachEntry:
+    """Stages that run for each entry of a list, as pictures that a prompt shows are encoded each on its own."""
+
+    SHOWN = (
+        '[{"shown": "a", "tokens": 4}, {"shown": "b", "tokens": 9}, {"shown": "a", "tokens": 4}]'  # the first, twice
+    )
+    LANGUAGE = Pipeline(
+        (
+            StageSpec(
+                "encode", "vision_encode", ("model",), (), ("seen",), each="shown", reads=("shown",),
+                room=Room(10, 2, 1, ("tokens",)), work=Workload(size=("tokens",)),
+            ),
+            stage("prefill", "seen", "kv"),
+            stage("decode", "seen kv", per_sample=True),
+        )
+    )  # fmt: skip
+
+    def plan(self, **params: Any) -> Any:
+        self.LANGUAGE.validate()
+        pools = {spec.name: spec.name for spec in self.LANGUAGE.stages}
+        return compile_plan(self.LANGUAGE, pools, params, [{"index": 0}, {"index": 1}], ("tenant",))
+
+    def test_equal_entries_are_one_stage_and_who_reads_it_reads_all(self) -> None:
+        plan = self.plan(shown=self.SHOWN)
+        assert {one.name: one.after for one in plan.stages} == {
+            "encode.0": (),
+            "encode.1": (),
+            "prefill": ("encode.0", "encode.1"),
+            "decode.0": ("encode.0", "encode.1", "prefill"),
+            "decode.1": ("encode.0", "encode.1", "prefill"),
+        }
+        first, second = plan.stages[:2]
+        assert (first.params, first.room, first.work) == ({"shown": "a", "tokens": 4}, 18, (1.0, 4.0))
+        assert (second.room, second.work) == (28, (1.0, 9.0))
+
+    def test_what_an_entry_has_by_content_is_shared_wherever_it_stands(self) -> None:
+        one, other = self.plan(shown=self.SHOWN), self.plan(shown='[{"shown": "b", "tokens": 9}]')
+        assert one.stage("encode.1").cache == other.stage("encode.0").cache != one.stage("encode.0").cache
+
+    @pytest.mark.parametrize("params", [{}, {"shown": ""}, {"shown": "[]"}])
+    def test_without_entries_it_does_not_run(self, params: Any) -> None:
+        assert [one.name for one in self.plan(**params).stages] == ["prefill", "decode.0", "decode.1"]
+        assert self.plan(**params).stage("prefill").after == ()

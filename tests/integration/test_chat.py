@@ -113,7 +113,7 @@ def test_a_text_ends_before_a_stop_string(ai: openai.OpenAI, expected: str) -> N
         ({"stop": ["x" * 2000]}, "stop", "1 to 1000"),
         ({"logit_bias": {"999999": 1}}, "logit_bias", "0 to"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs as true"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "type text"),
+        ({"response_format": {"type": "json"}}, "response_format", "json_object"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages", ""),
     ],
 )  # fmt: skip

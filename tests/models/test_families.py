@@ -51,7 +51,7 @@ def test_an_unknown_name_is_told_what_is_known(name: str) -> None:
         find(name)
 
 
-@pytest.mark.parametrize("found", ["FluxFillPipeline", "os:system", ["WanPipeline"], None])
+@pytest.mark.parametrize("found", ["OwnPipeline", "os:system", ["WanPipeline"], None])
 def test_a_class_that_is_not_served_is_told_what_is(found: object, tmp_path: Path) -> None:
     """A folder comes from anywhere: what it names is looked up, never imported."""
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": found}))

@@ -20,7 +20,7 @@ from unfuse.core.errors import NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
-from unfuse.core.request import Change, Record, RequestContext, StageState
+from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
@@ -31,7 +31,11 @@ from unfuse.testing.queue_samples import handle, request, wanted, worker
 POOLS = ("p", "q", "r")
 STAGES = ("a", "b", "c", "d")
 TTL = 8.0
-LIMITS = st.sampled_from([Limits(10**6, 10**6)] * 6 + [Limits(3, 10**6), Limits(10**6, 2), Limits(10**6, 10**6, 4.0)])
+LIMITS = st.sampled_from(
+    [Limits(10**6, 10**6)] * 6
+    + [Limits(3, 10**6), Limits(10**6, 2), Limits(10**6, 10**6, 4.0)]
+    + [Limits(10**6, 10**6, tenant=may) for may in (Allowance(2), Allowance(4), Allowance(0, 2, 7), Allowance(3, 5, 1))]
+)
 PLANS = [
     ExecutionPlan(tuple(PlannedStage(name, "k", pool, (), {}, 0, False, cost=cost) for name, pool, cost in stages))
     for stages in ([("a", "p", 0.1), ("b", "q", 1 / 3), ("c", "r", 7.0)], [("a", "q", 1e-4), ("d", "q", 0.7)], [])

@@ -34,6 +34,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.keys import Keys
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.testing.queue_samples import wanted
@@ -203,11 +204,16 @@ class _Often(HttpServer):
             counter += 1
 
 
+async def _looking(keys: Keys) -> None:
+    while True:
+        await keys.look()
+
+
 @contextmanager
 def serve(
     folder: Path,
     *,
-    keys: Mapping[str, str] | None = None,
+    keys: Sequence[str] = (),
     names: Mapping[str, str] | None = None,
     idle: bool = True,
     cards: Sequence[ModelCard] = (PICTURES,),
@@ -219,7 +225,6 @@ def serve(
     standard: Params | None = None,
     loras: str = "",
     store: str = "shared_memory",
-    admins: Sequence[str] = (),
     access: Access | None = None,
     bounds: Bounds | None = None,
     cancels: bool = False,
@@ -235,24 +240,26 @@ def serve(
         known = (IDLE,) if idle else ()
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
-        worker = Worker(scheduler, results)
+        worker, shown = Worker(scheduler, results), Keys(keys)
         app = create_app(
-            scheduler, results, keys=keys, names=names, standard=standard, loras=loras, store=store, admins=admins,
+            scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
             access=access, cancels=cancels, reuses=reuses,
         )  # fmt: skip
         await scheduler.start()
         server = _Often(app, bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
+        looking = asyncio.create_task(_looking(shown))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         ready.set_result(Served(url, folder, scheduler, worker, asyncio.get_running_loop(), server))
         await asyncio.wrap_future(stop)
         scheduler.draining = True
         working.cancel()
+        looking.cancel()
         await scheduler.close()
         await tasks.close()
         server.should_exit = True
-        await asyncio.gather(serving, working, return_exceptions=True)
+        await asyncio.gather(serving, working, looking, return_exceptions=True)
 
     thread = threading.Thread(target=uvloop.run, args=(main(),))
     thread.start()

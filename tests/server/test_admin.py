@@ -12,13 +12,13 @@ from tests.server.served import IDLE, POISON, Served, serve
 
 ASYNC = {"prefer": "respond-async"}
 URL = "/v1/images/generations"
-KEYS = {"key-a": "anna", "key-b": "bert", "key-root": "admin"}
+KEYS = ["anna key-a", "bert key-b", "admin key-root admin=yes"]
 CLOSED = ("/v1/workers", "/v1/pools")
 
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Served]:
-    with serve(tmp_path, keys=KEYS, admins=["key-root"]) as running:
+    with serve(tmp_path, keys=KEYS) as running:
         yield running
 
 
@@ -88,13 +88,13 @@ def test_an_admin_sees_and_deletes_everybody_s_videos(guarded: Served) -> None:
 
 
 def test_one_key_alone_is_an_admin_s(tmp_path: Path) -> None:
-    with serve(tmp_path, keys={"key-a": "anna"}) as served, as_(served, "key-a") as anna, as_(served) as nobody:
+    with serve(tmp_path, keys=["anna key-a"]) as served, as_(served, "key-a") as anna, as_(served) as nobody:
         assert [anna.get(path).status_code for path in CLOSED] == [200, 200]
         assert [nobody.get(path).status_code for path in CLOSED] == [401, 401]
 
 
 def test_of_several_keys_none_is_an_admin_s_unless_it_is_said(tmp_path: Path) -> None:
-    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}) as served:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"]) as served:
         for key in ("key-a", "key-b"):
             with as_(served, key) as http:
                 assert [http.get(path).status_code for path in CLOSED] == [403, 403]
@@ -102,7 +102,7 @@ def test_of_several_keys_none_is_an_admin_s_unless_it_is_said(tmp_path: Path) ->
 
 def test_without_keys_workers_are_open_and_requests_are_the_default_tenant_s(tmp_path: Path) -> None:
     queue = f"sqlite:{tmp_path}/queue.db"
-    with serve(tmp_path, keys={"key-a": "anna"}, queue=queue) as served, as_(served, "key-a") as anna:
+    with serve(tmp_path, keys=["anna key-a"], queue=queue) as served, as_(served, "key-a") as anna:
         kept = submitted(anna)
     with serve(tmp_path, queue=queue) as served, as_(served) as http:
         assert [http.get(path).status_code for path in CLOSED] == [200, 200]

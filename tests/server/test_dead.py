@@ -26,7 +26,7 @@ def poisoned(served: Served, http: httpx2.Client, **asked: object) -> str:
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Served]:
-    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}, limits=Limits(max_active=1)) as running:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=Limits(max_active=1)) as running:
         yield running
 
 

@@ -16,7 +16,7 @@ IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
 @pytest.fixture(scope="module")
 def caching(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("results")
-    with serve(folder, keys={"key-a": "a", "key-b": "b"}, cards=(PICTURES, MOVING), cache_bytes=1000) as running:
+    with serve(folder, keys=["a key-a", "b key-b"], cards=(PICTURES, MOVING), cache_bytes=1000) as running:
         yield running
 
 

@@ -31,7 +31,7 @@ ASYNC = {"prefer": "respond-async"}
 
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[Served]:
-    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}, limits=Limits(max_active=1)) as running:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"], limits=Limits(max_active=1)) as running:
         yield running
 
 

@@ -118,7 +118,7 @@ def test_a_call_whose_reply_was_lost_is_answered_by_its_first_request(served: Se
 
 
 def test_refusals_have_their_classes(tmp_path: Path) -> None:
-    with serve(tmp_path, keys={"key": "anna"}, limits=Limits(max_active=1)) as served:
+    with serve(tmp_path, keys=["anna key"], limits=Limits(max_active=1)) as served:
         with (
             openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as client,
             pytest.raises(openai.AuthenticationError),

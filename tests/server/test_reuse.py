@@ -61,7 +61,7 @@ def thrifty(request: pytest.FixtureRequest, exact: None, tmp_path_factory: pytes
         url = request.getfixturevalue("redis").url
     elif url == "sqlite":
         url = f"sqlite:{folder}/queue.db"
-    keys = {"one": "mine", "other": "theirs"}
+    keys = ["mine one", "theirs other"]
     with serve(folder / "results", cards=(PICTURES, MOVING), queue=url, reuses=True, keys=keys) as served:
         yield served
 

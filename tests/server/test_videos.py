@@ -239,7 +239,7 @@ def test_deleting_cancels_what_runs(served: Served, http: httpx2.Client) -> None
 
 
 def test_a_tenant_s_videos_are_its_own(tmp_path: Path) -> None:
-    with serve(tmp_path, keys={"key-a": "anna", "key-b": "bert"}) as served:
+    with serve(tmp_path, keys=["anna key-a", "bert key-b"]) as served:
         clients = [
             httpx2.Client(base_url=served.url, headers={"authorization": f"Bearer {key}"}) for key in ("key-a", "key-b")
         ]

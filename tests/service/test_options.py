@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,71 +10,12 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.launch.placement import Wanted
+from unfuse.server.keys import Key
 from unfuse.service.groups import SHARED_ARENA, Transfer
 from unfuse.service.logs import Logs
-from unfuse.service.options import key_notes, keys, options
+from unfuse.service.options import options
 from unfuse.service.service import Service, plan, public_names
 from unfuse.service.settings import load
-
-
-def test_keys_come_from_the_command_line_and_from_files(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("ada k1\n\nk2\n")
-
-    assert keys((str(file), "k3")) == {"k1": "ada", "k2": "default", "k3": "default"}
-
-
-def test_a_key_file_with_too_much_on_a_line_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("ada k1 surprise\n")
-    with pytest.raises(ConfigError, match="NAME KEY"):
-        keys((str(file),))
-
-
-@pytest.mark.parametrize("entry", ["one two three", "k" * 5000])
-def test_a_key_is_no_file_s_name_and_is_not_told(entry: str) -> None:
-    if " " not in entry:
-        assert keys((entry,)) == {entry: "default"}
-    else:
-        with pytest.raises(ConfigError, match="NAME KEY") as refused:
-            keys((entry,))
-        assert "two" not in str(refused.value)
-
-
-def test_a_key_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        keys((str(file),))
-
-
-@pytest.mark.parametrize(
-    ("flags", "tenants", "admins", "note"),
-    [
-        ({}, {}, set(), ""),
-        ({"api_key": "a"}, {"a": "default"}, set(), "the one API key is an admin's"),
-        (
-            {"serve.api_key": ["a", "b"]},
-            {"a": "default", "b": "default"},
-            set(),
-            "no key .*--admin-key\\)",
-        ),
-        ({"serve.admin_key": ["a"]}, {"a": "admin"}, {"a"}, ""),
-        ({"serve.admin_key": ["a"], "serve.api_key": ["b"]}, {"a": "admin", "b": "default"}, {"a"}, ""),
-        ({"serve.admin_key": ["FILE"], "serve.api_key": ["FILE", "b"]}, {"k": "ada", "b": "default"}, {"k"}, ""),
-    ],
-)
-def test_who_is_an_admin_is_settled_by_settings_and_said(
-    flags: dict[str, Any], tenants: dict[str, str], admins: set[str], note: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("ada k\n")
-    given = {
-        name: [str(tmp_path / "file") if one == "FILE" else one for one in value] if isinstance(value, list) else value
-        for name, value in flags.items()
-    }
-    composed = options(load(given, None, {"UNFUSE_DATA_DIR": "/d"}))
-    assert (composed.keys, composed.admins) == (tenants, admins)
-    assert re.fullmatch(note, "".join(key_notes(composed.keys, composed.admins)))
 
 
 def test_settings_become_what_is_composed() -> None:
@@ -102,7 +41,7 @@ def test_settings_become_what_is_composed() -> None:
     )
     assert load({}, None, composed.worker_environment).settings.run_dir == "/r"
     assert load({}, None, composed.worker_environment).settings.store.orphan_s == 77.0
-    assert composed.keys == {"k": "default"}
+    assert composed.keys.of("k") == Key("default", admin=True)
     assert composed.workers.counts == {"encoder": 1, "denoiser": 3, "decoder": 1}
     assert composed.workers.place == {"decoder": ("cpu",)}
     assert composed.workers.arena == SHARED_ARENA

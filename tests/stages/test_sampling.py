@@ -139,6 +139,57 @@ def test_seeds_draw_apart_and_equal_ones_alike() -> None:
     assert len({*drawn(1), *drawn(2), *drawn(-1), *drawn(2**70)}) == 16
 
 
+def bits(ids: Sequence[int], size: int) -> bytes:
+    """A bit for each token, least first, set for these."""
+    return sum(1 << id for id in {*ids}).to_bytes(-(-size // 8), "little")
+
+
+@pytest.mark.slow  # imports transformers
+@pytest.mark.parametrize("how", [Sampling(top_k=7), Sampling(temperature=0.7, top_p=0.8, repetition_penalty=1.3)])
+def test_what_a_grammar_allows_is_drawn_as_transformers_constrains_it(how: Sampling) -> None:
+    """Its place is behind the penalties and before the temperature, so that the likeliest ones are those allowed."""
+    from transformers.generation import logits_process as of
+
+    given, ids = logits(), [*range(0, 500, 9), *MADE]
+    steps = [
+        of.RepetitionPenaltyLogitsProcessor(how.repetition_penalty),
+        of.PrefixConstrainedLogitsProcessor(lambda row, said: ids, 1),
+        of.TemperatureLogitsWarper(how.temperature),
+        *([of.TopKLogitsWarper(how.top_k)] if how.top_k else []),
+        of.TopPLogitsWarper(how.top_p),
+    ]
+    theirs = of.LogitsProcessorList(steps)(torch.tensor([PROMPT + MADE]), given[None].double())[0].softmax(0)
+    drawn = [sample(given, replace(how, seed=9), place, PROMPT, MADE, bits(ids, 500)).token for place in range(2000)]
+    assert {*drawn} <= {*theirs.nonzero().flatten().tolist()}
+    likely = theirs.topk(3)
+    for id, share in zip(likely.indices.tolist(), likely.values.tolist(), strict=True):
+        assert abs(drawn.count(id) / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
+
+
+@given(
+    st.sets(st.integers(0, 9), min_size=1),
+    st.integers(0, 1 << 20),
+    st.sampled_from([GREEDY, Sampling(), Sampling(top_k=1)]),
+)
+def test_only_what_is_allowed_is_drawn(ids: set[int], position: int, how: Sampling) -> None:
+    assert sample(logits(10), how, position, [], [], bits([*ids], 10)).token in ids
+
+
+def test_a_model_has_tokens_that_its_tokenizer_has_not_and_they_are_not_allowed() -> None:
+    given = torch.tensor([0.0, 1.0, 2.0, 90.0])
+    assert sample(given[:2], GREEDY, 0, [], [], b"\xff").token == 1
+    assert sample(torch.cat([torch.zeros(8), given]), GREEDY, 0, [], [], b"\x02").token == 1
+    with pytest.raises(PermanentError, match="allows only tokens"):
+        sample(given, GREEDY, 0, [], [], b"\x10")
+
+
+def test_a_logprob_is_the_model_s_own_whatever_is_allowed() -> None:
+    how = Sampling(temperature=0, logprobs=2)
+    free, held = sample(logits(), how, 0, [], []), sample(logits(), how, 0, [], [], bits([7], 500))
+    assert held.token == 7 and held.top == free.top
+    assert held.logprob == pytest.approx(float(logits().log_softmax(0)[7]))
+
+
 def test_equal_logits_of_another_type_draw_the_same() -> None:
     given = logits(1000).bfloat16()
     how = Sampling(seed=6, top_p=0.95, repetition_penalty=1.1)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from tests.transfer.conftest import OPTIONS, SECRET, ChildOwner
 from unfuse.arena.arena import Arena
+from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef, same_prefix
 from unfuse.stores.checksums import checksums_of
@@ -483,3 +484,42 @@ def test_peers_agree_on_the_best_they_share() -> None:
     assert agree(["tcp", "mooncake"], {"mooncake": "…", "tcp": "…"}) == ["mooncake", "tcp"]
     assert agree(["mine:engine", "tcp"], ["mine:engine", "tcp"]) == ["tcp", "mine:engine"]
     assert agree(["tcp"], ["zmq"]) == []
+
+
+def test_chunks_that_an_earlier_transfer_left_are_not_pulled_again_as_far_as_they_are_equal(
+    owner: ArenaOwner, arena: Arena
+) -> None:
+    """Given a transfer of an announced object that ended when its owner gave it up, and another object made in its
+    place, which is equal in its first chunk, when that is fetched into the same place, then only the others are
+    pulled, and the bytes are those of the second."""
+    address, (first, old) = owner.start(), announced(owner, 4 * CHUNK_BYTES, [1, 2, 3])
+    again, new = announced(owner, 4 * CHUNK_BYTES, [1, 5, 3, 4])
+    engine = Recording()
+    with transfers({"fake": engine}, lambda _: {"fake": address}) as fetching:
+        sink = ArenaSink(arena, first)
+        sink.stays = True
+        session = fetching.fetch(first, sink)
+        soon(lambda: session.good == 3 * CHUNK_BYTES, "three chunks to be there")
+        owner.arena.abort(old.id)
+        with pytest.raises(ObjectLost):
+            session.result(60)
+        assert sink.extent and len(session.verified) == 3
+        owner.arena.seal(new.id)
+        engine.pulled.clear()
+        other = ArenaSink(arena, again)
+        other.extent = sink.extent
+        fetching.fetch(again, other, kept=session.verified).result(60)
+    assert engine.pulled[0][0] == CHUNK_BYTES and engine.pulled[-1][1] == again.nbytes
+    assert here(arena, other)[::CHUNK_BYTES].tolist() == [1, 5, 3, 4]
+
+
+def announced(owner: ArenaOwner, nbytes: int, values: list[int]) -> tuple[ObjectRef, Extent]:
+    """An object of which these chunks are written, each full of its value."""
+    extent = owner.arena.create(nbytes, "req_a")
+    memory = owner.arena.writable(extent)
+    for at, value in enumerate(values):
+        memory[at * CHUNK_BYTES : (at + 1) * CHUNK_BYTES] = value
+    owner.arena.announce(extent.id, checksums_of(memory)[: len(values)])
+    return ObjectRef(
+        extent.id, "owner", "", "req_a", "s", 1, extent.generation, nbytes, (), (), extent.key, 0.0
+    ), extent

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.worker.test_ranks import Group, group
 from tests.worker.test_step_loop import Bench, Large
@@ -160,6 +160,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 12), TEXTS, st.none() | st.integers
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["normal", "overlapped"])
 @pytest.mark.parametrize("exact", [False, True], ids=["batched", "exact"])
+@settings(deadline=None)
 @given(arrivals=ARRIVALS, seed=st.integers(0, 9))
 def test_whatever_comes_and_goes_each_text_has_its_tokens(
     arrivals: list[tuple[int, dict[str, Any], int | None]], seed: int, exact: bool, overlapped: bool

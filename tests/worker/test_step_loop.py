@@ -24,6 +24,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Params, Value
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
+from unfuse.core.text import TextLoad
 from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -125,6 +126,15 @@ class Print(Stage):
 
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
+
+
+class Texts:
+    """What stages have of texts, which is nothing."""
+
+    retracted = 0
+
+    def load(self) -> TextLoad:
+        return TextLoad()
 
 
 class Bench:
@@ -495,6 +505,41 @@ def test_what_takes_one_step_goes_before_the_next_of_many(tmp_path: Path) -> Non
     loop.outcome(first)
     assert len(count.order) == 1
     assert isinstance(loop.outcome(long), Done)
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(0, {20}), (6, {6})])
+def test_where_all_go_together_nobody_waits_to_see_whether_it_pays(tmp_path: Path, most: int, sizes: set[int]) -> None:
+    """Given twenty tasks of such a stage, when nobody says how many may share a forward, then all do from the first."""
+    loop, count = bench(tmp_path, batch=most)
+    count.all_together = True
+    leases = [loop.run(tag=tag) for tag in range(20)]
+    for _ in range(3):
+        loop.turn()
+    assert {len(batch) for batch in count.batches} == sizes
+    for lease in leases:
+        assert isinstance(loop.outcome(lease), Done)
+
+
+def test_all_go_together_as_far_as_there_is_memory(tmp_path: Path) -> None:
+    loop, count = bench(
+        tmp_path, batch=0, raises=lambda size: torch.OutOfMemoryError() if size > 5 else None, fail_at=2
+    )
+    count.all_together = True
+    for lease in [loop.run(tag=tag) for tag in range(20)]:
+        assert isinstance(loop.outcome(lease), Done)
+    assert len(count.batches[0]) == 20
+    assert {len(batch) for batch in count.batches[1:]} == {5}
+
+
+def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) -> None:
+    """Given a text that is written, when a prompt of several chunks comes, then they take turns."""
+    loop = Bench(tmp_path, {"print": Grow(), "count": Count()}, 1)
+    loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
+    text = loop.run("print", steps=9)
+    loop.turn()
+    assert isinstance(loop.outcome(loop.run(steps=3)), Done)
+    assert not any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
+    assert isinstance(loop.outcome(text), Done)
 
 
 def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:

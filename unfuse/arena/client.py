@@ -19,6 +19,7 @@ from unfuse.arena.objects import Extent
 from unfuse.arena.protocol import (
     MAX_MESSAGE,
     Abort,
+    Announce,
     Create,
     Delete,
     FromOwner,
@@ -34,8 +35,10 @@ from unfuse.arena.protocol import (
     Spill,
     ToOwner,
     Unhold,
+    Watch,
     Who,
     Write,
+    Written,
     frame,
 )
 from unfuse.arena.sockets import ABSTRACT, peer_of, receive_exactly, socket_name
@@ -88,6 +91,13 @@ class ArenaClient:
         """Hold a sealed object in its place until `unhold` or the end of this connection. Raises ObjectLost."""
         return self._placed(Hold(id, key, generation, nbytes))
 
+    def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
+        """The checksums of an announced object's complete chunks, and whether it is whole. Raises ObjectLost."""
+        reply = self._ask(Watch(id, key, generation, nbytes), id)
+        if not isinstance(reply, Written):
+            raise ProtocolError(f"the arena answered {type(reply).__name__} to Watch")
+        return reply.checksums, reply.whole
+
     def unhold(self, id: str) -> None:
         """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
         self._lock.post(partial(self._send, Unhold(id)))
@@ -104,6 +114,10 @@ class ArenaClient:
     def memory(self) -> NDArray[np.uint8]:
         """All of the arena's bytes, for a writer."""
         return self._writes.bytes
+
+    def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
+        """Let an object be read while it is written, as `ObjectTable.announce`. Raises ObjectLost."""
+        self._ask(Announce(id, written), id)
 
     def seal(self, id: str) -> None:
         """Make an object readable. Raises ObjectLost if it was released meanwhile."""

@@ -146,6 +146,16 @@ class ObjectTable:
                 raise ObjectLost(f"object {id} was aborted while it was written", id)
             return entry.written or (), entry.whole
 
+    def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
+        """`written` of an object that can be held, announced or whole. Raises ObjectLost, as `hold` does."""
+        with self._lock:
+            entry = self._entry(id)
+            known = hmac.compare_digest(entry.extent.key, key)
+            readable = entry.state in ("sealed", "spilled") or (entry.state == "writing" and entry.written is not None)
+            if not (known and readable and (entry.extent.generation, entry.extent.nbytes) == (generation, nbytes)):
+                raise _lost(id)
+            return entry.written or (), entry.whole
+
     def hold(self, id: str, key: bytes, generation: int, nbytes: int, *, announced: bool = False) -> Extent:
         """Hold a sealed object in its place until `unhold`. Raises ObjectLost unless key, generation and size match.
 

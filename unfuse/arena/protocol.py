@@ -24,6 +24,15 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
 
 
+class Watch(msgspec.Struct, frozen=True, tag=True):
+    """Ask how much of an object, whose writer may be at it, can be read. Answered at once, by Written, or Lost."""
+
+    id: str
+    key: bytes
+    generation: int
+    nbytes: int
+
+
 class Unhold(msgspec.Struct, frozen=True, tag=True):
     """End one hold. Not answered."""
 
@@ -45,6 +54,16 @@ class Create(msgspec.Struct, frozen=True, tag=True):
 
     nbytes: Annotated[int, msgspec.Meta(ge=0)]
     request: str
+
+
+class Announce(msgspec.Struct, frozen=True, tag=True):
+    """Let an object of this connection be read while it is written. Answered by Done, or Lost.
+
+    `written` has the checksums of all chunks that are complete.
+    """
+
+    id: str
+    written: tuple[int, ...]
 
 
 class Seal(msgspec.Struct, frozen=True, tag=True):
@@ -91,6 +110,13 @@ class Placed(msgspec.Struct, frozen=True, tag=True):
     given_back: int = 0
 
 
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The checksums of an announced object's complete chunks, and whether it is whole; of others () and True."""
+
+    checksums: tuple[int, ...]
+    whole: bool
+
+
 class Owner(msgspec.Struct, frozen=True, tag=True):
     """The owner of the arena, by the name that refs have."""
 
@@ -125,8 +151,8 @@ class Seen(msgspec.Struct, frozen=True, tag=True):
     idle: list[Extent]
 
 
-ToOwner = Who | Hold | Unhold | Write | Create | Seal | Abort | Delete | Release | Spill | Look
-FromOwner = Owner | Placed | Done | Lost | Full | Seen
+ToOwner = Who | Hold | Watch | Unhold | Write | Create | Announce | Seal | Abort | Delete | Release | Spill | Look
+FromOwner = Owner | Placed | Written | Done | Lost | Full | Seen
 
 
 def frame(message: ToOwner | FromOwner) -> bytes:

@@ -13,10 +13,13 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
+import msgspec
+
 from unfuse.arena.arena import Arena
 from unfuse.arena.protocol import (
     MAX_MESSAGE,
     Abort,
+    Announce,
     Create,
     Delete,
     Done,
@@ -33,8 +36,10 @@ from unfuse.arena.protocol import (
     Spill,
     ToOwner,
     Unhold,
+    Watch,
     Who,
     Write,
+    Written,
     frame,
 )
 from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
@@ -189,8 +194,8 @@ class ArenaServer:
                     connection.holds[id] -= 1
                     self._arena.unhold(id)
                     return
-                case Who():
-                    reply = Owner(self._owner)
+                case Who() | Watch():
+                    reply = self._tell(message)
                 case Hold(id, key, generation, nbytes):
                     reply = Placed(self._arena.hold(id, key, generation, nbytes))
                     connection.holds[id] += 1
@@ -208,6 +213,11 @@ class ArenaServer:
             reply = Full(error.needed, error.free, error.capacity, error.full, error.remedy)
         _send(connection.socket, frame(reply), fd)
 
+    def _tell(self, message: Who | Watch) -> Owner | Written:
+        if isinstance(message, Who):
+            return Owner(self._owner)
+        return Written(*self._arena.watch(*msgspec.structs.astuple(message)))
+
     def _change(self, connection: _Connection, message: ToOwner) -> FromOwner:
         if not connection.writer:
             raise ProtocolError("not a writer")
@@ -216,9 +226,11 @@ class ArenaServer:
                 extent = self._arena.create(nbytes, request)
                 connection.writing.add(extent.id)
                 return Placed(extent, self._arena.given_back)
+            case Announce(id) | Seal(id) | Abort(id) if id not in connection.writing:
+                raise ProtocolError(f"object {id} is not being written by this connection")
+            case Announce(id, written):
+                self._arena.announce(id, written)
             case Seal(id) | Abort(id):
-                if id not in connection.writing:
-                    raise ProtocolError(f"object {id} is not being written by this connection")
                 connection.writing.remove(id)
                 (self._arena.abort if isinstance(message, Abort) else self._arena.seal)(id)
             case Spill(id):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from unfuse.cli.connecting import client_of
+from unfuse.cli.files import json_of
 from unfuse.cli.options import COMPUTE, PLACING, ApiKey, Config, takes
 from unfuse.cli.terminal import Terminal
 from unfuse.service.settings import load
@@ -26,6 +28,7 @@ def chat(
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer.", min=1)] = None,
     temperature: Annotated[float | None, typer.Option(help="How freely to draw; 0: the likeliest.", min=0)] = None,
     seed: Annotated[int | None, typer.Option(help="Draw as with this seed before.", min=0)] = None,
+    schema: Annotated[Path | None, typer.Option(help="JSON schema that answers are to have.", metavar="FILE")] = None,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this chat alone.")
     ] = None,
@@ -35,7 +38,9 @@ def chat(
     """Talk with a language model. Answers are shown as they come; the end of input ends the conversation."""
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     given = {"model": model, "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    asked = {name: value for name, value in given.items() if value is not None}
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if schema:
+        asked["response_format"] = {"type": "json_schema", "json_schema": {"schema": json_of(schema)}}
     said: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     with client_of(load(flags, config), terminal) as (client, progress):
         for line in [prompt] if prompt is not None else _lines():

@@ -98,6 +98,7 @@ def _report(plan: Plan, data_dir: str) -> dict[str, Any]:
         "placement": plan.rows(),
         "memory": plan.memory(),
         "refusal": plan.refusal or None,
+        "undivided": {model.card.name: model.card.undivided for model in plan.models if model.card.undivided},
         "layouts": layouts_of(plan),
         "batches": batches_of(plan, data_dir),
         "gains": [gain for gain, _ in gains(plan)],

@@ -1,9 +1,11 @@
-"""Names of the files that a verb writes."""
+"""Files that a verb reads, and names of those that it writes."""
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from unfuse.core.errors import InvalidParameter
 
@@ -27,3 +29,11 @@ def kind_of(output: Path) -> tuple[str, bool]:
     except OSError as error:
         raise InvalidParameter(f"-o {output}: it cannot be written there ({error.strerror})", "output") from error
     return form, form == "mp4" or numbered
+
+
+def json_of(file: Path) -> Any:
+    """What a JSON file says. Raises InvalidParameter for one that cannot be read."""
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidParameter(f"{file} cannot be read as JSON: {error}") from error

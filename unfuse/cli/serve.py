@@ -75,6 +75,8 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
 
 def tell(plan: Plan, say: Callable[[str], object]) -> None:
     """Say which workers run where and what each of their components takes, line by line."""
+    for card in (model.card for model in plan.models if model.card.undivided):
+        say(f"{card.name} is not split: {card.undivided}")
     if plan.layouts and not plan.refusal:
         say(plan.layouts.why)
     columns = ["worker", "role", "device", "component", "dtype", "memory", "models"]
@@ -98,7 +100,6 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
         import uvloop
 
         from unfuse.service.addresses import invitations
-        from unfuse.service.options import key_notes
         from unfuse.service.service import Service, plan
 
         async def serving() -> None:
@@ -114,7 +115,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
 
             def started(url: str) -> None:
                 for line in (
-                    *key_notes(options.keys, options.admins),
+                    *filter(None, [options.keys.note]),
                     *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
                     f"unfuse serves {', '.join(options.models)} at {url}",
                 ):

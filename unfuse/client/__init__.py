@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from unfuse.client.chat import Chat
 from unfuse.client.client import Client, Request
 from unfuse.client.result import Result
 
@@ -11,4 +12,4 @@ def connect(url: str, key: str | None = None) -> Client:
     return Client(url, key)
 
 
-__all__ = ["Client", "Request", "Result", "connect"]
+__all__ = ["Chat", "Client", "Request", "Result", "connect"]

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import httpx2
 import msgspec
 
+from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
 from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
@@ -130,14 +131,18 @@ class Client:
         """Make pictures or a video from a prompt, as `submit` does, and wait. Also raises PermanentError."""
         return self.submit(prompt, **asked).result()
 
-    def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> Iterator[str]:
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> Chat:
         """Answer messages, or a text of the user's; gives the parts of the answer as they come, each once.
 
-        `params` are those of POST /v1/chat/completions, without n. A connection that breaks is taken up again where it
-        broke. Raises InvalidParameter, UnknownModel, Overloaded, PermanentError, TransientError.
+        `params` are those of POST /v1/chat/completions, such as response_format and tools, without n. A connection that
+        breaks is taken up again where it broke. The parts raise InvalidParameter, UnknownModel, Overloaded,
+        PermanentError, TransientError.
         """
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-        body = {**params, "messages": said, "stream": True}
+        return Chat(self._choices({**params, "messages": said, "stream": True}))
+
+    def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What is told of the only choice, piece by piece."""
         headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
         while True:
             try:
@@ -145,8 +150,7 @@ class Client:
                     headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
                     if "error" in told:
                         raise PermanentError(told["error"]["message"])
-                    for choice in told["choices"]:
-                        yield choice["delta"].get("content") or ""
+                    yield from told["choices"]
                 return
             except TransientError:
                 if lost >= RECONNECTS:
@@ -253,6 +257,8 @@ class Client:
                     source.response.read()
                     raise error_of(source.response)
                 for message in source:
+                    if message.event == "error":  # who comes again is told why
+                        return
                     yield msgspec.json.decode(message.data, type=Event)
         except (msgspec.DecodeError, httpx2.SSEError) as error:
             raise _foreign(f"{self.url}{path}") from error

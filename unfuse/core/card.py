@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
+from unfuse.core.vision import Vision
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -13,7 +14,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     `limits` maps names of a medium's limits to values. `source` is the folder or hub name that workers load the model
     from. `weights` and `dtypes` are by component name. `takes_image`: every request must bring a picture. `takes_lora`:
     a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
-    missing changes nothing.
+    missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
+    says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
     """
 
     name: str
@@ -28,6 +30,9 @@ class ModelCard(msgspec.Struct, frozen=True):
     takes_image: bool = False
     takes_lora: bool = False
     quality: dict[str, Params] = {}
+    lacks: tuple[str, ...] = ()
+    undivided: str = ""
+    vision: Vision | None = None
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

@@ -19,6 +19,10 @@ DRAWN_SEEDS = 2**31
 """A seed that the client left out is drawn below this number, so that it is short enough to type."""
 
 
+NOTHING = (0, "", "auto")
+"""Values that ask for nothing: a model that lacks their parameter may be given them."""
+
+
 class Delivery(msgspec.Struct, frozen=True):
     """How a client wants a request handled, whatever it asks for. `timeout` is seconds (None: no limit).
 
@@ -47,6 +51,8 @@ def check(
     for name in values:
         if name not in known:
             raise _unknown(name, known)
+        if name in card.lacks and values[name] not in NOTHING:
+            raise InvalidParameter(f"model {card.name} takes no {name}: leave it out", name)
     for one in medium.parameters:
         if one.required and one.name not in values:
             raise InvalidParameter(f"{one.name} is missing: say {one.description}", one.name)

@@ -11,6 +11,9 @@ Batching = Literal["auto", "exact", "batched"]
 Loop = Literal["auto", "normal", "overlapped"]
 Offload = Literal["none", "model", "sequential"]
 
+USUAL_BATCH = 8
+"""How many tasks share a forward at most, where nobody says it."""
+
 
 def compute_environment(threads: int) -> dict[str, str]:
     """The variables by which libraries use so many threads, and draw no progress bars."""
@@ -62,7 +65,14 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "auto is exact, but batched for workers that have language models alone."
         ),
     ] = "auto"
-    max_batch: Annotated[int, Meta(description="Most requests in one forward.", ge=1, le=256)] = 8
+    max_batch: Annotated[
+        int,
+        Meta(
+            description="Most requests in one forward; 0 is 8, and as many as are there of texts that are decoded.",
+            ge=0,
+            le=256,
+        ),
+    ] = 0
     loop: Annotated[
         Loop,
         Meta(

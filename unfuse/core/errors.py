@@ -50,6 +50,13 @@ class Overloaded(UnfuseError):
         self.retry_after = retry_after
 
 
+class LimitReached(Overloaded):
+    """The tenant has as many requests as its key allows. Try again after `retry_after` seconds (0: nobody knows)."""
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        super().__init__(message, retry_after)
+
+
 class TransientError(UnfuseError):
     """The task may succeed on another worker or later: it is tried again within its budget."""
 

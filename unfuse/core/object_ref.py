@@ -76,6 +76,11 @@ class ObjectRef(msgspec.Struct, frozen=True):
     key: bytes
     created_at: float
 
+    @property
+    def whole(self) -> bool:
+        """Whether the object was all written when the ref was made, or is only announced."""
+        return len(self.checksums) * chunk_bytes(self.nbytes) >= self.nbytes
+
 
 def chunk_bytes(nbytes: int) -> int:
     """Bytes of each chunk of an object: at least CHUNK_BYTES, and so many that there are at most MAX_CHUNKS chunks."""

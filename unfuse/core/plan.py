@@ -11,7 +11,7 @@ import msgspec
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room, Work, Workload
-from unfuse.core.parameters import Params as Params, Value as Value
+from unfuse.core.parameters import Params as Params, Value as Value, each_of
 
 ALL = "all"
 """The role of a worker that runs all stages."""
@@ -28,10 +28,12 @@ class StageSpec(msgspec.Struct, frozen=True):
     picture of a request, the others once a request. `reads` names all parameters that the output depends on (an upload
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
-    the others wait for their inputs. `needs` says how much of further named resources a task takes. Requests may share
+    the others wait for their inputs. `needs` says how much of further named resources a task takes; those that it
+    `brings`, workers have by themselves, as much as they found room for. Requests may share
     forwards of a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
-    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`.
+    `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage for `each`
+    entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
     """
 
     name: str
@@ -46,9 +48,11 @@ class StageSpec(msgspec.Struct, frozen=True):
     slots: int = 2
     work: Workload = Workload()
     needs: dict[str, Room] = {}
+    brings: tuple[str, ...] = ()
     shares: bool = False
     spreads: dict[str, int] = {}
     goes_on: bool = False
+    each: str = ""
 
 
 class Pipeline(msgspec.Struct, frozen=True):
@@ -192,28 +196,40 @@ def compile_plan(
     producers = pipeline.producers()
     order = TopologicalSorter({s.name: [producers[n].name for n in s.inputs] for s in pipeline.stages}).static_order()
     specs = {spec.name: spec for spec in pipeline.stages}
-    every_sample = list(samples)
+    own_of = list(samples)
+    times = {spec.name: _times(spec, params, own_of) for spec in pipeline.stages}
     planned: list[PlannedStage] = []
     for spec in (specs[name] for name in order):
         sources = dict.fromkeys(producers[name].name for name in spec.inputs)
-        needs = {name: need.bytes(params) for name, need in spec.needs.items()}
         keys = begins if spec.goes_on and shared_by is not None else ()
-        for index, own in enumerate(every_sample if spec.per_sample else [{}]):
-            read = [(key, (params | own).get(key)) for key in sorted(spec.reads)]
+        for index, (name, own) in enumerate(times[spec.name]):
+            given = params | own
+            read = [(key, given.get(key)) for key in sorted(spec.reads)]
             is_shared = read and not spec.inputs and shared_by is not None
+            before = (
+                times[source][index : index + 1] if specs[source].per_sample else times[source] for source in sources
+            )
             planned.append(
                 PlannedStage(
-                    name=f"{spec.name}.{index}" if spec.per_sample else spec.name,
+                    name=name,
                     kind=spec.kind,
                     pool=pools[spec.name],
-                    after=tuple(f"{name}.{index}" if specs[name].per_sample else name for name in sources),
+                    after=tuple(one for several in before for one, _ in several),
                     params=own,
-                    room=spec.room.bytes(params),
+                    room=spec.room.bytes(given),
                     final=not spec.outputs,
                     cache=cache_key(shared_by, pools[spec.name], read) if is_shared else "",
-                    work=spec.work.of(params),
-                    needs=needs,
+                    work=spec.work.of(given),
+                    needs={name: need.bytes(given) for name, need in spec.needs.items()},
                     prefixes=tuple(cache_key(shared_by, pools[spec.name], digest) for digest in keys),
                 )
             )
     return ExecutionPlan(tuple(planned))
+
+
+def _times(spec: StageSpec, params: Params, samples: Sequence[Params]) -> list[tuple[str, Params]]:
+    """The name and the own parameters of a stage, each time that it runs."""
+    if not spec.each and not spec.per_sample:
+        return [(spec.name, {})]
+    each: Sequence[Params] = each_of(params, spec.each) if spec.each else samples
+    return [(f"{spec.name}.{index}", own) for index, own in enumerate(each)]

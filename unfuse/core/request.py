@@ -178,16 +178,27 @@ class Asked(msgspec.Struct, frozen=True):
     begins: tuple[str, ...] = ()
 
 
+class Allowance(msgspec.Struct, frozen=True):
+    """How much a tenant may ask for: requests that are not over, and `rate` new ones in `per_s` seconds; 0 is any
+    number. The new ones may come at once; then as many come anew as time passes.
+    """
+
+    concurrent: int = 0
+    rate: int = 0
+    per_s: int = 60
+
+
 class Who(msgspec.Struct, frozen=True):
     """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent.
 
-    `leaves`: the request is for a caller that waits, and ends when that is gone.
+    `leaves`: the request is for a caller that waits, and ends when that is gone. The tenant has this `allowance`.
     """
 
     tenant: str = "default"
     idempotency_key: str = ""
     fingerprint: str = ""
     leaves: bool = False
+    allowance: Allowance = Allowance()
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -27,12 +27,13 @@ def unpacked(data: bytes) -> list[int]:
     return array("I", data).tolist()
 
 
-def beginnings(ids: Sequence[int]) -> tuple[str, ...]:
+def beginnings(ids: Sequence[int], besides: str = "") -> tuple[str, ...]:
     """A digest of each beginning of a prompt that ends with a chunk, the shortest first.
 
-    Equal ones are of equal tokens. The last token is in none: its keys and values are those that decoding begins with.
+    Equal ones are of equal tokens, and equal in what keys and values depend on `besides`, such as what is shown.
+    The last token is in none: its keys and values are those that decoding begins with.
     """
-    found, digest = list[str](), b""
+    found, digest = list[str](), besides.encode()
     for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
         digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
         found.append(digest.hex())
@@ -40,16 +41,20 @@ def beginnings(ids: Sequence[int]) -> tuple[str, ...]:
 
 
 class TextLoad(msgspec.Struct, frozen=True):
-    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, and
-    prompts that it computes those of.
+    """What a process has of texts now: blocks of keys and values that sequences have, those that nobody has, prompts
+    that it computes those of, and texts that wait for their grammar. Texts that are `arriving` have their keys and
+    values still on the way.
     """
 
     used: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     free: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
     prompts: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    grammars: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
+    arriving: Annotated[int, Meta(ge=0, le=1 << 60)] = 0
 
     def __add__(self, other: TextLoad) -> TextLoad:
-        return TextLoad(self.used + other.used, self.free + other.free, self.prompts + other.prompts)
+        mine, theirs = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return TextLoad(*map(sum, zip(mine, theirs, strict=True)))
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

@@ -9,8 +9,11 @@ from typing import Any
 import msgspec
 
 from unfuse.core.errors import InvalidParameter
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.medium import DELIVERED, MAX_SEED, Medium
-from unfuse.core.parameters import Parameter, Params, integer, number, printable, text
+from unfuse.core.parameters import Parameter, Params, integer, number, text
+from unfuse.core.tools import CALLS
+from unfuse.core.vision import SHOWN
 
 MAX_STOPS, MAX_STOP = 4, 1000
 """The most stop strings, and characters of one."""
@@ -43,11 +46,13 @@ def _settle(limits: TextLimits, params: Params, read: Mapping[str, Any]) -> Para
     if "top_logprobs" in read and not read.get("logprobs"):
         raise InvalidParameter("top_logprobs says how many logprobs: send logprobs as true too", "top_logprobs")
     settled: Params = {"prompt_tokens": prompt, "max_tokens": asked or room}
+    if shown := read.get(SHOWN):
+        settled[SHOWN] = shown
     settled["expected_tokens"] = min(asked or room, EXPECTED)
     settled["stop"] = json.dumps(_stops(read.get("stop", [])))
     settled["logit_bias"] = json.dumps(_biases(read.get("logit_bias", {}), limits.vocabulary))
     settled["logprobs"] = read.get("top_logprobs", 0) if read.get("logprobs") else None
-    _check_format(read.get("response_format"))
+    settled |= {name: read[name] for name in (GRAMMAR, CALLS) if read.get(name)}
     return settled
 
 
@@ -67,12 +72,6 @@ def _biases(value: object, vocabulary: int) -> dict[int, float]:
     }
 
 
-def _check_format(value: object) -> None:
-    if value is not None and value != {"type": "text"}:
-        shown = printable(value.get("type")) if isinstance(value, dict) else printable(value)
-        raise InvalidParameter(f"response_format can only be of type text here, not {shown}", "response_format")
-
-
 TEXT = Medium(
     "text",
     plural="texts",
@@ -87,6 +86,7 @@ TEXT = Medium(
             description="what was said so far, as objects of role and content",
         ),
         Parameter("prompt_tokens", "integer", 0, "max_prompt_chars", use="request", flag=None),
+        Parameter(SHOWN, "any", use="request", flag=None),
         Parameter("max_completion_tokens", "integer", 1, "max_tokens", use="request", description="of the answer"),
         Parameter("max_tokens", "integer", 1, "max_tokens", use="request", description="as max_completion_tokens"),
         Parameter("temperature", "number", 0, 2, default=1.0, description="0: the likeliest token each time"),
@@ -103,7 +103,18 @@ TEXT = Medium(
         Parameter("stop", "any", use="request", flag=None, description="texts before which the answer ends"),
         Parameter("logprobs", "flag", use="request", flag=None, description="tell how likely each token was"),
         Parameter("top_logprobs", "integer", 0, 20, use="request", flag=None, description="and the likeliest ones"),
-        Parameter("response_format", "any", use="request", flag=None, description="only of type text"),
+        Parameter(
+            "response_format", "any", use="request", flag=None,
+            description="what the text must be: of type text, json_object, json_schema, regex or grammar",
+        ),
+        Parameter("tools", "any", use="request", flag=None, description="functions that the model may call"),
+        Parameter(
+            "tool_choice", "any", use="request", flag=None,
+            description="whether it calls any: none, auto, required, or the name of one as an object",
+        ),
+        Parameter("parallel_tool_calls", "flag", use="request", flag=None, description="false: one call at most"),
+        Parameter(GRAMMAR, "any", use="request", flag=None, description="made of response_format and tools"),
+        Parameter(CALLS, "any", use="request", flag=None, description="made of tools"),
         Parameter(
             "seed", "integer", 0, MAX_SEED, use="request",
             description="of the first choice; if left out it is drawn, and the answer has it",

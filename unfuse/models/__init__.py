@@ -9,9 +9,11 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
+from unfuse.models.declared import declared
 from unfuse.models.gguf_model import files_of
 from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
+from unfuse.models.whole import FAMILY as WHOLE
 
 __all__ = ["Family", "card_of", "find", "resolve_source", "served_classes"]
 
@@ -22,7 +24,10 @@ FAMILIES = {
     "Krea2Pipeline": "unfuse.models.modular:KREA",
     "LlamaForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen2_5_VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "Qwen3ForCausalLM": "unfuse.models.language:FAMILY",
+    "Qwen3VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
+    "Qwen3VLMoeForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",
@@ -41,14 +46,19 @@ def served_classes() -> tuple[str, ...]:
 def find(source: str | Path) -> Family:
     """The family of a model: of a folder or a GGUF file by what that says, of anything else by name.
 
-    Raises ConfigError when it holds no model, or one of a class that is not served.
+    A folder of another pipeline is served undivided. Raises ConfigError when it holds no model, or one that is not
+    served.
     """
-    found = files_of(Path(source)).kind if source and Path(source).exists() else pipeline_class(str(source))
+    folder = files_of(Path(source)) if source and Path(source).exists() else None
+    found = folder.kind if folder else pipeline_class(str(source))
     outside = entry_points(group=OUTSIDE) if found not in FAMILIES else ()
     families = {point.name: point.value for point in outside} | FAMILIES
+    if found not in families and folder and not folder.is_whole and declared(found):
+        return WHOLE
     if found not in families:
         raise ConfigError(
-            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}"
+            f"model {source} is a {found[:80]}, which is not served; served are {', '.join(sorted(families))}, and "
+            "undivided any other pipeline of the installed diffusers"
         )
     family: Family = resolve(families, found, "model family")
     return family

@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 Report = Callable[[str, float, int], None]
 """Called for each loaded component: its name, the seconds that took, its bytes of memory."""
 
-_DTYPE_ARGUMENT = {"transformers": "dtype", "diffusers": "torch_dtype"}
-
 
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
@@ -297,11 +295,14 @@ class Loader:
 
         return torch.device(self.runtime.device)
 
-    def model(self, component: str) -> Any:
-        """A component with weights, all of which must be in its safetensors files."""
+    def model(self, component: str, part: Callable[[Any], Any] | None = None) -> Any:
+        """A component with weights, all of which must be in its safetensors files.
+
+        `part` makes of its class that of a part of it, which alone is loaded then.
+        """
         began, runtime, (library, name) = time.monotonic(), self.runtime, self._classes[component]
         self.folder.weights(component)
-        load, group, offload = partial(self._checked, component), runtime.group, runtime.options.offload != "none"
+        load, group, offload = partial(self._checked, component, part), runtime.group, runtime.options.offload != "none"
         if group and (offload or not self.folder.has(component, runtime.dtypes[component])):
             model = load_together(group, self.folder, component, library, load, offload)
             mapped = Mapped(held(model))
@@ -316,14 +317,13 @@ class Loader:
         self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
         return model
 
-    def _checked(self, component: str, path: Path | None = None) -> Any:
+    def _checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
         """A component with weights, of its own folder or another one that has all of them."""
         import torch
 
-        library, name = self._classes[component]
-        dtype = getattr(torch, self.runtime.dtypes[component])
-        options = {_DTYPE_ARGUMENT[library]: dtype, "use_safetensors": True, "output_loading_info": True}
-        model, info = self._read(component, options, path)
+        name, dtype = self.class_of(component), getattr(torch, self.runtime.dtypes[component])
+        options = {"dtype": dtype, "use_safetensors": True, "output_loading_info": True}
+        model, info = self._read(component, options, part, path)
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(
                 f"model {self.folder.path}: the weights of component {component} lack {missing[0]} "
@@ -360,7 +360,7 @@ class Loader:
         """A component without weights, such as a tokenizer or a noise scheduler."""
         began = time.monotonic()
         self.folder.config(component)
-        found = self._read(component, {})
+        found = self._read(component, {}, None, None)
         self._tell(component, began, self.folder.size(component))
         return found
 
@@ -377,12 +377,15 @@ class Loader:
 
         return rest(model, self.device, offload)
 
-    def _read(self, component: str, options: dict[str, Any], path: Path | None = None) -> Any:
+    def _read(
+        self, component: str, options: dict[str, Any], part: Callable[[Any], Any] | None, path: Path | None
+    ) -> Any:
         from safetensors import SafetensorError
 
         library, name = self._classes[component]
-        import_module(f"{library}.utils.logging").disable_progress_bar()
-        kind = getattr(import_module(library), name)
+        import_module(f"{library.partition('.')[0]}.utils.logging").disable_progress_bar()
+        whole = getattr(import_module(library), name)
+        kind = part(whole) if part else whole
         path = path or self.folder.path / self.folder.at(component)
         try:
             if isinstance(self.folder, GgufModel):

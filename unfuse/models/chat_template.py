@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from typing import Any, NoReturn
@@ -95,10 +95,11 @@ class ChatTemplate:
         return "".join(made)
 
 
-def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict[str, Any]]:
     """Messages as templates read them: content as one text, and no key without a value.
 
-    Raises InvalidParameter for what is no message, and for content that is no text, naming it.
+    Content with parts of a type in `shows` stays a list. Raises InvalidParameter for what is no message, and for
+    content that is nothing of that, naming it.
     """
     if not messages:
         raise InvalidParameter("messages: at least one is needed", "messages")
@@ -106,17 +107,21 @@ def plain(messages: Sequence[Message]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages[{number}] must be an object with a role", "messages")
-        content = {"content": _text(message["content"], number)} if message.get("content") is not None else {}
-        made.append({key: value for key, value in message.items() if value is not None} | content)
+        content = {"content": _content(message["content"], number, shows)} if "content" in message else {}
+        made.append({key: value for key, value in {**message, **content}.items() if value is not None})
     return made
 
 
-def _text(content: Any, number: int) -> str:
+def _content(content: Any, number: int, shows: Collection[str]) -> str | list[Any] | None:
+    if content is None:
+        return None
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list | tuple):
         raise InvalidParameter(f"messages[{number}].content must be a text or a list of parts", "messages")
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else part
+        if kind in shows:
+            continue
         if kind != "text":
             shown = str(kind)[:40]
             raise InvalidParameter(
@@ -124,7 +129,8 @@ def _text(content: Any, number: int) -> str:
             )
         if not isinstance(part.get("text"), str):
             raise InvalidParameter(f"messages[{number}].content: a part of type text needs a text", "messages")
-    return "".join(part["text"] for part in parts)
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "".join(texts) if len(texts) == len(parts) else list(parts)
 
 
 def _on() -> None:

@@ -5,6 +5,7 @@ In the hub library's cache, files that were not downloaded are known too: by the
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -129,7 +130,10 @@ class ModelFolder:
         """The names of its components."""
         if self.is_whole:
             return [WHOLE]
-        return [name for name, entry in self.index().items() if isinstance(entry, list) and any(entry)]
+        pairs = ((name, entry) for name, entry in self.index().items() if isinstance(entry, list) and len(entry) == 2)
+        return [
+            name for name, entry in pairs if not name.startswith("_") and all(isinstance(one, str) for one in entry)
+        ]
 
     def class_of(self, component: str) -> str:
         """The class of a component, in its library."""
@@ -284,13 +288,13 @@ class ModelFolder:
 
     def _json(self, name: str, consequence: str) -> dict[str, Any]:
         try:
-            return msgspec.json.decode((self.path / name).read_bytes(), type=dict[str, Any])
+            return msgspec.convert(json.loads((self.path / name).read_bytes()), dict[str, Any])  # may hold -Infinity
         except OSError as error:
             reason = f"{name} cannot be read ({error.strerror}), so {consequence}; {REPAIR}"
             if instead := unserved(self._inside(name.rpartition("/")[0])):
                 reason = f"{name} is not there, but {instead}"
             raise ConfigError(f"model {self.path}: {reason}") from error
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ConfigError(f"model {self.path}: {name} is not valid: {error}") from error
 
 
@@ -333,7 +337,8 @@ def hub_errors() -> tuple[type[Exception], ...]:
 
 
 def _config_name(component: str) -> str:
-    return CONFIGS.get(component.rstrip("0123456789").rstrip("_"), CONFIG)
+    kind = component.rstrip("0123456789").rstrip("_")
+    return next((file for name, file in CONFIGS.items() if kind.endswith(name)), CONFIG)
 
 
 def _content(file: Path, size: int) -> Iterator[bytes]:

@@ -16,6 +16,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.medium import Room
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.core.vision import Vision
 from unfuse.core.words import TextLimits
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.defaults import SERVING, Serving
@@ -28,6 +29,7 @@ from unfuse.stages.specs import DECODE, PREFILL
 
 if TYPE_CHECKING:
     from unfuse.stages.base import Stage
+    from unfuse.stages.sequences import Sequences
 
 BLOCK = 16
 """Tokens of a block of the KV."""
@@ -46,15 +48,19 @@ class LanguageFamily(Family):
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         model = files_of(folder)
         dtypes = choose_dtypes(dtype, (WHOLE,))
-        config = model.config(WHOLE)
+        config = self.speaks(model)
         with model.reading("model"):
             limits = TextLimits(int(config["max_position_embeddings"]), int(config["vocab_size"]))
-            each = bytes_per_token(config, WIDTHS[dtypes[WHOLE]])
-        if reason := refusal(config):
+            pipeline, vision = self.pipeline(model, WIDTHS[dtypes[WHOLE]]), self.vision(model)
+        if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
         limits = _bounded(limits, Serving.read(model.home).limits)
-        prefill = replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",)))
-        pipeline = Pipeline((prefill, DECODE))
+        weights = weights_ids(model, pipeline, "language")
+        kv = f"kv:{weights[WHOLE][:12]}:{dtypes[WHOLE]}"
+        own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
+        pipeline = Pipeline(
+            tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
+        )
         return ModelCard(
             name=name,
             source=source_of(folder),
@@ -62,26 +68,48 @@ class LanguageFamily(Family):
             pipeline=pipeline,
             limits=asdict(limits),
             defaults=self._defaults(model),
-            weights=weights_ids(model, pipeline, "language"),
+            weights=weights,
             dtypes=dtypes,
             created=model.created,
+            vision=vision,
         )
+
+    def speaks(self, model: ModelFolder) -> dict[str, Any]:
+        """The configuration of what speaks in it."""
+        return model.config(WHOLE)
+
+    def pipeline(self, model: ModelFolder, width: int) -> Pipeline:
+        """Its stages; numbers have so many bytes."""
+        each = bytes_per_token(self.speaks(model), width)
+        return Pipeline((replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",))), DECODE))
+
+    def vision(self, model: ModelFolder) -> Vision | None:
+        """What it makes of pictures, if it sees any."""
+        return None
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        from unfuse.models.grammars import Grammars
         from unfuse.models.tokenizer import ChatTokenizer
-        from unfuse.stages.language import Decode, Prefill, open_model
+        from unfuse.stages.language import Decode, Prefill
 
         shared, key = runtime.shared, (folder, runtime.dtypes[WHOLE])
         if key not in shared:
-            files = files_of(folder)
-            model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
-            tokens = self._room(folder, runtime)
-            shared[key] = open_model(model, runtime.device, tokens), ChatTokenizer.read(folder)
-        opened, tokenizer = shared[key]
-        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer)
+            grammars = Grammars(str(folder), patient=runtime.mesh is not None)
+            shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), grammars
+        opened, tokenizer, grammars = shared[key]
+        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars)
+        stage.resources = dict.fromkeys(spec.brings, opened.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
+
+    def opened(self, folder: Path, runtime: Runtime, report: Report | None) -> Sequences:
+        """The model with an empty KV."""
+        from unfuse.stages.sequences import open_model
+
+        files = files_of(folder)
+        model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
+        return open_model(model, runtime.device, self.room(folder, runtime))
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -90,10 +118,10 @@ class LanguageFamily(Family):
         if folder.suffix == SUFFIX:
             import_module("gguf.quants")
 
-    def _room(self, folder: Path, runtime: Runtime) -> int:
+    def room(self, folder: Path, runtime: Runtime) -> int:
         """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text."""
         files = files_of(folder)
-        each = bytes_per_token(files.config(WHOLE), WIDTHS[runtime.dtypes[WHOLE]])
+        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[WHOLE]])
         most = int(self.card("", folder).limits["max_tokens"]) + BLOCK
         room = runtime.kv or _usual(runtime.device, most * each)
         if room < most * each:

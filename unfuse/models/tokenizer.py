@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.models.chat_template import ChatTemplate, Message, plain
 from unfuse.models.folder import REPAIR
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
+from unfuse.models.tool_messages import format_of, with_calls
 
 
 class ChatTokenizer:
     """Ids of texts and of chats, and the bytes that ids stand for. Of many threads, each may call it.
 
-    `stops` end a text; `specials` are no text; `size` is one more than the largest id.
+    `stops` end a text; `specials` are no text; `size` is one more than the largest id; `calls` is how calls of tools
+    are written.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -32,6 +34,7 @@ class ChatTokenizer:
         tokenizer.add_special_tokens(whole)
         self._tokenizer, self._named = tokenizer, named
         self._templates = {name: ChatTemplate(text, str(source)) for name, text in templates.items()}
+        self.calls, self._knows_tools = format_of(templates.get("tool_use") or templates.get("default", ""))
         self._bytes, self._strips = _spelling(source, tokenizer)
         self.stops = frozenset(id for id in (*stops, ids.get("eos_token")) if id is not None)
         self.specials = frozenset({id for id, token in added.items() if token.special} | set(ids.values()))
@@ -67,12 +70,34 @@ class ChatTokenizer:
 
         Raises InvalidParameter for messages that are none, or that the model's template refuses.
         """
+        return self.ids(self.text(messages, tools, **template_kwargs))
+
+    def text(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        shows: Collection[str] = (),
+        **template_kwargs: Any,
+    ) -> str:
+        """The text of a chat as `prompt` reads it, whose messages may have parts of types in `shows`.
+
+        Raises InvalidParameter as `prompt` does.
+        """
         template = self._templates.get("tool_use") if tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise InvalidParameter("messages: this model has no chat template, so it cannot chat", "messages")
         variables = {**self._named, "tools": tools, "documents": None, "add_generation_prompt": True, **template_kwargs}
-        return self.ids(template.prompt(plain(messages), variables))
+        return template.prompt(plain(messages, shows), variables)
+
+    def told(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]] | None]:
+        """Messages and tools as clients send them, as `prompt` takes them. Raises InvalidParameter.
+
+        To a template that knows no tools, they are messages too.
+        """
+        return with_calls(messages, tools, self._knows_tools), tools if self._knows_tools else None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, without special ones; U+FFFD for bytes that are no UTF-8."""

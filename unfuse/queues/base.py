@@ -19,7 +19,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
 from unfuse.core.messages import WorkerInfo
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.request import Change, Record, RequestContext, RequestStatus
+from unfuse.core.request import Allowance, Change, Record, RequestContext, RequestStatus
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.wanted import Wanted
 
@@ -27,12 +27,14 @@ from unfuse.queues.wanted import Wanted
 class Limits(msgspec.Struct, frozen=True):
     """How much may be accepted: requests that are not over, the sum of their costs, and waiting tasks of one pool.
 
-    A request whose own cost exceeds `max_cost` is accepted when no other is active.
+    A request whose own cost exceeds `max_cost` is accepted when no other is active. Beside that, its `tenant` has an
+    allowance.
     """
 
     max_active: int = 256
     max_queue: int = 1024
     max_cost: float | None = None
+    tenant: Allowance = Allowance()
 
 
 MOST_RETURNS = 3
@@ -178,7 +180,8 @@ class TaskQueue(ABC):
         """Store a new request and queue its first tasks.
 
         Idempotent: if its id is known, or its tenant with its non-empty idempotency key, nothing changes and the stored
-        record is returned, whatever the limits. Raises Overloaded, with nothing stored, if a limit would be exceeded.
+        record is returned, whatever the limits. Raises Overloaded, with nothing stored, if a limit would be exceeded;
+        LimitReached if it is the tenant's. Only what is stored counts for its rate.
         Raises ProtocolError, as `commit` and `progress` do, for what cannot be stored.
         """
 

@@ -18,6 +18,7 @@ from unfuse.core.errors import (
     Conflict,
     Damaged,
     LeaseLost,
+    LimitReached,
     NotFound,
     Overloaded,
     ProtocolError,
@@ -98,6 +99,9 @@ def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
 def error(met: Exception, place: str) -> UnfuseError:
     """The exception for an error of the script, or of the server at `place`."""
     kind, _, text = str(met).partition(" ")
+    if kind == "LIMITED":
+        seconds, _, text = text.partition(" ")
+        return LimitReached(text, float(seconds))
     if kind in REFUSALS:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):

@@ -31,6 +31,7 @@ from unfuse.queues.remaining import NANOSECONDS, remaining_of
 from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.storable import check_storable
+from unfuse.queues.tenants import Tenants
 from unfuse.queues.wanted import Wanted
 
 
@@ -49,6 +50,7 @@ class QueueState:
         self._index = Index()
         self._active = 0
         self._cost = 0.0
+        self._tenants = Tenants()
         self._left = Counter[str]()
         self._pushed: dict[Key, float] = {}
         self._pool_queues = PoolQueues()
@@ -62,7 +64,9 @@ class QueueState:
         known = self.requests.get(context.id) or self._index.repeated(context)
         if known is not None:
             return known
+        self._tenants.require(context.tenant, limits.tenant, self._clock.now())
         self._admit(context, tasks, limits)
+        self._tenants.take(context.tenant, limits.tenant, self._clock.now())
         entry = self.requests[context.id] = Entry(context, self._arrival())
         self._count(entry, False)
         self._push(entry, tasks)
@@ -339,6 +343,7 @@ class QueueState:
         """Update the sums for a new request, or a new version of one."""
         change = (not entry.context.over) - was_active
         self._active += change
+        self._tenants.count(entry.context.tenant, change)
         self._cost = self._cost + change * entry.context.cost if self._active else 0.0
         was, entry.left = entry.left, remaining_of(entry.context)
         for pool in was.keys() | entry.left.keys():

@@ -43,11 +43,11 @@ class Arenas:
             self._require(plan, made, [member.info for member in await look()])
 
     def _require_resources(self, stages: Iterable[PlannedStage], live: Sequence[WorkerInfo]) -> None:
-        """Each task's needs are there in one worker."""
+        """Each task's needs are there in one worker, of those that say how much they have."""
         for stage in stages:
             serving = self._serving(stage.pool, live)
             for name, need in stage.needs.items():
-                most = max((worker.resources.get(name, 0) for worker in serving), default=need)
+                most = max((worker.resources[name] for worker in serving if name in worker.resources), default=need)
                 if need > most:
                     raise InvalidParameter(
                         f"stage {stage.name} needs {need} of the resource {name}, and a worker has {most}: "

@@ -12,12 +12,12 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery
 from unfuse.core.clock import Clock
-from unfuse.core.errors import Damaged, LeaseLost, NotFound, Overloaded
+from unfuse.core.errors import Damaged, LeaseLost, LimitReached, NotFound, Overloaded
 from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Asked, Change, Record, RequestContext, Who, new_request_id
+from unfuse.core.request import Allowance, Asked, Change, Record, RequestContext, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.storable import EXACT
@@ -40,6 +40,9 @@ from unfuse.supervision.supervisor import Supervisor
 
 UNLIMITED = Limits(EXACT, EXACT)
 """Room for a request that is over when it comes."""
+
+ANY_NUMBER = Allowance()
+"""Of requests that nobody asks for within an allowance."""
 
 PATIENCE = 5.0
 """A request may take so many times what was predicted, whatever the limit."""
@@ -115,10 +118,11 @@ class Scheduler:
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
             limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
         )  # fmt: skip
-        return await self._submit(context, delivery.timeout)
+        return await self._submit(context, who.allowance, delivery.timeout)
 
     async def reuse(self, asked: Asked, delivery: Delivery, who: Who, source: RequestContext) -> Record:
-        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits.
+        """Accept a request that has the results of an equal one already: it is over with that, whatever the limits but
+        its tenant's rate.
 
         A repeat (same tenant and idempotency key) gets the first record.
         """
@@ -128,13 +132,14 @@ class Scheduler:
             makes=asked.makes, result=source.result,
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
-        record = await self.queue.submit(change.context, (), change.events, UNLIMITED)
+        limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
+        record = await self.queue.submit(change.context, (), change.events, limits)
         if record.context == change.context:
             self.observers.tell(Observer.submitted, record.context)
             self.observers.tell(Observer.ended, record.context)
         return record
 
-    async def retry(self, request: str, id: str = "") -> Record:
+    async def retry(self, request: str, id: str = "", allowance: Allowance = ANY_NUMBER) -> Record:
         """Submit a dead request again, as a new one that has no deadline; the old one is dead no more.
 
         Raises NotFound for one that is not dead, and Overloaded.
@@ -148,11 +153,11 @@ class Scheduler:
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
             asked=old.asked, limit_s=old.limit_s,
         )  # fmt: skip
-        record = await self._submit(fresh)
+        record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
         return record
 
-    async def _submit(self, context: RequestContext, timeout: float | None = None) -> Record:
+    async def _submit(self, context: RequestContext, may: Allowance, timeout: float | None = None) -> Record:
         if self.draining:
             raise Overloaded("the server is shutting down: try again when it is back", retry_after=5.0)
         now = 0.0 if timeout is None else await self.queue.now()
@@ -169,10 +174,12 @@ class Scheduler:
         push = self._transitions.output_sizes.given(admitted.push)
         self.observers.tell(Observer.announced, context)
         try:
-            record = await self.queue.submit(admitted.context, push, admitted.events, self._limits)
+            limits = msgspec.structs.replace(self._limits, tenant=may)
+            record = await self.queue.submit(admitted.context, push, admitted.events, limits)
         except Overloaded as error:
             self.observers.tell(Observer.refused, context)
-            error.retry_after = self._costs.until_room(context.cost)
+            if not (isinstance(error, LimitReached) and error.retry_after):
+                error.retry_after = self._costs.until_room(context.cost)
             raise
         if record.context == admitted.context:
             self.observers.tell(Observer.submitted, record.context)

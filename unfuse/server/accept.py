@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -15,9 +15,12 @@ from starlette.responses import JSONResponse
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.media import MEDIA, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
+from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
+from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
@@ -31,22 +34,25 @@ MAX_KEY = 255
 
 @dataclass(frozen=True)
 class Prompt:
-    """What stages get as the upload `prompt`, and digests of its beginnings, which those of others may equal."""
+    """What stages get as the upload `prompt`, digests of its beginnings, which those of others may equal, and what else
+    they get, by name.
+    """
 
     data: bytes
     begins: tuple[str, ...] = ()
+    besides: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Call:
-    """A creating call: its tenant, its fields, its medium. `upload` is the name of its field for a picture, if any.
+    """A creating call: who asks, its fields, its medium. `upload` is the name of its field for a picture, if any.
 
     A call that `waits` is answered with what was made, unless its client prefers not to wait.
     """
 
     gateway: Gateway
     request: Request
-    tenant: str
+    caller: Caller
     given: dict[str, object]
     medium: Medium
     upload: str = ""
@@ -65,7 +71,7 @@ class Call:
 
         Raises InvalidParameter, UnknownModel, Overloaded, and Refusal for an Idempotency-Key that another body used.
         """
-        with self.gateway.refusals_told(self.tenant, self.given.get("model")):
+        with self.gateway.refusals_told(self.caller.tenant, self.given.get("model")):
             return await self._accept()
 
     async def _accept(self) -> tuple[Record, Delivery]:
@@ -76,7 +82,8 @@ class Call:
             raise InvalidParameter(message, "Idempotency-Key")
         fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
         leaves = self.gateway.cancels and self.waits and not self.prefers_not_to_wait
-        who, id = Who(self.tenant, key, fingerprint, leaves), new_request_id(self.medium)
+        who = Who(self.caller.tenant, key, fingerprint, leaves, self.caller.allowance)
+        id = new_request_id(self.medium)
         while True:
             record = await self._earlier(key, fingerprint) or await self._submit(id, who, delivery)
             if key and record.context.fingerprint != fingerprint:
@@ -93,11 +100,11 @@ class Call:
 
     async def _earlier(self, key: str, fingerprint: str) -> Record | None:
         if key:
-            known = await self.gateway.queue.list(Filter(tenant=self.tenant, idempotency_key=key), limit=1)
+            known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, idempotency_key=key), limit=1)
             return known[0] if known else None
         if self.request.headers.get("x-stainless-retry-count", "0") in ("", "0"):
             return None
-        known = await self.gateway.queue.list(Filter(tenant=self.tenant, fingerprint=fingerprint), limit=1)
+        known = await self.gateway.queue.list(Filter(tenant=self.caller.tenant, fingerprint=fingerprint), limit=1)
         since = self.gateway.scheduler.clock.wall() - REPEAT_WITHIN_S
         recent = [record for record in known if record.context.created_at > since]
         return recent[0] if recent else None
@@ -110,8 +117,10 @@ class Call:
         uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
-            uploads["prompt"] = prompt.data
+            uploads |= {"prompt": prompt.data, **prompt.besides}
         params, n = check(card, fields, self.medium, strict=gateway.strict)
+        if GRAMMAR in uploads:
+            await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
         if picture is not None:
@@ -138,7 +147,7 @@ class Call:
 
     async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
         """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
-        asked, card = await self.gateway.model(name)
+        asked, card = await self.gateway.model(name, self.caller.models)
         medium = self.medium
         if not medium.made_by(card.limits):
             others = " or ".join(other.plural for other in MEDIA if other.made_by(card.limits))
@@ -149,7 +158,7 @@ class Call:
             message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
         if picture and not card.takes_image:
-            served = await self.gateway.models()
+            served = await self.gateway.models(self.caller.models)
             able = sorted(name for name, card in served.items() if card.takes_image and medium.made_by(card.limits))
             hint = f"{', '.join(able)} can" if able else "no model that is served can"
             raise InvalidParameter(f"model {asked} cannot start from a picture; {hint}", self.upload)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,10 +15,11 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import chat, dead, health, images, models, requests, videos, workers
 from unfuse.server.access import Access, Guard
 from unfuse.server.answers import EVENT
-from unfuse.server.auth import KEYED, tenant_of
+from unfuse.server.auth import KEYED, Lasting, caller_of
 from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
+from unfuse.server.keys import Keys
 from unfuse.server.throttle import Throttle
 from unfuse.stores.results import ResultStore
 
@@ -27,30 +28,28 @@ def create_app(
     scheduler: Scheduler,
     results: ResultStore,
     *,
-    keys: Mapping[str, str] | None = None,
+    keys: Keys | None = None,
     names: Mapping[str, str] | None = None,
     standard: Params | None = None,
     loras: str = "",
     strict: bool = False,
     time_limits: Mapping[str, float] | None = None,
     store: str = "shared_memory",
-    admins: Collection[str] = (),
     access: Access | None = None,
     cancels: bool = False,
     reuses: bool = False,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
-    `keys` maps API keys to tenant names; without any, every caller is the tenant `default`. `admins` are those of them
-    that also open workers, pools and every tenant's requests; a sole key does anyway. `names` maps the names that
-    clients use to the names of models that go by another one here; `standard` goes before the models' defaults; `loras`
-    is the folder of adapters, if any; a `strict` gateway refuses fields that it would have to ignore. `time_limits` are
-    seconds that a request's stages may run, by medium (image, video); 0 or none: any number. `store` is the kind of
-    place where workers keep outputs. Without keys, `access` says from where it may be used: from this machine alone. A
-    gateway that `cancels` ends requests whose callers waited and are all gone; one that `reuses` gives results again.
+    Without `keys`, every caller is the tenant `default`. `names` maps the names that clients use to the names of models
+    that go by another one here; `standard` goes before the models' defaults; `loras` is the folder of adapters, if any;
+    a `strict` gateway refuses fields that it would have to ignore. `time_limits` are seconds that a request's stages
+    may run, by medium (image, video); 0 or none: any number. `store` is the kind of place where workers keep outputs.
+    Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels` ends
+    requests whose callers waited and are all gone; one that `reuses` gives results again.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
-    own_keys, own_names = dict(keys or {}), dict(names or {})
+    own_keys, own_names = keys or Keys(), dict(names or {})
     app.state.gateway = Gateway(
         scheduler,
         results,
@@ -61,16 +60,16 @@ def create_app(
         strict,
         time_limits,
         store,
-        admins,
         cancels,
         reuses,
     )
     app.state.reading = Reading()
-    guards = [Depends(tenant_of), *([Depends(KEYED)] if keys else [])]
+    guards = [Depends(caller_of), *([Depends(KEYED)] if keys else [])]
     for resource in (images, videos, chat, requests, dead, models, workers):
         app.include_router(resource.router, prefix="/v1", dependencies=guards)
     app.include_router(health.router)
     install(app)
+    app.add_middleware(Lasting, keys=own_keys)
     app.add_middleware(Guard, access=access or Access(), keyed=bool(keys))
     app.add_middleware(Throttle)
     app.add_middleware(Edge)

@@ -22,6 +22,9 @@ MAX_BODY = 2 * 1024 * 1024
 MAX_TEXT_BODY = 8 * 1024 * 1024
 """The most bytes of a body with a picture as text, which is slow to decode; larger pictures must be sent as files."""
 
+MAX_SHOWN_BODY = 32 * 1024 * 1024
+"""The most bytes of a chat, whose messages may show pictures as text."""
+
 MAX_VALUES = 50_000
 """The most commas and opening brackets in a JSON body: decoding them blocks all threads."""
 

@@ -17,20 +17,25 @@ from starlette.responses import Response
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode
 from unfuse.core.errors import InvalidParameter, UnfuseError
+from unfuse.core.grammar import FORMAT, GRAMMAR, digest, packed as pack_grammar
 from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
+from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
+from unfuse.core.vision import SHOWN
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, Prompt, respond_async
 from unfuse.server.answers import CHATTED
-from unfuse.server.auth import Tenant
-from unfuse.server.body import read_json
+from unfuse.server.auth import Known
+from unfuse.server.body import MAX_SHOWN_BODY, read_json
 from unfuse.server.caller import Caller
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, gateway_of, require_result
 from unfuse.server.growing import pieces
+from unfuse.server.said import GrowingMessage, whole
+from unfuse.server.shown import read_shown
 from unfuse.server.sse import stream
 from unfuse.stores.results import ResultStore
 
@@ -44,10 +49,10 @@ TOKENIZERS = 8
 
 
 @router.post("/chat/completions", openapi_extra=CHAT, responses=CHATTED)
-async def complete(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
-    given = await read_json(request)
-    call = Call(gateway, request, tenant, given, TEXT, waits=True, read=_prompt)
+    given = await read_json(request, MAX_SHOWN_BODY)
+    call = Call(gateway, request, asker, given, TEXT, waits=True, read=_prompt)
     record, delivery = await call.accept()
     if accepted := respond_async(call, record):
         return accepted
@@ -68,13 +73,35 @@ def _tokenizer(source: str) -> ChatTokenizer:
 
 
 def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
-    """The tokens of the messages, as decoders read them; `prompt_tokens` is their number."""
+    """The tokens of the messages, as decoders read them, what they show, and the grammar of the answer, if it has one.
+
+    `prompt_tokens` is the number of tokens.
+    """
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
-    ids = _tokenizer(card.source).prompt(messages)
-    fields["prompt_tokens"] = len(ids)
-    return Prompt(packed(ids), beginnings(ids))
+    tokenizer, tools = _tokenizer(card.source), read_tools(fields)
+    told = tokenizer.told(messages, tools.functions if tools else None)
+    shown, uploads = "", dict[str, bytes]()
+    if card.vision is None:
+        ids = tokenizer.prompt(*told)
+    else:
+        ids, shown, uploads = read_shown(card.vision, tokenizer, *told)
+    fields["prompt_tokens"], fields[SHOWN] = len(ids), shown
+    return Prompt(packed(ids), beginnings(ids, shown), _grammar(fields, tokenizer, tools) | uploads)
+
+
+def _grammar(fields: dict[str, object], tokenizer: ChatTokenizer, tools: Tools | None) -> dict[str, bytes]:
+    """The upload with what the answer must be; the fields say which it is, and how calls are written."""
+    grammar = grammar_of(fields, tools, tokenizer.calls)
+    fields[CALLS], fields[GRAMMAR] = tokenizer.calls.name if tools else None, None
+    if grammar is None:
+        return {}
+    if not tokenizer.stops:
+        raise InvalidParameter("this model has no token that ends a text, so its answers have no format", FORMAT)
+    data = pack_grammar(grammar, "tools" if tools else FORMAT)
+    fields[GRAMMAR] = digest(data)
+    return {GRAMMAR: data}
 
 
 async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]) -> AsyncIterator[bytes]:
@@ -84,18 +111,25 @@ async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]
     """
     context = record.context
     try:
+        messages = [GrowingMessage(context, index) for index in range(len(told))]
         for index, before in enumerate(told):
             if not before:
                 yield _chunk(context, told, index, {"role": "assistant", "content": ""})
+        known, told = (
+            told,
+            [0 if message.looks_back else before for message, before in zip(messages, told, strict=True)],
+        )
         async for index, piece in _pieces(gateway, context, told):
             told[index] += 1
-            if piece.text or piece.logprob is not None:
-                yield _chunk(context, told, index, {"content": piece.text}, logprobs=_logprobs([piece]))
+            delta = messages[index].add(piece.text)
+            if told[index] > known[index] and (delta or piece.logprob is not None):
+                yield _chunk(context, told, index, delta, logprobs=_logprobs([piece]))
         context = (await gateway.finished(record)).context
         require_result(context)
         answers = await to_thread.run_sync(_answers, gateway.results, context)
         for index, answer in enumerate(answers):
-            yield _chunk(context, told, index, {}, answer.finish_reason)
+            delta = messages[index].finish()
+            yield _chunk(context, told, index, delta, messages[index].reason(answer.finish_reason))
         if usage:
             yield _data({**_head(context, "chat.completion.chunk"), "choices": [], "usage": _usage(context, answers)})
         yield b"data: [DONE]\n\n"
@@ -169,15 +203,11 @@ def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
 
 def _reply(results: ResultStore, context: RequestContext) -> bytes:
     answers = _answers(results, context)
-    choices = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": _logprobs(answer.pieces),
-            "finish_reason": answer.finish_reason,
-        }
-        for index, answer in enumerate(answers)
-    ]
+    choices = []
+    for index, answer in enumerate(answers):
+        message, reason = whole(context, index, answer)
+        about = {"index": index, "logprobs": _logprobs(answer.pieces), "finish_reason": reason}
+        choices.append({**about, "message": {"role": "assistant", "refusal": None, **message}})
     told = {"choices": choices, "usage": _usage(context, answers), "seed": context.params["seed"]}
     return msgspec.json.encode({**_head(context, "chat.completion"), **told})
 

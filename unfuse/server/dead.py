@@ -10,7 +10,10 @@ from anyio import to_thread
 from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 
-from unfuse.core.errors import NotFound
+from unfuse.core.errors import NotFound, UnknownModel
+from unfuse.core.grammar import GRAMMAR
+from unfuse.core.request import Allowance
+from unfuse.core.vision import shown_of
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
 from unfuse.server.auth import Known, Sight
@@ -18,7 +21,7 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 
-UPLOADS = {"image": "image", "prompt_tokens": "prompt"}
+UPLOADS = {"image": "image", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
 """The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])
@@ -76,21 +79,25 @@ async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
 
 
 @router.post("/{id}/retry", status_code=202, responses=one(REQUEST, 202))
-async def retry(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
+async def retry(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Ask for the same again, as a new request with the same seed; the old one is no longer a dead letter.
 
     The new one's id follows from the old one's: whoever repeats a call that was cut off asks for nothing twice.
     """
-    old = await gateway.load(id, sees)
+    old = await gateway.load(id, caller.sees)
     if not old.context.dead:
         message = f"request {id} is not among the dead ones, it is {old.context.status}: only those are retried"
         raise Refusal(409, "not_dead", message, headers={"x-should-retry": "false"})
+    if not caller.may_use(asked := old.context.asked or old.context.model):
+        raise UnknownModel(f"no model {asked!r} is served to this key", "model")
     fresh = f"{id.partition('_')[0]}_{blake2b(id.encode(), digest_size=16).hexdigest()}"
-    for param, upload in UPLOADS.items():
-        if param in old.context.params:
-            data = await to_thread.run_sync(gateway.results.attached, id, upload)
-            await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
+    params = old.context.params
+    shown = dict.fromkeys(one.upload for one in shown_of(params))
+    for upload in [*(upload for param, upload in UPLOADS.items() if param in params), *shown]:
+        data = await to_thread.run_sync(gateway.results.attached, id, upload)
+        await to_thread.run_sync(gateway.results.attach, fresh, upload, data)
     with gateway.refusals_told(old.context.tenant, old.context.model):
-        record = await gateway.scheduler.retry(id, fresh)
+        own = caller.allowance if caller.tenant == old.context.tenant else Allowance()
+        record = await gateway.scheduler.retry(id, fresh, own)
     gateway.release(old.context)
     return gateway.view(request, record)

@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from unfuse.core.errors import (
     Damaged,
     InvalidParameter,
+    LimitReached,
     NotFound,
     Overloaded,
     ResultsUnavailable,
@@ -97,7 +98,8 @@ def refusal_of(error: Exception) -> Refusal:
         case NotFound():
             return Refusal(404, "not_found", str(error))
         case Overloaded():
-            return Refusal(429, "overloaded", str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
+            code = "rate_limit_exceeded" if isinstance(error, LimitReached) else "overloaded"
+            return Refusal(429, code, str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             return Refusal(error.status_code, code, f"{error.detail}: see /docs", headers=error.headers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 import structlog
@@ -25,8 +25,10 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
+from unfuse.server.keys import Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.reuse import Reuse
+from unfuse.server.trials import Trials
 from unfuse.server.view import request_object
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
@@ -40,27 +42,25 @@ log = structlog.get_logger(__name__)
 
 
 class Gateway(Observer):
-    """The parts one application serves. `keys` maps API keys to tenants, `names` public names to models' own.
+    """The parts one application serves. `names` maps public names to models' own.
 
-    `admins` are those keys that open workers, pools and every tenant's requests; a sole key is one. `standard` is what
-    every request gets beside its model's defaults, where it does not say otherwise. A `strict` one refuses what it
-    would have to ignore. `store` is the kind of place where workers keep outputs. One that `cancels` ends a request
-    whose callers waited and are all gone. With one that `reuses`, equal requests get equal results without being made
-    again. What the scheduler does it counts and logs.
+    `standard` is what every request gets beside its model's defaults, where it does not say otherwise. A `strict` one
+    refuses what it would have to ignore. `store` is the kind of place where workers keep outputs. One that `cancels`
+    ends a request whose callers waited and are all gone. With one that `reuses`, equal requests get equal results
+    without being made again. What the scheduler does it counts and logs.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         results: ResultStore,
-        keys: Mapping[str, str],
+        keys: Keys,
         names: Mapping[str, str],
         standard: Params | None = None,
         loras: str = "",
         strict: bool = False,
         time_limits: Mapping[str, float] | None = None,
         store: str = "shared_memory",
-        admins: Collection[str] = (),
         cancels: bool = False,
         reuses: bool = False,
     ) -> None:
@@ -68,9 +68,9 @@ class Gateway(Observer):
         self.queue = scheduler.queue
         self.results = results
         self.keys = keys
-        self.admins = admins or (keys if len(keys) == 1 else ())
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
+        self.trials = Trials(self.metrics.texts)
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels
@@ -81,20 +81,23 @@ class Gateway(Observer):
         self.background = Supervisor()
         scheduler.observers.add(self, self.metrics.texts)
 
-    async def models(self) -> dict[str, ModelCard]:
-        """The served models, by the names that clients use."""
+    async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
+        """The served models, by the names that clients use; of these `only`, if any are said."""
         found = await self.scheduler.registry.cards()
         cards = {name: replace(card, defaults=card.defaults | self._standard) for name, card in found.items()}
         renamed = {public: cards[own] for public, own in self._names.items() if own in cards}
-        return renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
+        named = renamed | {name: card for name, card in cards.items() if name not in self._names.values()}
+        return {name: card for name, card in named.items() if only is None or name in only}
 
-    async def model(self, name: object) -> tuple[str, ModelCard]:
+    async def model(self, name: object, only: frozenset[str] | None = None) -> tuple[str, ModelCard]:
         """A served model, by the name clients use, which may be left out (None) where one alone is served.
 
-        Raises UnknownModel, or Refusal while nothing is served at all.
+        Raises UnknownModel, also for one that is not among these `only`, or Refusal while nothing is served at all.
         """
-        served = await self.models()
+        served = await self.models(only)
         known = ", ".join(sorted(served))
+        if not served and only is not None:
+            raise UnknownModel("no model that this key may use is served", "model")
         if not served:
             raise Refusal(503, "no_model", "no model is served yet: start a worker", headers={"retry-after": "2"})
         if name is None and len(served) == 1:

@@ -19,7 +19,7 @@ from unfuse.core.media import IMAGE
 from unfuse.core.request import Record, RequestContext, ResultFile
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DRAWN
-from unfuse.server.auth import Tenant
+from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
 from unfuse.server.caller import Caller
 from unfuse.server.errors import envelope, refusal_of
@@ -42,21 +42,21 @@ _USAGE = {
 
 
 @router.post("/images/generations", openapi_extra=GENERATE, responses=DRAWN)
-async def generate(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def generate(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures of a prompt, and wait for them. A client that leaves cancels nothing, unless the server says so."""
-    call = Call(gateway, request, tenant, await read_json(request), IMAGE, waits=True)
+    call = Call(gateway, request, asker, await read_json(request), IMAGE, waits=True)
     return await _answer(call, "image_generation")
 
 
 @router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
-async def edit(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def edit(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures that start from another one, and wait for them. A served model must be able to do this."""
     given = await read_body(request)
     if given.pop("mask", None) is not None:
         raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
     if given.get("image") is None:
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, tenant, given, IMAGE, "image", waits=True), "image_edit")
+    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True), "image_edit")
 
 
 async def _answer(call: Call, kind: str) -> Response:

@@ -11,6 +11,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import UnknownModel
 from unfuse.core.media import VIDEO
 from unfuse.server.answers import MODEL, one, several
+from unfuse.server.auth import Known
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(prefix="/models", tags=["models"])
@@ -18,17 +19,17 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("", responses=several(MODEL, paged=False))
-async def page(gateway: Served) -> dict[str, object]:
-    """Every served model."""
+async def page(gateway: Served, caller: Known) -> dict[str, object]:
+    """Every served model that the caller may ask for."""
     loras = await _loras(gateway)
-    served = sorted((await gateway.models()).items())
+    served = sorted((await gateway.models(caller.models)).items())
     return {"object": "list", "data": [_model(name, card, loras) for name, card in served]}
 
 
 @router.get("/{name:path}", responses=one(MODEL))
-async def show(name: str, gateway: Served) -> dict[str, object]:
+async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """One served model; its name may hold slashes."""
-    served = await gateway.models()
+    served = await gateway.models(caller.models)
     if name not in served:
         raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(served))}", "model")
     return _model(name, served[name], await _loras(gateway))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter as Counts
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -12,7 +13,7 @@ from unfuse.core.request import RequestContext
 from unfuse.core.text import CHUNK
 from unfuse.queues.base import Member, Stats
 from unfuse.scheduler.observer import Observer
-from unfuse.stages.specs import PREFILL
+from unfuse.stages.specs import DECODE, PREFILL
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -50,6 +51,14 @@ class TextMetrics(Observer):
         self._blocks = Gauge("unfuse_kv_blocks", says, ["role", "state"], registry=registry)
         says = "Prompts whose keys and values are not there yet: they wait for a worker, or it computes them"
         self._prefill = Gauge("unfuse_prefill_queue", says, registry=registry)
+        says = "Texts that wait until their grammar is compiled: before they are accepted, or at a worker"
+        self._grammar = Gauge("unfuse_grammar_queue", says, registry=registry)
+        self.trials = 0
+        """How many requests wait here, now, until their grammar was tried."""
+        says = "Texts that no decoder has taken yet: there is no room for their keys and values, or no free slot"
+        self._prealloc = Gauge("unfuse_decode_prealloc_queue", says, registry=registry)
+        says = "Texts for which a decoder keeps room, and whose keys and values are not all there yet"
+        self._transfer = Gauge("unfuse_decode_transfer_queue", says, registry=registry)
 
     @override
     def submitted(self, context: RequestContext) -> None:
@@ -81,13 +90,19 @@ class TextMetrics(Observer):
     def look(self, members: Sequence[Member], stats: Stats) -> None:
         """Set what is read at each scrape: what these workers and pools have now."""
         self._blocks.clear()
-        waiting = sum(line.waiting for pool, line in stats.pools.items() if _kind(pool) == PREFILL.kind)
+        waiting = Counts[str]()
+        for pool, line in stats.pools.items():
+            waiting[_kind(pool)] += line.waiting
+        prompts, arriving = waiting[PREFILL.kind], 0
         for info in (member.info for member in members):
             if texts := info.texts:
-                waiting += texts.prompts
+                prompts, arriving = prompts + texts.prompts, arriving + texts.arriving
                 for state, blocks in (("used", texts.used), ("free", texts.free)):
                     self._blocks.labels(info.role, state).inc(blocks)
-        self._prefill.set(waiting)
+        self._prefill.set(prompts)
+        self._prealloc.set(waiting[DECODE.kind])
+        self._transfer.set(arriving)
+        self._grammar.set(self.trials + sum(member.info.texts.grammars for member in members if member.info.texts))
 
 
 def _kind(pool: str) -> str:

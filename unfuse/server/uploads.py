@@ -16,7 +16,12 @@ MAX_SIDE = 16_384
 MAX_PIXELS = 40_000_000
 FORMATS = ("PNG", "JPEG", "WEBP")
 
-_DATA_URL = re.compile(r"data:image/[a-z.+-]+;base64,", re.IGNORECASE)
+ORIENTATION, ASIDE = 0x0112, (5, 6, 7, 8)
+"""The entry of a picture's metadata that says how it lies, and its values for those that lie on a side."""
+
+EXAMPLES = {"image": "image/png", "video": "video/mp4"}
+
+_DATA_URL = re.compile(r"data:(image|video)/[a-z0-9.+-]+;base64,", re.IGNORECASE)
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 """The errors of Pillow for damaged pictures."""
 
@@ -32,18 +37,28 @@ def read_picture(name: str, value: object) -> bytes:
         raise InvalidParameter(f"{name} must be one picture, not {len(value)}", name)
     if isinstance(value, dict) and value.keys() == {"image_url"}:
         value = value["image_url"]
-    data = value if isinstance(value, bytes) else _decoded(name, value)
+    data = value if isinstance(value, bytes) else decoded(name, value)
     if not 0 < len(data) <= MAX_BYTES:
         raise InvalidParameter(f"{name} must have 1 to {MAX_BYTES} bytes, not {len(data)}", name)
     _check(name, data)
     return data
 
 
-def _decoded(name: str, value: object) -> bytes:
+def size_of(data: bytes) -> tuple[int, int]:
+    """Width and height of a picture that was read, the right way up."""
+    with Image.open(BytesIO(data), formats=FORMATS) as image:
+        turned = image.getexif().get(ORIENTATION, 1) in ASIDE
+        return image.size[::-1] if turned else image.size
+
+
+def decoded(name: str, value: object, kind: str = "image") -> bytes:
+    """The bytes in a data: URL of this kind. Raises InvalidParameter."""
     scheme = _DATA_URL.match(value) if isinstance(value, str) else None
+    scheme = scheme if scheme and scheme[1].lower() == kind else None
     if not isinstance(value, str) or scheme is None:
-        only = "a file, or a data:image/png;base64,… URL (other addresses are not fetched, files not kept to refer to)"
-        raise InvalidParameter(f"{name} must be {only}", name)
+        only = f"a file, or a data:{EXAMPLES[kind]};base64,… URL"
+        rest = "other addresses are not fetched, files not kept to refer to"
+        raise InvalidParameter(f"{name} must be {only} ({rest})", name)
     try:
         return base64.b64decode(value[scheme.end() :], validate=True)
     except ValueError as error:

@@ -18,7 +18,7 @@ from unfuse.core.request import Record
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
-from unfuse.server.auth import Sight, Tenant
+from unfuse.server.auth import Known, Sight
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
@@ -36,9 +36,9 @@ POLL_MS = 500
 
 @router.post("", openapi_extra=CREATE, responses=FILMED)
 @router.post("/generations", openapi_extra=CREATE, responses=FILMED)
-async def create(request: Request, gateway: Served, tenant: Tenant) -> Response:
+async def create(request: Request, gateway: Served, asker: Known) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
-    call = Call(gateway, request, tenant, await read_body(request), VIDEO, "input_reference")
+    call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference")
     record, _ = await call.accept()
     return respond_async(call, record) or _answer(record)
 

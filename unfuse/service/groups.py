@@ -37,7 +37,9 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         tuple[str, ...], says("Names clients use: any number for one model, else one for each model in order.")
     ] = ()
-    api_key: Annotated[tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY.", secret=True)] = ()
+    api_key: Annotated[
+        tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY, and what it may do.", secret=True)
+    ] = ()
     admin_key: Annotated[
         tuple[str, ...],
         says(
@@ -252,6 +254,19 @@ class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
 
 
+class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where tensors from other nodes arrive that are longer than it."""
+
+    tokens: Annotated[
+        int,
+        says(
+            "Tokens of which a worker receives keys and values at a time; longer prompts arrive in pieces. 0 is any "
+            "length at once.",
+            ge=0,
+        ),
+    ] = 8192
+
+
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where workers keep objects."""
 
@@ -329,6 +344,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compute: ComputeOptions = ComputeOptions()
     arena: Arena = Arena()
     kv: Kv = Kv()
+    buffer: Buffer = Buffer()
     lease: Leases = Leases()
     store: Store = Store()
     spill: Spill = Spill()

@@ -13,6 +13,7 @@ import structlog
 
 from unfuse.client import Client
 from unfuse.core.errors import UnfuseError
+from unfuse.server.keys import Keys
 from unfuse.service.leftovers import passing_folder
 from unfuse.service.loading import Loading
 from unfuse.service.logs import Logs
@@ -63,7 +64,7 @@ def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client
     """
     key = secrets.token_urlsafe(24)
     own = f"{UNIX}{private_socket(options.run_dir)}"
-    options = msgspec.structs.replace(options, port=0, listen=(own,), keys={key: "default"}, admins=frozenset())
+    options = msgspec.structs.replace(options, port=0, listen=(own,), keys=Keys((key,)))
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
     def fail(over: Future[None]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from msgspec.structs import asdict
@@ -14,6 +12,7 @@ from unfuse.core.plan import Params
 from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
+from unfuse.server.keys import Keys
 from unfuse.service.addresses import keys_folder, listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
@@ -22,23 +21,18 @@ from unfuse.service.service import ServeOptions
 from unfuse.service.settings import FIELDS, Loaded
 from unfuse.worker.checkpoints import Policy
 
-ADMIN = "admin"
-"""The tenant of an admin key that has no name."""
-
 
 def options(loaded: Loaded) -> ServeOptions:
     """The options of a service for these settings."""
     settings, serve = loaded.settings, loaded.settings.serve
     listen = listens(settings)
-    admins = keys(serve.admin_key, ADMIN)
     return ServeOptions(
         models=serve.models,
         revision=serve.revision,
         names=serve.served_model_name,
         host=serve.host,
         port=serve.port,
-        keys=admins | keys((*serve.api_key, *filter(None, [settings.api_key]))),
-        admins=frozenset(admins),
+        keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
@@ -53,6 +47,7 @@ def options(loaded: Loaded) -> ServeOptions:
                 ("insecure_listen", settings.insecure_listen),
                 ("store.orphan_s", settings.store.orphan_s),
                 ("worker.resources", settings.worker.resources),
+                ("buffer.tokens", settings.buffer.tokens),
                 *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
             )
         },
@@ -120,31 +115,3 @@ def places(settings: Settings) -> Places:
         results, store, spill.threshold, spill.capacity, durable, serve.durable_stages, encodings,
         serve.checkpoint, loras,
     )  # fmt: skip
-
-
-def keys(given: tuple[str, ...], tenant: str = "default") -> dict[str, str]:
-    """Tenants by key. What names a file stands for its lines, each `NAME KEY` or a key alone (that of `tenant`)."""
-    tenants: dict[str, str] = {}
-    for entry in given:
-        for line in _key_lines(entry):
-            words = line.split()
-            if len(words) > 2:
-                raise ConfigError("a line of a key file, or a key that is given, is not NAME KEY")
-            if words:
-                tenants[words[-1]] = words[0] if len(words) == 2 else tenant
-    return tenants
-
-
-def _key_lines(entry: str) -> list[str]:
-    try:
-        return Path(entry).read_text().splitlines() if os.path.isfile(entry) else [entry]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"the key file {entry} cannot be read: {error}") from error
-
-
-def key_notes(keys: Mapping[str, str], admins: Collection[str]) -> list[str]:
-    """Lines to print at the start: who may see workers, pools and other tenants' requests."""
-    if keys and not admins:
-        nobody = "no key is an admin's: workers, pools and other tenants' requests are closed (--admin-key)"
-        return ["the one API key is an admin's" if len(keys) == 1 else nobody]
-    return []

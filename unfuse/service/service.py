@@ -31,6 +31,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.keys import Keys as ApiKeys
 from unfuse.service.layout import Means
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
@@ -60,7 +61,7 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a service. `keys` maps API keys to tenants; `admins` are the keys that see everything.
+    """The options of a service.
 
     `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
     unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
@@ -76,8 +77,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     host: str
     port: int
-    keys: Mapping[str, str]
-    admins: frozenset[str]
+    keys: ApiKeys
     access: Access
     bounds: Bounds
     queue: str
@@ -149,7 +149,7 @@ class Service:
             scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
             app = create_app(
-                scheduler, results, keys=options.keys, admins=options.admins, names=names, standard=options.standard,
+                scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 access=options.access, cancels=options.cancels, reuses=options.reuses,
@@ -161,6 +161,7 @@ class Service:
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
+            background.forever("looking whether keys have changed", options.keys.look)
             launcher = LocalLauncher(self._specs(), self._logs.relay, forks=self._forked())
             launcher.start()
             host = f"[{options.host}]" if ":" in options.host else options.host

@@ -39,6 +39,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
         resources=resources(settings),
         arena=settings.arena.bytes or OWN_ARENA,
         kv=settings.kv.bytes,
+        buffer=settings.buffer.tokens,
         stall_s=settings.lease.stall_s,
         memory_limit=wanted.memory_limit,
         drain_timeout=settings.serve.drain_timeout,

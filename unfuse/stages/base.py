@@ -25,7 +25,8 @@ class StageInput(msgspec.Struct, frozen=True):
 
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
-    `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began.
+    `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began. An
+    input that came in pieces is not among the tensors: it was `received`.
     """
 
     params: Params
@@ -34,6 +35,7 @@ class StageInput(msgspec.Struct, frozen=True):
     recorded: tuple[bytes, ...] = ()
     priority: int = 0
     prefix: tuple[Tensors, ...] = ()
+    received: Any = None
 
 
 class Media(msgspec.Struct, frozen=True):
@@ -51,6 +53,35 @@ class StageOutput(msgspec.Struct, frozen=True):
 
     tensors: Tensors = {}
     media: tuple[Media, ...] = ()
+
+
+class OpenOutput(Protocol):
+    """Where an output is written that is read meanwhile, from the front of its first tensor to the end of its last."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors by name, to be written."""
+        ...
+
+    def due(self, name: str, elements: int) -> bool:
+        """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
+        ...
+
+    def written(self, name: str, elements: int) -> None:
+        """These are written, and do not change any more. Never fails."""
+        ...
+
+
+class Receiving(Protocol):
+    """Takes an input that comes in pieces, for a task that will begin, or be dropped."""
+
+    def take(self, piece: Any) -> None:
+        """Take the next bytes of the object, a tensor of uint8 that changes afterwards."""
+        ...
+
+    def drop(self) -> None:
+        """The task will not begin."""
+        ...
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -83,12 +114,18 @@ class Stage(ABC):
     uploads: tuple[str, ...] = ()
     texts: HasTexts | None = None
     """What keeps the texts that this stage works on, if any; stages may share it."""
+    resources: Mapping[str, int] = {}
+    """Amounts that the process has of what tasks of this stage need (`StageSpec.needs`), as far as it `brings` them."""
     exact = False
     """Whether a task should get the same bytes whatever its mates, as far as this stage can see to that."""
 
     @abstractmethod
     def verify(self, task: StageInput) -> None:
         """Check the names, shapes and dtypes of a task's inputs. Raises PermanentError."""
+
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """The attachments that a task with these parameters brings. Raises PermanentError."""
+        return self.uploads
 
     def likeness(self, task: StageInput) -> Hashable | None:
         """What tasks must have in common, beside the batch key, to get the same bytes together as alone.
@@ -114,10 +151,19 @@ Computed = TypeVar("Computed")
 class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
+    all_together = False
+    """Whether all tasks that may share a forward do, as long as there is memory, without finding out if that pays: each
+    of them is waited for at every step, and mates take little of what it needs.
+    """
+
     goes_ahead = False
     """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
     nothing that steps need, and may find that the state is over: then the step was one too many.
     """
+
+    def receive(self, params: Params, priority: int) -> Receiving:
+        """Begin to take an input of a task before the task begins. Raises PermanentError if it has to come whole."""
+        raise PermanentError(f"stage {self.kind} takes no input in pieces")
 
     @abstractmethod
     def start(self, task: StageInput) -> State:
@@ -144,6 +190,10 @@ class SteppedStage(Stage, Generic[State]):
         When it raises, out of memory perhaps, it has changed none of them: smaller batches of them may be tried.
         """
 
+    def waits(self, state: State) -> bool:
+        """Whether a step would not advance this state now, since it waits for something; others should go first."""
+        return False
+
     differs_alone = False
     """Whether `compute` of a single state does otherwise than `alone`, so that these have to be compared, too."""
 
@@ -167,6 +217,20 @@ class SteppedStage(Stage, Generic[State]):
     @abstractmethod
     def progress(self, state: State) -> tuple[int, int]:
         """(steps done, steps in all)."""
+
+    def outline(self, state: State) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        """Names, dtypes and shapes of an output that can be read while it is written, when a state begins.
+
+        None from a stage whose output is known only at its end.
+        """
+        return ()
+
+    def write_to(self, state: State, output: OpenOutput) -> None:
+        """Have the steps of a state that begins write its output there, each as much as it has; `finish` has none then.
+
+        What is written once stays, also where a step is made again.
+        """
+        raise NotImplementedError(f"the output of stage {self.kind} has no outline")
 
     @abstractmethod
     def finish(self, state: State) -> StageOutput:
@@ -264,6 +328,10 @@ class OneStep(JointStage[Once, StageOutput]):
     def verify(self, task: StageInput) -> None:
         """Check the inputs as the plain stage does."""
         self._stage.verify(task)
+
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        """Those of the plain stage."""
+        return self._stage.uploads_of(params)
 
     def batch_key(self, params: Params) -> Hashable:
         """The batch key of the plain stage."""

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
 from unfuse.core.errors import PermanentError
+from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
-from unfuse.core.text import CHUNK, Answer, Piece, TextLoad, unpacked
-from unfuse.stages.base import JointStage, Media, StageInput, StageOutput, Tensors, need
-from unfuse.stages.detokenize import Detokenizer, Pieces, Stops
-from unfuse.stages.language_model import LanguageModel
-from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+from unfuse.core.text import CHUNK, Answer, Piece, unpacked
+from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
+from unfuse.stages.constraint import Constraint, Grammars
+from unfuse.stages.handed_kv import KvReader, KvWriter
+from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
+from unfuse.stages.sequences import Growing, Sequences
+from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,116 +35,10 @@ if TYPE_CHECKING:
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
+PATIENCE_S = 0.005
+"""How long a step waits where there is nothing else to do."""
+
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-
-
-@dataclass(frozen=True)
-class Growing:
-    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step."""
-
-    kv: KvSequence
-    ids: list[int]
-    done: int = 0
-
-    def chunk(self, *, exact: bool) -> list[int]:
-        """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
-        start = self.kv.length
-        return self.ids[start : start - start % CHUNK + CHUNK]
-
-
-class Sequences:
-    """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
-
-    Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is computed again from its tokens.
-    """
-
-    def __init__(self, model: LanguageModel, kv: PagedKv) -> None:
-        self._model, self._kv = model, kv
-        self._ranks: dict[KvSequence, tuple[int, int]] = {}
-        self._begun = 0
-        self.retracted, self.prompts = 0, 0
-        """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
-
-    @property
-    def layers(self) -> int:
-        """Layers of the model."""
-        return len(self._kv.keys)
-
-    def usage(self) -> KvUsage:
-        """What of the KV is taken."""
-        return self._kv.usage()
-
-    def load(self) -> TextLoad:
-        """What there is of blocks and prompts."""
-        usage = self.usage()
-        return TextLoad(usage.used, usage.free, self.prompts)
-
-    def begin(self, priority: int) -> KvSequence:
-        """A sequence, the youngest of its priority."""
-        sequence = self._kv.sequence()
-        self._begun += 1
-        self._ranks[sequence] = -priority, self._begun
-        return sequence
-
-    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
-        """Put portions that others have made in their place, while they are such, and there is room.
-
-        Returns how many tokens there are then, `most` or less.
-        """
-        heads, _, width = self._kv.keys[0].shape
-        for portion in prefix:
-            both, start = portion.get("kv"), sequence.length
-            if both is None or both.shape != (self.layers, 2, heads, CHUNK, width) or start + CHUNK > most:
-                break
-            try:
-                sequence.grow(CHUNK)
-            except NoBlocks:
-                break
-            for layer, (keys, values) in enumerate(both):
-                sequence.write(layer, keys, values, start)
-        return sequence.length
-
-    def end(self, sequence: KvSequence) -> None:
-        """It is of no use any more."""
-        sequence.free()
-        self._ranks.pop(sequence, None)
-
-    def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
-        """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
-        parts = dict[KvSequence, list[int]]()
-        for state in sorted(states, key=lambda state: self._ranks[state.kv]):
-            state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-            chunk = state.chunk(exact=exact)
-            if chunk and self._make_room(state.kv, len(chunk)):
-                parts[state.kv] = chunk
-        made = self._model.forward([*parts.items()], alone=exact)
-        logits = dict(zip(parts, made, strict=True))
-        return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
-
-    def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
-        """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
-        while True:
-            try:
-                sequence.grow(tokens)
-                return True
-            except NoBlocks:
-                last = max(
-                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
-                )
-                if self._ranks[last] <= self._ranks[sequence]:
-                    return False
-                last.free()
-                self.retracted += 1
-
-
-def open_model(model: Any, device: str, tokens: int) -> Sequences:
-    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served."""
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = config.num_hidden_layers, config.num_key_value_heads, width
-    kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
-    return Sequences(LanguageModel(model, kv), kv)
 
 
 @dataclass(frozen=True)
@@ -170,10 +67,12 @@ class Prefill(JointStage[Prefilling, int]):
 
     @override
     def start(self, task: StageInput) -> Prefilling:
+        ids = unpacked(task.uploads[PROMPT])
+        sight = self._sequences.sight(ids, task)
         self._sequences.prompts += 1
-        kv, ids = self._sequences.begin(task.priority), unpacked(task.uploads[PROMPT])[:-1]
-        taken = self._sequences.take(kv, task.prefix, len(ids))
-        return Prefilling(kv, ids, taken, taken)
+        kv, handed = self._sequences.begin(task.priority), self._sequences.layout(len(ids) - 1)
+        taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
+        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=KvWriter(kv, handed))
 
     @override
     def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
@@ -195,9 +94,7 @@ class Prefill(JointStage[Prefilling, int]):
 
     @override
     def portion(self, state: Prefilling, number: int) -> Tensors:
-        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width)."""
-        span, layers = (number * CHUNK, (number + 1) * CHUNK), range(self._sequences.layers)
-        return {"kv": torch.stack([torch.stack(state.kv.read(layer, *span)) for layer in layers])}
+        return self._sequences.portion(state.kv, number)
 
     @override
     def progress(self, state: Prefilling) -> tuple[int, int]:
@@ -205,9 +102,18 @@ class Prefill(JointStage[Prefilling, int]):
         return (chunks if state.done == len(state.ids) else state.done // CHUNK), chunks
 
     @override
+    def outline(self, state: Prefilling) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+        return self._sequences.layout(len(state.ids)).outline()
+
+    @override
+    def write_to(self, state: Prefilling, output: OpenOutput) -> None:
+        assert state.handed
+        state.handed.to(output)
+
+    @override
     def finish(self, state: Prefilling) -> StageOutput:
-        layers = range(self._sequences.layers)
-        return StageOutput({f"kv{layer}": torch.stack(state.kv.read(layer)) for layer in layers})
+        assert state.handed
+        return StageOutput(state.handed.finish())
 
     @override
     def let_go(self, state: Prefilling) -> None:
@@ -215,46 +121,23 @@ class Prefill(JointStage[Prefilling, int]):
         self._sequences.end(state.kv)
 
 
-class Tokenizer(Pieces, Protocol):
-    """What decoding needs of a tokenizer: the ids that end a text, and the text of some."""
-
-    stops: frozenset[int]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids."""
-        ...
-
-
-class Words:
-    """The text of an answer, as far as it may be shown; it ends with a token or a text that stops it."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], most: int) -> None:
-        self._ends, self._detokenizer, self._stops = tokenizer.stops, Detokenizer(tokenizer), Stops(stops)
-        self.most, self.made = most, list[Piece]()
-        self.ended = ""
-        """Why the answer is over: "stop" or "length"."""
-
-    def add(self, token: int, logprob: float | None, top: tuple[tuple[int, str, float], ...]) -> Piece:
-        """Add a token."""
-        over = token in self._ends
-        text, stopped = ("", False) if over else self._stops.feed(self._detokenizer.add(token))
-        self.ended = "stop" if over or stopped else "length" if len(self.made) + 1 == self.most else ""
-        if self.ended and not stopped:
-            more, stopped = self._stops.feed(self._detokenizer.finish())
-            text += more + ("" if stopped else self._stops.finish())
-            self.ended = "stop" if stopped else self.ended
-        self.made.append(Piece(token, text, logprob, top))
-        return self.made[-1]
-
-
 @dataclass(frozen=True)
 class Writing(Growing):
-    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything."""
+    """A sequence whose tokens from number `prompt` on are the answer; the last step made `sampled`, if anything.
+
+    The answer has to match what a `constraint` says.
+    """
 
     prompt: int = 0
     how: Sampling = Sampling()
     words: Words | None = None
     sampled: Sampled | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def answer(self) -> list[int]:
+        """The ids of the answer so far."""
+        return self.ids[self.prompt :]
 
     @override
     def chunk(self, *, exact: bool) -> list[int]:
@@ -263,24 +146,55 @@ class Writing(Growing):
         return super().chunk(exact=exact)[: max(1, left) if exact else None]
 
 
+class ReceivedKv(Receiving):
+    """Keys and values of a prompt that come in pieces; what there is no room for is computed again."""
+
+    def __init__(self, sequences: Sequences, priority: int, tokens: int) -> None:
+        self.kv, self._sequences = sequences.begin(priority), sequences
+        self._reader = KvReader(self.kv, sequences.layout(tokens))
+        with suppress(NoBlocks):
+            self.kv.grow(tokens)
+
+    @property
+    def tokens(self) -> int:
+        """How many are there."""
+        return self.kv.length if self._reader.whole else 0
+
+    @override
+    def take(self, piece: Tensor) -> None:
+        self._reader.take(piece)
+
+    @override
+    def drop(self) -> None:
+        self._sequences.end(self.kv)
+
+
 class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     """Makes one token a step, once all that are there are in the KV."""
 
     kind = "decode"
     uploads = (PROMPT,)
-    goes_ahead = True
+    goes_ahead = all_together = True
 
-    def __init__(self, sequences: Sequences, tokenizer: Tokenizer) -> None:
+    def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammars = tokenizer, grammars
 
     @override
     def verify(self, task: StageInput) -> None:
         _verify(task)
 
     @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (PROMPT, GRAMMAR) if params.get(GRAMMAR) else (PROMPT,)
+
+    @override
     def batch_key(self, params: Params) -> Hashable:
         return ()
+
+    @override
+    def receive(self, params: Params, priority: int) -> ReceivedKv:
+        return ReceivedKv(self._sequences, priority, need(params, "prompt_tokens", int) - 1)
 
     @override
     def start(self, task: StageInput) -> Writing:
@@ -292,34 +206,59 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
-        kv = self._sequences.begin(task.priority)
-        return Writing(kv, ids, self._taken(kv, task.tensors), len(prompt), sampling(task.params), words)
+        sight = self._sequences.sight(prompt, task)
+        if isinstance(task.received, ReceivedKv):
+            kv, done = task.received.kv, task.received.tokens
+        else:
+            kv = self._sequences.begin(task.priority)
+            done = self._taken(kv, task.tensors, len(prompt) - 1)
+        how, constraint = sampling(task.params), self._constraint(task)
+        return Writing(kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=constraint)
 
-    def _taken(self, kv: KvSequence, tensors: Tensors) -> int:
-        """Put the KV that prefill made in its place. Returns how many tokens it has."""
-        given = [tensors.get(f"kv{layer}") for layer in range(self._sequences.layers)]
-        layers = [tensor for tensor in given if tensor is not None]
-        if len(layers) < len(given):
+    def _constraint(self, task: StageInput) -> Constraint | None:
+        grammar = task.uploads.get(GRAMMAR)
+        if grammar is None:
+            return None
+        constraint = self._grammars.open(grammar)
+        self._sequences.constraints.add(constraint)
+        return constraint
+
+    @override
+    def waits(self, state: Writing) -> bool:
+        return state.constraint is not None and state.constraint.waits()
+
+    def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:
+        """Put the KV that prefill made in its place. Returns how many tokens it has; none if it is no such KV."""
+        layout = self._sequences.layout(tokens)
+        if not layout.fits(tensors):
             return 0
         try:
-            kv.grow(layers[0].shape[2])
+            kv.grow(tokens)
         except NoBlocks:
             return 0
-        for layer, both in enumerate(layers):
-            kv.write(layer, both[0], both[1])
-        return kv.length
+        for start, layer, unit in layout.read(tensors):
+            kv.write(layer, unit[:, 0], unit[:, 1], start)
+        return tokens
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:
-        return [*self._computed(batch, exact=False)]
+        return self._computed(batch, exact=False)
 
     @override
-    def alone(self, state: Writing) -> tuple[int, Sampled | None]:
+    def alone(self, state: Writing) -> tuple[int, Sampled | None] | Exception:
         return self._computed([state], exact=self.exact)[0]
 
-    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None]]:
-        logits = self._sequences.forward(batch, exact=exact)
-        return [(state.kv.length, _sampled(state, of)) for state, of in zip(batch, logits, strict=True)]
+    def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
+        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain."""
+        constrained = [state.constraint for state in batch if state.constraint]
+        if len(constrained) == len(batch) and all(one.waits() for one in constrained):
+            constrained[0].waits(PATIENCE_S)
+        going = [state for state in batch if not self.waits(state)]
+        for state in going:
+            if state.constraint:
+                state.constraint.begin(state.answer)
+        logits = dict(zip((state.kv for state in going), self._sequences.forward(going, exact=exact), strict=True))
+        return [_sampled(state, logits[state.kv]) if state.kv in logits else (state.done, None) for state in batch]
 
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
@@ -353,6 +292,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     @override
     def let_go(self, state: Writing) -> None:
         self._sequences.end(state.kv)
+        if state.constraint:
+            self._sequences.constraints.discard(state.constraint)
+            state.constraint.close()
 
 
 def _verify(task: StageInput) -> None:
@@ -360,10 +302,18 @@ def _verify(task: StageInput) -> None:
         raise PermanentError("the prompt is not as long as it was said to be")
 
 
-def _sampled(state: Writing, logits: Tensor | None) -> Sampled | None:
+def _sampled(state: Writing, logits: Tensor | None) -> tuple[int, Sampled | None] | Exception:
+    """How many tokens are in the KV then, and which one comes next; without one, the last chunk may be made again."""
     if logits is None:
-        return None
-    return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.ids[state.prompt :])
+        return state.kv.length, None
+    try:
+        allowed = state.constraint.allowed(state.answer) if state.constraint else None
+    except PermanentError as error:
+        return error
+    if state.constraint and allowed is None:
+        return state.done, None
+    prompt = state.ids[: state.prompt]
+    return state.kv.length, sample(logits, state.how, len(state.ids), prompt, state.answer, allowed)
 
 
 def sampling(params: Params) -> Sampling:

@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 from unfuse.core.errors import ConfigError
 from unfuse.stages.paged_kv import KvSequence, PagedKv, Span, joined
 from unfuse.stages.refusal import refusal
+from unfuse.stages.sight import Rows, Sight
 
 PAGED = "unfuse_paged"
 """The name under which transformers finds the attention over paged keys and values."""
@@ -23,6 +24,9 @@ LONG = 1 << 18
 """Bytes a run (of a layer, on average) from which on reading several runs in place costs less than joining them."""
 
 OnLayer = Callable[[int], None]
+
+Part = tuple[KvSequence, Sequence[int]] | tuple[KvSequence, Sequence[int], Sight | None]
+"""A sequence, the ids of its new tokens, and what its prompt shows."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +55,29 @@ class LanguageModel:
     """
 
     def __init__(self, model: Any, kv: PagedKv) -> None:
-        if reason := refusal(model.config.to_dict()):
+        config = model.config.get_text_config()
+        if reason := refusal(config.to_dict(), sees=config is not model.config):
             raise ConfigError(f"this model cannot be served: {reason}")
         AttentionInterface.register(PAGED, _attention)
-        model.set_attn_implementation(PAGED)
         self._decoder, self._head = model.get_decoder(), model.get_output_embeddings()
+        self._decoder.set_attn_implementation(PAGED)
         self._kv = kv
 
     @torch.no_grad()
     def forward(
         self,
-        parts: Sequence[tuple[KvSequence, Sequence[int]]],
+        parts: Sequence[Part],
         alone: bool = False,
         on_layer: OnLayer | None = None,
     ) -> list[Tensor]:
         """Compute keys and values of the last tokens of each sequence, and what may follow.
 
-        A part is a sequence, once, which has grown by its new tokens, and their ids; what it has before them was
-        computed earlier. Returns each part's float32 logits (of shape (words,)) behind its last token. Said again, it
-        computes the same again. All parts share a forward; `alone`, each has one of its own, and its bytes depend
-        neither on mates nor on where its keys and values lie. `on_layer` hears of each layer, in order, when what it
-        keeps of these tokens is in place (on the device's current stream). Raises ValueError for a part without
-        tokens, or with more than its sequence has.
+        A part is a sequence, once, which has grown by its new tokens, and their ids, and what its prompt shows, if
+        anything; what it has before them was computed earlier. Returns each part's float32 logits (of shape (words,))
+        behind its last token. Said again, it computes the same again. All parts share a forward; `alone`, each has one
+        of its own, and its bytes depend neither on mates nor on where its keys and values lie. `on_layer` hears of each
+        layer, in order, when what it keeps of these tokens is in place (on the device's current stream). Raises
+        ValueError for a part without tokens, or with more than its sequence has.
         """
         if not alone:
             return self._forward(parts, False, on_layer) if parts else []
@@ -80,31 +85,52 @@ class LanguageModel:
         each = (self._forward([part], True, on_layer if at == last else None) for at, part in enumerate(parts))
         return [logits for (logits,) in each]
 
-    def _forward(
-        self, parts: Sequence[tuple[KvSequence, Sequence[int]]], alone: bool, on_layer: OnLayer | None
-    ) -> list[Tensor]:
+    def _forward(self, parts: Sequence[Part], alone: bool, on_layer: OnLayer | None) -> list[Tensor]:
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
         rows: list[_Part] = []
-        for sequence, tokens in parts:
+        sights = list[tuple[slice, int, Sight]]()
+        for sequence, tokens, *shows in parts:
             start = sequence.length - len(tokens)
             if not tokens:
                 raise ValueError("a part has no tokens, so there is nothing for logits to follow")
             rows.append(_Part(slice(len(ids), len(ids) + len(tokens)), sequence.spans()))
+            sights += [(rows[-1].rows, start, sight) for sight in shows if sight]
             ids += tokens
             positions += range(start, sequence.length)
             places += (place for span in sequence.spans(start) for place in range(*span))
         device = self._kv.keys[0].device
         packed, at, where = torch.tensor([ids, positions, places], device=device)
         hidden = self._decoder(
-            input_ids=packed[None],
-            position_ids=at[None],
+            **(self._shown(packed, at, sights) if sights else {"input_ids": packed[None], "position_ids": at[None]}),
             use_cache=False,
             paged=_Forward(self._kv, rows, where, alone, on_layer),
         ).last_hidden_state
         ends = [part.rows.stop - 1 for part in rows]
         return [*self._head(hidden[0, ends]).float()]
+
+    def _shown(self, ids: Tensor, positions: Tensor, sights: list[tuple[slice, int, Sight]]) -> dict[str, Any]:
+        """Inputs where some parts, at these rows and from these places on, belong to prompts that show something."""
+        at = positions.expand(3, 1, -1).clone()
+        found: list[tuple[int, Rows]] = []
+        for rows, start, sight in sights:
+            stop = start + rows.stop - rows.start
+            at[:, 0, rows] = sight.positions(start, stop).to(at)
+            if seen := sight.seen(start, stop):
+                found.append((rows.start, seen))
+        if not found:
+            return {"input_ids": ids[None], "position_ids": at}
+        embeddings = self._decoder.get_input_embeddings()(ids)
+        places = torch.cat([first + seen.rows for first, seen in found]).to(ids.device)
+        embeddings[places] = torch.cat([seen.embeddings for _, seen in found]).to(embeddings)
+        given = {"inputs_embeds": embeddings[None], "position_ids": at}
+        if deep := [*zip(*(seen.deep for _, seen in found), strict=True)]:
+            mask = torch.zeros_like(ids, dtype=torch.bool)
+            mask[places] = True
+            added = [torch.cat(layer).to(embeddings) for layer in deep]
+            given |= {"visual_pos_masks": mask[None], "deepstack_visual_embeds": added}
+        return given
 
 
 def _attention(

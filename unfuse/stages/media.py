@@ -10,6 +10,8 @@ import os
 import tempfile
 import weakref
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -163,6 +165,29 @@ class Video(Recording):
             self._fragments = Fragments(codec.width, codec.height, self._rate, record)
             head = self._fragments.head()
         return head + self._fragments.fragment(with_lengths(encoded))
+
+
+def read_frames(data: bytes, numbers: Sequence[int]) -> Iterator[Image.Image]:
+    """Frames of an MP4 file, by their ascending numbers from 0, each as soon as it is decoded.
+
+    Raises PermanentError for a file that cannot be decoded, or has fewer.
+    """
+    import av
+
+    left = deque(numbers)
+    try:
+        with av.open(io.BytesIO(data), "r", format="mp4") as container:
+            stream = container.streams.video[0]
+            stream.codec_context.thread_count = THREADS
+            for number, frame in enumerate(container.decode(stream)):
+                while left and left[0] == number:
+                    left.popleft()
+                    yield Image.fromarray(frame.to_ndarray(format="rgb24"))
+                if not left:
+                    return
+    except (av.FFmpegError, IndexError, ValueError) as error:
+        raise PermanentError(f"the video cannot be decoded: {error}") from error
+    raise PermanentError(f"the video has no frame {left[0]}: it is cut or damaged")
 
 
 def _close(descriptor: int, container: Any) -> None:

@@ -16,8 +16,11 @@ UNLIKE = {
 """What says by its presence that attention is another one."""
 
 
-def refusal(config: Mapping[str, Any]) -> str:
-    """Why a model of this configuration (what `config.json` has) cannot be served, in a sentence; "" if it can."""
+def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
+    """Why a model of this configuration (what `config.json` has) cannot be served, in a sentence; "" if it can.
+
+    One that `sees` may have rotary positions of three sections.
+    """
     kinds = sorted({*(config.get("layer_types") or ())} - {"full_attention"})
     if kinds:
         return f"its layers are of kind {', '.join(kinds)}: only full_attention is served"
@@ -30,7 +33,10 @@ def refusal(config: Mapping[str, Any]) -> str:
     sinks = [name for name, value in config.items() if "sink" in name and value]
     if sinks:
         return f"it has attention sinks ({sinks[0]}), which are not served"
-    return _rope_refusal(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
+    if sees and rope.pop("mrope_section", None):
+        rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
+    return _rope_refusal(rope)
 
 
 def _rope_refusal(rope: Mapping[str, Any]) -> str:

@@ -57,15 +57,25 @@ class Sampled(msgspec.Struct, frozen=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, how: Sampling, position: int, prompt_ids: Sequence[int], made_ids: Sequence[int]) -> Sampled:
-    """Draw the token at a position of a text, from logits (vocabulary).
+def sample(
+    logits: Tensor,
+    how: Sampling,
+    position: int,
+    prompt_ids: Sequence[int],
+    made_ids: Sequence[int],
+    allowed: bytes | None = None,
+) -> Sampled:
+    """Draw the token at a position of a text, from logits (vocabulary), of those with a bit in `allowed`, if given.
 
-    In transformers' order: bias, penalties, temperature, top-k, top-p, min-p. vLLM, too, has the bias before the
-    penalties. A greedy choice among equals is the lowest id. Raises PermanentError for logits that are not numbers.
+    In transformers' order: bias, penalties, what is allowed, temperature, top-k, top-p, min-p. vLLM, too, has the bias
+    before the penalties. A greedy choice among equals is the lowest id. Raises PermanentError for logits that are not
+    numbers.
     """
     scores = adjusted(logits, how, prompt_ids, made_ids)
     if not bool(scores.max().isfinite()):
         raise PermanentError("the model gives no numbers for the next token: its weights may be damaged")
+    if allowed is not None:
+        scores = scores.masked_fill(~_marked(allowed, scores), float("-inf"))
     if how.temperature < GREEDY:
         token = int(scores.argmax())
     else:
@@ -78,6 +88,20 @@ def sample(logits: Tensor, how: Sampling, position: int, prompt_ids: Sequence[in
     best = logprobs.topk(min(how.logprobs, len(logprobs)))
     top = tuple(zip(best.indices.tolist(), best.values.clamp(min=UNLIKELY).tolist(), strict=True))
     return Sampled(token, max(UNLIKELY, float(logprobs[token])), top)
+
+
+def _marked(bits: bytes, scores: Tensor) -> Tensor:
+    """Which scores have their bit set; those beyond the bits have not. Raises PermanentError if none has."""
+    import torch
+
+    packed = torch.frombuffer(bytearray(bits), dtype=torch.uint8).to(scores.device)
+    marks = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=scores.device) & 1).bool().view(-1)
+    marked = torch.zeros_like(scores, dtype=torch.bool)
+    length = min(len(marks), len(scores))
+    marked[:length] = marks[:length]
+    if not bool(marked.any()):
+        raise PermanentError("the grammar allows only tokens that the model does not have")
+    return marked
 
 
 def chance(seed: int, position: int) -> int:

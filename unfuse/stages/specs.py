@@ -19,6 +19,10 @@ DENOISE = StageSpec(
     work=Workload("num_inference_steps", GUIDANCE, PIXELS),
 )  # fmt: skip
 
+WHOLE = StageSpec(
+    "whole", "whole", (), per_sample=True, role="whole", work=Workload("num_inference_steps", GUIDANCE, PIXELS)
+)
+
 PREFILL = StageSpec(
     "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
     work=Workload(size=("prompt_tokens",)), goes_on=True,
@@ -27,6 +31,11 @@ PREFILL = StageSpec(
 DECODE = StageSpec(
     "decode", "decode", ("model",), ("kv",), per_sample=True, role="decode", slots=32,
     work=Workload("expected_tokens", size=()),
+)  # fmt: skip
+
+VISION_ENCODE = StageSpec(
+    "vision_encode", "vision_encode", ("model",), outputs=("seen",), role="vision", slots=4, each="shown",
+    reads=("shown", "images", "picked", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
 )  # fmt: skip
 
 VAE_DECODE = StageSpec(

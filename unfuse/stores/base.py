@@ -91,13 +91,15 @@ class StorageBackend(ABC):
     Thread-safe. An object can be read only when it is sealed, and never changes then. An object that is aborted, or
     deleted and not held, frees its room. Other processes read at `address`, and must show `write_token` there to write;
     both are empty if no other process can reach the backend. `arena` is the memory for transfers, in the process that
-    owns it. A `bounded` backend has no room but that memory's.
+    owns it. A `bounded` backend has no room but that memory's; one that `announces` lets objects be read while they are
+    written.
     """
 
     address: str = ""
     write_token: bytes = b""
     arena: Arena | None = None
     bounded: bool = True
+    announces: bool = False
 
     @abstractmethod
     def create(self, nbytes: int, request: str) -> Draft:
@@ -107,6 +109,22 @@ class StorageBackend(ABC):
         """Allocate room in `arena` for an object from another node. Raises ArenaFull."""
         assert self.arena
         return self.arena.create(nbytes, request)
+
+    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        """Bytes of the memory in which objects lie, whatever they are now."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory that others write")
+
+    def announce(self, id: str, written: tuple[int, ...]) -> None:
+        """Let an object be read while it is written; `written` has the checksums of all chunks that are complete.
+
+        Raises ObjectLost if its request was released meanwhile.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not announce: {id} is read when it is whole")
+
+    def is_whole(self, ref: ObjectRef) -> bool:
+        """Whether an object that was announced, by this owner or another, is written to its end. Raises ObjectLost."""
+        del ref
+        return True
 
     @abstractmethod
     def seal(self, id: str) -> None:

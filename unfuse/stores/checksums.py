@@ -39,6 +39,11 @@ class Checksums:
                 self._hasher.reset()
                 self._next = min(stop + self._chunk, self._bytes.nbytes)
 
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Those of the chunks that are complete."""
+        return tuple(self._values)
+
     def finish(self) -> tuple[int, ...]:
         """All bytes are written: return the checksum of every chunk."""
         self.filled(self._bytes.nbytes, 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -38,6 +39,10 @@ class Reader(Protocol):
         """Hold a sealed object in its place. Raises ObjectLost."""
         ...
 
+    def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
+        """How much of an object can be read, and whether it is whole. Raises ObjectLost."""
+        ...
+
     def unhold(self, id: str) -> None:
         """End one hold."""
         ...
@@ -48,6 +53,8 @@ class SharedMemoryBackend(StorageBackend):
 
     With a run folder, only sockets of peers in that folder are opened; without one, the addresses that peers give.
     """
+
+    announces = True
 
     def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
         self.address, self.write_token = address, token
@@ -68,14 +75,24 @@ class SharedMemoryBackend(StorageBackend):
         self._home.abort(id)
 
     @override
+    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self._home.memory[offset : offset + nbytes]
+
+    @override
+    def announce(self, id: str, written: tuple[int, ...]) -> None:
+        self._home.announce(id, written)
+
+    @override
+    def is_whole(self, ref: ObjectRef) -> bool:
+        with _or_lost(ref):
+            _, whole = self._reader(ref).watch(ref.id, ref.key, ref.generation, ref.nbytes)
+        return whole
+
+    @override
     def hold(self, ref: ObjectRef) -> Hold:
-        reader: Reader = self._home if ref.owner == self._owner else self._readers.find(ref)
-        try:
+        reader = self._reader(ref)
+        with _or_lost(ref):
             extent = reader.hold(ref.id, ref.key, ref.generation, ref.nbytes)
-        except ObjectLost:
-            raise
-        except TransientError as error:
-            raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
         return Hold(reader.view[extent.offset : extent.offset + extent.nbytes], partial(reader.unhold, ref.id))
 
     @override
@@ -114,6 +131,21 @@ class SharedMemoryBackend(StorageBackend):
     def close(self) -> None:
         self._readers.close()
         self._home.close()
+
+    def _reader(self, ref: ObjectRef) -> Reader:
+        """What reads a ref's object. Raises ObjectLost."""
+        return self._home if ref.owner == self._owner else self._readers.find(ref)
+
+
+@contextmanager
+def _or_lost(ref: ObjectRef) -> Iterator[None]:
+    """An object is lost where its owner does not answer."""
+    try:
+        yield
+    except ObjectLost:
+        raise
+    except TransientError as error:
+        raise ObjectLost(f"object {ref.id} is lost with its owner {ref.owner}: {error}", ref.id) from error
 
 
 class OwnedSharedMemory(SharedMemoryBackend):

@@ -7,7 +7,7 @@ from contextlib import suppress
 from functools import partial
 from threading import Lock
 from time import time
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from typing_extensions import override
@@ -18,6 +18,10 @@ from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, Tra
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 SPILLED_S = 24 * 3600
 """Seconds after which a spilled object is deleted at the next start: its owner has ended by then."""
@@ -37,6 +41,7 @@ class SpillBackend(StorageBackend):
     def __init__(self, fast: StorageBackend, slow: KeyedBackend, options: StoreOptions) -> None:
         self._fast, self._slow, self._options = fast, slow, options
         self.address, self.write_token, self.arena = fast.address, fast.write_token, fast.arena
+        self.announces = fast.announces
         self._recalling = Lock()
         if self.arena:
             self.arena.recall = self._recall
@@ -50,6 +55,18 @@ class SpillBackend(StorageBackend):
     def reserve(self, nbytes: int, request: str) -> Extent:
         assert self.arena
         return self._place(nbytes, partial(self.arena.create, nbytes, request))
+
+    @override
+    def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
+        return self._fast.at(offset, nbytes)
+
+    @override
+    def announce(self, id: str, written: tuple[int, ...]) -> None:
+        self._fast.announce(id, written)
+
+    @override
+    def is_whole(self, ref: ObjectRef) -> bool:
+        return self._fast.is_whole(ref)
 
     @override
     def seal(self, id: str) -> None:

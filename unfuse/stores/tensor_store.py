@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
 from unfuse.core.errors import ArenaFull, ObjectLost
-from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, lay_out
+from unfuse.core.object_ref import ALIGNMENT, PACKED, ObjectRef, TensorMeta, chunk_bytes, lay_out
 from unfuse.stores.base import (
     DEFAULT_CAPACITY,
     SPILL_CAPACITY,
@@ -29,6 +29,7 @@ from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
 from unfuse.stores.tensors import WIDE, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.unsealed import Unsealed
 from unfuse.supervision.clock import SystemClock
 
 if TYPE_CHECKING:
@@ -185,6 +186,32 @@ class TensorStore:
             key=draft.key,
             created_at=self._clock.wall(),
         )
+
+    def begin(
+        self, outline: Iterable[tuple[str, str, tuple[int, ...]]], *, request: str, stage: str, attempt: int
+    ) -> Unsealed | None:
+        """Begin an output that is written step by step, of these names, dtypes and shapes, and can be read meanwhile.
+
+        None where nobody could read any of it before it is whole: it is one chunk, or the store does not announce.
+        Raises ArenaFull, and ValueError for what no object can be.
+        """
+        metas, nbytes = lay_out(outline)
+        if not self._backend.announces or nbytes <= chunk_bytes(nbytes):
+            return None
+        draft = self._backend.create(nbytes, request)
+        ref = ObjectRef(
+            draft.id, self.owner, self.node, request, stage, attempt, draft.generation, nbytes, metas, (), draft.key,
+            self._clock.wall(),
+        )  # fmt: skip
+        return Unsealed(self._backend, ref, draft.memory)
+
+    def at(self, offset: int, nbytes: int) -> Any:
+        """Bytes of the memory in which objects lie, whatever they are now, as a torch tensor of uint8."""
+        return torch_over(self._backend.at(offset, nbytes), TensorMeta("", "uint8", (nbytes,), 0, nbytes))
+
+    def is_whole(self, ref: ObjectRef) -> bool:
+        """Whether an object is written to its end, of those that can be mapped. Raises ObjectLost."""
+        return ref.whole or self._backend.is_whole(ref)
 
     def get(self, ref: ObjectRef, *, as_torch: bool = False, verify: bool = False) -> Held:
         """Read an object without copying, as numpy arrays (bfloat16 and float8 as their bits) or torch tensors.

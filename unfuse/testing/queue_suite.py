@@ -17,6 +17,7 @@ from unfuse.queues.base import Declaration, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_growth import GROWTH_RULES
 from unfuse.testing.queue_leases import LEASE_RULES
+from unfuse.testing.queue_limits import LIMIT_RULES
 from unfuse.testing.queue_lists import LIST_RULES
 from unfuse.testing.queue_records import RECORD_RULES
 from unfuse.testing.queue_samples import (
@@ -355,6 +356,7 @@ RULES: tuple[Rule, ...] = (
     *LEASE_RULES,
     *WAITING_RULES,
     *RECORD_RULES,
+    *LIMIT_RULES,
     *LIST_RULES,
     *GROWTH_RULES,
     a_known_id_is_submitted_once,

@@ -53,21 +53,38 @@ log = structlog.get_logger(__name__)
 
 
 class Session:
-    """One transfer. The first `good` bytes are here and verified: whole chunks, or everything."""
+    """One transfer. The first `good` bytes are here and verified: whole chunks, or everything.
 
-    def __init__(self, ref: ObjectRef, sink: Sink, links: Links, options: TransferOptions, good: int) -> None:
+    `kept` are checksums of the first chunks that an earlier transfer has left in the sink, perhaps of another object:
+    those that are equal are not pulled again.
+    """
+
+    def __init__(
+        self, ref: ObjectRef, sink: Sink, links: Links, options: TransferOptions, good: int, kept: tuple[int, ...] = ()
+    ) -> None:
         self.id, self.ref, self.good = secrets.token_hex(8), ref, good
         self.state: State = "bootstrapping"
         self.error: Exception | None = None
         self.setbacks = 0
         self._sink, self._links, self._options = sink, links, options
         self._chunk, self._checksums = chunk_bytes(ref.nbytes), ref.checksums
+        self._kept = kept
         self._failures = 0
         self._trouble_since: float | None = None
         self._cancelled = False
         self.over: Future[None] = Future()
         """Done when the transfer has ended; it cannot be cancelled."""
         self.over.set_running_or_notify_cancel()
+
+    @property
+    def verified(self) -> tuple[int, ...]:
+        """The checksums of the chunks that are here."""
+        return self._checksums[: -(-self.good // self._chunk)]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all bytes are here."""
+        return self.good == self.ref.nbytes
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds. Returns whether the transfer has ended, with success or not."""
@@ -118,7 +135,7 @@ class Session:
             raise
         finally:
             self._links.counters.add(self._engine, Moved(self.good - good, time.monotonic() - began))
-        if self.good == self.ref.nbytes:
+        if self.whole:
             self._sink.finish()
             return self._end(None)
         self._move("waiting_for_input")
@@ -138,9 +155,11 @@ class Session:
 
     def _room(self) -> list[NDArray[np.uint8]]:
         """Memory for what can be pulled now: whole chunks whose checksums are known, as far as there is room."""
+        written = self._written()
+        self._skip_kept(written)
         room = self._sink.room(self.good)
         most = min(sum(piece.nbytes for piece in room), max(MAX_PULL, self._chunk))
-        stop = min(self.good + most, self._written())
+        stop = min(self.good + most, written)
         if stop < self.ref.nbytes:
             stop -= stop % self._chunk
         if stop <= self.good < self.ref.nbytes:
@@ -150,6 +169,16 @@ class Session:
             pieces.append(piece[:left])
             left -= pieces[-1].nbytes
         return [piece for piece in pieces if piece.nbytes] or pieces[:1]
+
+    def _skip_kept(self, written: int) -> None:
+        """Go on behind chunks that are there from an earlier transfer."""
+        while self.good < written:
+            at = self.good // self._chunk
+            if at >= len(self._kept) or self._kept[at] != self._checksums[at]:
+                self._kept = ()
+                return
+            self.good = min(self.good + self._chunk, self.ref.nbytes)
+            self._sink.verified(self.good)
 
     def _written(self) -> int:
         """How many bytes can be pulled: all, or what is written so far of an announced object."""
@@ -311,9 +340,12 @@ class Transfers:
         """How much each engine has brought."""
         self._movers = Movers(options.threads)
 
-    def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0) -> Session:
-        """Begin to fetch an object into `sink`; the first `good` bytes, whole chunks, are there already."""
-        session = Session(ref, sink, self._links, self._options, good)
+    def fetch(self, ref: ObjectRef, sink: Sink, good: int = 0, kept: tuple[int, ...] = ()) -> Session:
+        """Begin to fetch an object into `sink`; the first `good` bytes, whole chunks, are there already.
+
+        So are those with the checksums `kept`, as far as the object has the same.
+        """
+        session = Session(ref, sink, self._links, self._options, good, kept)
         self._movers.add(ref.owner, session)
         return session
 

@@ -42,10 +42,12 @@ class Sink(Protocol):
 class ArenaSink(Sink):
     """Copies the object into an arena and seals it there; `extent` is its place.
 
-    `create` allocates the room (default: `arena.create`).
+    `create` allocates the room (default: `arena.create`). One that `stays` keeps it when the session fails, for the
+    next.
     """
 
     extent: Extent | None = None
+    stays = False
 
     def __init__(
         self, arena: Arena | ArenaClient, ref: ObjectRef, create: Callable[[int, str], Extent] | None = None
@@ -73,7 +75,7 @@ class ArenaSink(Sink):
 
     @override
     def fail(self, error: Exception) -> None:
-        if self.extent:
+        if self.extent and not self.stays:
             self._arena.abort(self.extent.id)
             self.extent = None
 

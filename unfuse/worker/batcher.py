@@ -97,6 +97,10 @@ class BatchSizes:
         beside = (*sizes[place + 1 : place + 2], *sizes[max(0, place - 1) : place])
         return next((size for size in beside if best in found.taken and found.is_due(size, best)), best)
 
+    def all(self, key: Hashable, waiting: int, most: int) -> int:
+        """How many of these tasks can share a forward, up to `most`: where it pays to have all in each."""
+        return min(waiting, self._of(key, most).most)
+
     def measured(self, key: Hashable, size: int, seconds: float) -> None:
         """Learn that a batch of this size took so many seconds."""
         self._of(key).add(size, seconds / size)
@@ -108,8 +112,8 @@ class BatchSizes:
         found = self._of(key)
         found.most = max(1, min(found.most, size // 2))
 
-    def _of(self, key: Hashable) -> _Key:
-        found = self._keys.pop(key, None) or _Key(self._most)
+    def _of(self, key: Hashable, most: int = 0) -> _Key:
+        found = self._keys.pop(key, None) or _Key(most or self._most)
         self._keys[key] = found
         if len(self._keys) > MAX_KEYS:
             del self._keys[next(iter(self._keys))]

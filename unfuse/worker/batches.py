@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.messages import Sharing
 from unfuse.stages.base import SteppedStage
 from unfuse.worker.batcher import BatchSizes, out_of_memory
@@ -15,23 +16,31 @@ from unfuse.worker.exactness import Exactness, culprit, difference
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.turn import Job
 
+LARGEST = 256
+"""How many tasks share a forward at most, of stages that have all together."""
+
 
 class Batches:
-    """Picks up to `most` tasks for a forward, and computes it.
+    """Picks up to `most` tasks for a forward (0: as is usual), and computes it.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
     `send` hears how requests of a pool share forwards, when that is news.
     """
 
-    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], None]) -> None:
-        few = 1 << (most.bit_length() - 1)  # of few sizes, comparisons are soon done
-        self.sizes = BatchSizes(few if exactness else most)
+    def __init__(self, most: int, exactness: Exactness | None, ranks: Ranks, send: Callable[[Shares], object]) -> None:
+        usual = most or USUAL_BATCH
+        few = 1 << (usual.bit_length() - 1)  # of few sizes, comparisons are soon done
+        self.sizes, self._most = BatchSizes(few if exactness else usual), most
         self._exactness, self._ranks, self._send = exactness, ranks, send
         self._turns, self._turn = dict[str, int](), 0
         self._shares: dict[str, Sharing] = {}
 
     def pick(self, jobs: Collection[Job]) -> tuple[list[Job], How]:
-        """The next batch of these: the task whose place is first, and those that may share its forward."""
+        """The next batch of these: the task whose place is first, and those that may share its forward.
+
+        Those that wait come last: a step of theirs looks after what they wait for.
+        """
+        jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
         first = min(jobs, key=self._place)
         self._turn += 1
         self._turns[first.lease.task.pool] = self._turn
@@ -39,6 +48,8 @@ class Batches:
             return [first], "alone"
         same = first.key, first.priority, False
         mates = [job for job in jobs if (job.key, job.priority, job.alone) == same]
+        if self._exactness is None and first.stage.all_together:
+            return mates[: self.sizes.all(first.key, len(mates), self._most or LARGEST)], "together"
         if self._exactness is None:
             return mates[: self.sizes.size(first.key, len(mates))], "together"
         likeness, size = first.key[-1], self.sizes.size(first.key, 1 << (len(mates).bit_length() - 1))
@@ -76,10 +87,12 @@ class Batches:
 
     def _place(self, job: Job) -> tuple[int, bool, bool, int]:
         """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
-        forward as they can, and slots bound how long they wait. Pools take turns.
+        forward as they can, and slots bound how long they wait. Pools take turns, those of texts whatever they end: for
+        a long prompt would wait until no text is written.
         """
-        task = job.lease.task
-        return -job.priority, job.stage.progress(job.state)[1] > 1, not task.final, self._turns.get(task.pool, 0)
+        task, steps = job.lease.task, job.stage.progress(job.state)[1]
+        soon = task.final or job.stage.texts is not None
+        return -job.priority, steps > 1, not soon, self._turns.get(task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""

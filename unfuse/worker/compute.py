@@ -36,6 +36,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import Pairs
 from unfuse.worker.checkpoints import Policy
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     ComputeChannel,
     ForPairs,
@@ -69,7 +70,7 @@ def compute(descriptor: int) -> None:
         return
     if not isinstance(load, Load):
         raise SystemExit("the first message must be Load")
-    inbox: queue.SimpleQueue[Run | Cancel | Turn] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, load), daemon=True).start()
     try:
         load = _settled(load)
@@ -84,7 +85,8 @@ def compute(descriptor: int) -> None:
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
-    channel.send(Ready(_name(device), outcome))
+    brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
+    channel.send(Ready(_name(device), outcome, brought))
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
@@ -114,7 +116,7 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith("model name")), "")
 
 
-def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Cancel | Turn], load: Load) -> None:
+def _listen(channel: ComputeChannel, inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn], load: Load) -> None:
     """Put messages into the loop's inbox. When the parent is gone, end the process, even during a long forward."""
     pairs = PairServer(partial(_pairs, load), channel.send)
     while True:

@@ -13,7 +13,7 @@ from unfuse.core.codec import MAX_BYTES, decode, encode
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.framing import HEADER_BYTES, frame, length_of, read_message
 from unfuse.core.growth import PIECES_AT_ONCE, Grown
-from unfuse.core.messages import Done, Failed, Places, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, Places, Sharing, Spent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.plan import Choice
 from unfuse.core.task import Claim, Lease
@@ -57,6 +57,19 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     lease: Lease
     peers: dict[str, tuple[str, str]]
     recorded: tuple[bytes, ...] = ()
+
+
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """The next bytes, `start` to `stop`, of an input of a task that is to run here lie at this offset of the arena.
+
+    Answered by Taken. The Run follows the last of them, without that input.
+    """
+
+    lease: Lease
+    ref: ObjectRef
+    offset: int
+    start: int
+    stop: int
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -133,6 +146,13 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
     error: str = ""
 
 
+class Taken(msgspec.Struct, frozen=True, tag=True):
+    """What has arrived of a task's input is taken, or cannot be, for the reason in `error`: its place is free again."""
+
+    claim: Claim
+    error: str = ""
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True):
     """A stage will be loaded next; `done` of the `total` bytes of all stages' files are loaded."""
 
@@ -155,11 +175,13 @@ class Loaded(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """Everything is loaded. `device` is cpu or the name of the GPU.
 
-    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters.
+    `outcome` is what the bytes of results depend on beside weights, dtypes and parameters. `resources` are amounts that
+    the process has found room for, for all tasks together.
     """
 
     device: str
     outcome: dict[str, str] = {}
+    resources: dict[str, int] = {}
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag=True):
@@ -226,10 +248,10 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
     claim: Claim
 
 
-ToCompute = Load | Run | Cancel | Turn | ForPairs
+ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
-    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone
-    | Stepped | StateSaved | Grown | Kept | Shares | TextsHeld | Waits | Stopped | Done | Failed
+    Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
+    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | Waits | Stopped | Done | Failed
 )  # fmt: skip
 
 

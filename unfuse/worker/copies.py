@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -20,12 +21,18 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
+from unfuse.worker.passing import Passing
 
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
 
+LOOK_AGAIN_S = 0.01
+"""Seconds between two looks at an object that its owner, on this machine, is writing."""
+
 KEPT_S = 30.0
-"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process."""
+"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, and what there
+is of one for the next attempt at the object.
+"""
 
 log = structlog.get_logger(__name__)
 
@@ -56,7 +63,10 @@ class Copies:
         """The addresses at which other nodes pull from this arena, by engine."""
         self._ways: dict[str, Mapping[str, str]] = {}
         self._copies: dict[tuple[str, str], _Copy] = {}
-        self._bringing: dict[Claim, asyncio.Task[list[ObjectRef]]] = {}
+        self._parts: dict[tuple[str, str], _Copy] = {}
+        self._bringing: dict[Claim, asyncio.Task[list[ObjectRef | None]]] = {}
+        self.passing: Passing | None = None
+        """Passes on inputs that are longer than the receive buffer, if the process can take them so."""
         self._reaching: dict[str, asyncio.Future[bool]] = {}
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
 
@@ -68,26 +78,30 @@ class Copies:
     async def bring(self, lease: Lease, granted: Granted) -> Lease | None:
         """Fetch the task's inputs that cannot be mapped. Returns the lease with the copies in their place.
 
+        Waits for inputs that are still written, and meanwhile fetches what there is of them. An input that is longer
+        than the receive buffer passes into the compute process as it comes, and is no input any more.
         Whether an owner's memory can be mapped is tested, since node names prove nothing. An input that cannot be
         fetched stays as it is, because there may be a durable copy. Returns None if the task was cancelled. Raises
-        ArenaFull if there is no room.
+        ArenaFull if there is no room, and what a transfer through the buffer failed with.
         """
         self._ways.update(granted.engines)
         self._store.learn(granted.peers)
         claim, task = lease.claim, lease.task
         others = [ref for ref in lease.reads if ref.owner != self._owner and ref.owner in granted.peers]
+        others += [ref for ref in lease.reads if ref.owner == self._owner and not ref.whole]
         if not others or not self._arena:
             return lease
-        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(claim, others))
+        bringing = self._bringing[claim] = asyncio.create_task(self._bring_all(lease, others))
         try:
             await asyncio.wait({bringing})
             if bringing.cancelled():
                 return None
-            here = {ref.id: copy for ref, copy in zip(others, bringing.result(), strict=True)}
+            here = dict(zip((ref.id for ref in others), bringing.result(), strict=True))
         finally:
             del self._bringing[claim]
-        task = msgspec.structs.replace(task, inputs=tuple(here.get(ref.id, ref) for ref in task.inputs))
-        prefix = tuple(here.get(ref.id, ref) for ref in lease.prefix)
+        inputs = tuple(found for ref in task.inputs if (found := here.get(ref.id, ref)))
+        prefix = tuple(found for ref in lease.prefix if (found := here.get(ref.id, ref)))
+        task = msgspec.structs.replace(task, inputs=inputs)
         checkpoint = lease.checkpoint and here.get(lease.checkpoint.id, lease.checkpoint)
         return msgspec.structs.replace(lease, task=task, checkpoint=checkpoint, prefix=prefix)
 
@@ -111,7 +125,15 @@ class Copies:
             if not copy.users:
                 del self._copies[key]
                 copy.session.cancel()
-                copy.over.add_done_callback(partial(self._drop, copy))
+                if copy.sink.stays and copy.session.good and not copy.session.whole:
+                    self._keep_part((key[0], copy.ref.stage), copy)
+                else:
+                    copy.over.add_done_callback(partial(self._drop, copy))
+
+    def forget(self, request: str) -> None:
+        """A request is over: nothing of what it read is needed."""
+        for key in [key for key in self._parts if key[0] == request]:
+            self._drop_part(key, self._parts[key])
 
     def close(self) -> None:
         """End all transfers, and close the engines."""
@@ -129,8 +151,8 @@ class Copies:
             engine.register(self._arena.memory)
         return Transfers(self._engines, lambda owner: self._ways.get(owner, {}), self._options)
 
-    async def _bring_all(self, claim: Claim, refs: Iterable[ObjectRef]) -> list[ObjectRef]:
-        return await asyncio.gather(*(self._bring(claim, ref) for ref in refs))
+    async def _bring_all(self, lease: Lease, refs: Iterable[ObjectRef]) -> list[ObjectRef | None]:
+        return await asyncio.gather(*(self._bring(lease, ref) for ref in refs))
 
     async def _reaches(self, owner: str) -> bool:
         """Whether an owner's memory can be mapped. One thread for each owner finds out: a stopped owner blocks it."""
@@ -140,10 +162,18 @@ class Copies:
             looking.add_done_callback(lambda _: self._reaching.pop(owner))
         return await asyncio.shield(self._reaching[owner])
 
-    async def _bring(self, claim: Claim, ref: ObjectRef) -> ObjectRef:
-        if await self._reaches(ref.owner):
+    async def _bring(self, lease: Lease, ref: ObjectRef) -> ObjectRef | None:
+        """What to read in place of an object; None if the compute process has taken it."""
+        claim = lease.claim
+        if ref.owner == self._owner or await self._reaches(ref.owner):
+            await self._until_whole(ref)
             return ref
+        if self.passing and ref in lease.task.inputs and self.passing.window(lease.task, ref):
+            await self.passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
+            return None
         key = claim.request, ref.id
+        if key not in self._copies and (part := self._parts.get((claim.request, ref.stage))):
+            await asyncio.wait({part.over})  # until then it is written
         copy = self._copies.get(key) or self._fetch(key, ref)
         copy.users.add(claim)
         try:
@@ -162,18 +192,46 @@ class Copies:
             generation=extent.generation,
         )
 
+    async def _until_whole(self, ref: ObjectRef) -> None:
+        """Wait until an object that can be mapped is written to its end, or lost."""
+        look = partial(asyncio.get_running_loop().run_in_executor, self._lookers, self._store.is_whole, ref)
+        with suppress(ObjectLost):  # whoever reads it finds out
+            while not await look():
+                await asyncio.sleep(LOOK_AGAIN_S)
+
     def _fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
         """Begin to fetch an object. The copy belongs to the task's request, whichever made the original."""
         assert self._arena
         sink = ArenaSink(self._arena, msgspec.structs.replace(ref, request=key[0]), self._store.reserve)
-        session = self._transfers.fetch(ref, sink)
+        sink.stays, kept = not ref.whole, tuple[int, ...]()
+        part = self._parts.get((key[0], ref.stage))
+        if part and part.over.done() and part.over.exception() and part.ref.tensors == ref.tensors:
+            del self._parts[key[0], ref.stage]
+            sink.extent, kept = part.sink.extent, part.session.verified
+        session = self._transfers.fetch(ref, sink, kept=kept)
         over = asyncio.wrap_future(session.over)
         over.add_done_callback(_read_exception)
         copy = self._copies[key] = _Copy(ref, session, sink, over)
         return copy
 
+    def _keep_part(self, key: tuple[str, str], copy: _Copy) -> None:
+        """Keep what there is of an object that came while it was written, and is to be made again."""
+        if before := self._parts.get(key):
+            self._drop_part(key, before)
+        self._parts[key] = copy
+        asyncio.get_running_loop().call_later(KEPT_S, self._drop_part, key, copy)
+
+    def _drop_part(self, key: tuple[str, str], copy: _Copy) -> None:
+        if self._parts.get(key) is copy:
+            del self._parts[key]
+            copy.over.add_done_callback(partial(self._drop, copy))
+
     def _drop(self, copy: _Copy, over: asyncio.Future[None]) -> None:
-        if not over.cancelled() and not over.exception() and copy.sink.extent and self._arena:
+        if not (copy.sink.extent and self._arena):
+            return
+        if over.cancelled() or over.exception():
+            self._arena.abort(copy.sink.extent.id)
+        else:
             self._arena.delete(copy.sink.extent.id)
 
 

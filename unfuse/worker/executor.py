@@ -13,11 +13,12 @@ import structlog
 
 from unfuse.core.errors import ConfigError, ProtocolError, TransientError
 from unfuse.core.growth import Grown
-from unfuse.core.messages import Done, Failed, FailureKind, Sharing, Spent
+from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, Spent
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     ForPairs,
     FromCompute,
@@ -31,6 +32,7 @@ from unfuse.worker.compute_messages import (
     StateSaved,
     Stepped,
     Stopped,
+    Taken,
     TextsHeld,
     ToCompute,
     Turn,
@@ -38,6 +40,7 @@ from unfuse.worker.compute_messages import (
 )
 from unfuse.worker.compute_process import ComputeProcess
 from unfuse.worker.pairs import ComputePairs
+from unfuse.worker.passing import Passing
 
 RESTART_S = 1.0
 RANKS_TRIED = 3
@@ -48,7 +51,7 @@ WATCH_S = 0.5
 
 log = structlog.get_logger(__name__)
 
-Report = Callable[[Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
+Report = Callable[[Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed], Awaitable[None]]
 
 
 class Executor:
@@ -69,6 +72,7 @@ class Executor:
         stall_s: float = 600.0,
         memory_limit: int = 0,
         fork_server: socket.socket | None = None,
+        buffer: int = 0,
     ) -> None:
         self._report, self._stall_s, self._memory_limit = report, stall_s, memory_limit
         self._background, self._run_dir = Supervisor(), next((load.run_dir for load in loads), "")
@@ -89,8 +93,10 @@ class Executor:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
         self._spent: dict[ComputeProcess, Spent] = {}
-        self.pairs = ComputePairs(self._send_pairs)
+        self.pairs = ComputePairs(self._send_first)
         """Moves bytes of the arena, in the first process."""
+        self.passing = Passing(buffer if len(loads) == 1 else 0, self._send_first)
+        """Passes on inputs that are longer than the `buffer`; where several processes need them, they come whole."""
 
     @property
     def pids(self) -> list[int]:
@@ -167,12 +173,14 @@ class Executor:
         if self._watching:
             self._watching.cancel()
         await self._end()
+        self.passing.close()
 
     async def _end(self) -> None:
         await asyncio.gather(*(process.close() for process in self._processes))
         self.pairs.lost()
+        self.passing.lost()
 
-    async def _send_pairs(self, message: ForPairs) -> bool:
+    async def _send_first(self, message: ForPairs | Arrived | Cancel) -> bool:
         """Returns whether there is a process that answers."""
         if self.ready:
             await self._processes[0].send(message)
@@ -231,9 +239,9 @@ class Executor:
                 if message.claim in self._given:
                     self._begun.add(message.claim)
                     await self._report(message)
-            case StateSaved() | Grown() | Kept():
+            case StateSaved() | Announced() | Grown() | Kept():
                 await self._report(message)
-            case PairDone() | Shares() | TextsHeld():
+            case PairDone() | Taken() | Shares() | TextsHeld():
                 self._learn(message)
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
@@ -242,10 +250,12 @@ class Executor:
                     await self._report(message)
                     await self._feed()
 
-    def _learn(self, message: PairDone | Shares | TextsHeld) -> None:
+    def _learn(self, message: PairDone | Taken | Shares | TextsHeld) -> None:
         match message:
             case PairDone():
                 self.pairs.heard(message)
+            case Taken():
+                self.passing.heard(message)
             case Shares():
                 self.shares[message.pool] = message.sharing
             case TextsHeld():

@@ -29,6 +29,15 @@ def failure(claim: Claim, error: Exception) -> Failed:
     return Failed(claim, kind, _sendable(message), _sendable(evidence), object_id)
 
 
+def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:
+    """The report for a task whose inputs did not come; it is no fault of it if compute is not `ready`."""
+    if isinstance(error, ObjectLost):
+        return failure(claim, error)
+    if not ready:
+        return Failed(claim, "hand_back", "the worker cannot run it now", reason="compute")
+    return Failed(claim, "transient", _sendable(f"an input cannot be fetched: {error}"))
+
+
 def _sendable(text: str) -> str:
     """The text with characters replaced that UTF-8 cannot encode, such as escapes in the names of files."""
     return text.encode(errors="replace").decode()

@@ -10,12 +10,13 @@ import structlog
 
 from unfuse.core.errors import ResultsUnavailable
 from unfuse.core.pool import declared
-from unfuse.core.task import Lease
-from unfuse.stages.base import StageInput, SteppedStage
+from unfuse.core.task import Claim, Lease
+from unfuse.stages.base import Receiving, StageInput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
-from unfuse.worker.compute_messages import Run, Waits
+from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits
 from unfuse.worker.failure import failure
 from unfuse.worker.ranks import Verdict
 from unfuse.worker.turn import Job
@@ -38,6 +39,25 @@ class Intake:
         exact: bool,
     ) -> None:
         self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
+        self._receiving: dict[Claim, Receiving] = {}
+
+    def receive(self, arrived: Arrived) -> Taken:
+        """Take what has come of an input; the answer says if that cannot be."""
+        task, claim = arrived.lease.task, arrived.lease.claim
+        try:
+            if claim not in self._receiving:
+                stage = self._stages[declared(task.pool)]
+                self._receiving[claim] = stage.receive(task.params, task.priority)
+            self._receiving[claim].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
+        except Exception as error:  # an error of one task must not end the process
+            self.forget(claim)
+            return Taken(claim, str(error) or type(error).__name__)
+        return Taken(claim)
+
+    def forget(self, claim: Claim) -> None:
+        """Drop what has come for a task that will not begin, if anything has."""
+        if receiving := self._receiving.pop(claim, None):
+            receiving.drop()
 
     def begin(self, run: Run) -> Job:
         """The job of a task. Raises ResultsUnavailable where an upload cannot be had now, and whatever is wrong."""
@@ -49,21 +69,27 @@ class Intake:
                 inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
             tensors = {name: tensor for held in inputs for name, tensor in held.items()}
             stage = self._stages[declared(task.pool)]
-            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads}
+            uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.params)}
             prefix += self._prefix(run.lease)
-            given = StageInput(task.params, tensors, uploads, run.recorded, task.priority, tuple(map(dict, prefix)))
+            given = StageInput(
+                task.params, tensors, uploads, run.recorded, task.priority,
+                tuple(map(dict, prefix)), self._receiving.get(run.lease.claim),
+            )  # fmt: skip
             got = time.monotonic()
             stage.verify(given)
             resumed = self._resumed(stage, given, run.lease)
             state = stage.start(given) if resumed is None else resumed
             step, _ = stage.progress(state)
+            self._receiving.pop(run.lease.claim, None)
             key = task.pool, stage.batch_key(task.params), self.likeness(stage, state)
             return Job(
                 run.lease, stage, key, inputs, state, got - began, time.monotonic() - got,
                 resumed=step, saved=step, reported=step, grown=len(run.recorded),
             )  # fmt: skip
-        except BaseException:
+        except BaseException as error:
             close(inputs)
+            if not isinstance(error, ResultsUnavailable):  # with which it waits, and begins again
+                self.forget(run.lease.claim)
             raise
         finally:
             close(prefix)
@@ -97,10 +123,12 @@ class Intake:
         return declared(lease.task.pool) not in self._plain
 
 
-def close(inputs: list[Held]) -> None:
-    """Let go of inputs."""
+def close(inputs: list[Held], output: Unsealed | None = None) -> None:
+    """Let go of inputs, and of an output that is not sealed."""
     for held in inputs:
         held.close()
+    if output:
+        output.abort()
 
 
 def verdict_of(run: Run, begun: Job | Exception) -> Verdict:

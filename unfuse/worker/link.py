@@ -62,6 +62,11 @@ class Link:
         """Whether the scheduler that answers now understands Keep."""
         return self._welcome is not None and self._welcome.keeps
 
+    @property
+    def announces(self) -> bool:
+        """Whether the scheduler that answers now understands Announced."""
+        return self._welcome is not None and self._welcome.announces
+
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""
         self._hello, self._welcome = hello, None

@@ -125,6 +125,7 @@ class Objects:
         """Free everything that is held for these requests, durable copies included."""
         for request in requests:
             self._elsewhere.discard(request)
+            self.copies.forget(request)
             try:
                 await asyncio.to_thread(self.store.release, request)
             except TransientError as error:

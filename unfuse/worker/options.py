@@ -18,8 +18,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
     `role` is one role, several as `a+b`, or all. With `components`, it runs only stages whose first component is one of
-    them. It holds `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes; `resources` has
-    the amounts of further named resources. Without `models`, the scheduler says what to serve.
+    them. It holds `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
+    inputs of more than `buffer` tokens arrive in pieces; `resources` has the amounts of further named resources.
+    Without `models`, the scheduler says what to serve.
 
     It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
@@ -37,6 +38,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     arena: int
     kv: int
+    buffer: int
     resources: Mapping[str, int]
     stall_s: float
     memory_limit: int

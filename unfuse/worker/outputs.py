@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from unfuse.core.errors import ArenaFull, PermanentError
+from unfuse.core.errors import ArenaFull, PermanentError, TransientError
+from unfuse.core.messages import Announced
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile
 from unfuse.stages.base import Media, StageOutput
@@ -18,9 +19,31 @@ ROOM_S = 2.0
 """Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
 
 
+def announce(
+    store: TensorStore, job: Job, encodings: Mapping[str, str], tell: Callable[[Announced], object] | None
+) -> None:
+    """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
+
+    It comes whole, at the end, if it is to be narrowed, if there is no room yet, and where nobody can be told.
+    """
+    task, outline = job.lease.task, job.stage.outline(job.state)
+    if not outline or tell is None or task.final or encodings.get(task.kind, "none") != "none":
+        return
+    with suppress(TransientError):
+        job.output = store.begin(outline, request=task.request, stage=task.stage, attempt=task.attempt)
+    if job.output:
+        job.stage.write_to(job.state, job.output)
+        tell(Announced(job.claim, job.output.ref))
+
+
 def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[str, str]) -> ObjectRef | None:
-    """Store tensors, narrowed as `encodings` says for the kind of the stage; None for a final stage, which has none."""
+    """Store tensors, narrowed as `encodings` says for the kind of the stage; None for a final stage, which has none.
+
+    What was written where others read it is only sealed.
+    """
     task = job.lease.task
+    if job.output:
+        return job.output.finish()
     if task.final:
         return None
     encoding = encodings.get(task.kind, "none")

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from unfuse.core.card import ModelCard
+from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, slots_of
@@ -22,13 +23,17 @@ Models = tuple[tuple[str, str, str], ...]
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices."""
+    """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
+
+    What its tasks of the declared pools in `read_here` make is read by others of its own.
+    """
 
     models: Models
     cards: tuple[ModelCard, ...]
     pools: tuple[str, ...]
     slots: int
     devices: tuple[str, ...]
+    read_here: frozenset[str] = frozenset()
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -48,10 +53,25 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     spreads = own_spreads(compute.parallel, choice.roles)
     refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
-    batch = compute.max_batch if compute.batching == "batched" or any(stage.shares for stage in stages) else 1
+    batch = (
+        (compute.max_batch or USUAL_BATCH)
+        if compute.batching == "batched" or any(stage.shares for stage in stages)
+        else 1
+    )
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
-    return Served(models, cards, pools_of(cards, choice, options.resources), slots, devices)
+    pools = pools_of(cards, choice, options.resources)
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice))
+
+
+def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:
+    """The declared pools of the chosen stages whose outputs chosen stages read."""
+    found = set[str]()
+    for card in cards:
+        pools, producers = card.pools(choice), card.pipeline.producers()
+        made = {producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs}
+        found |= {pools[name] for name in made & pools.keys()}
+    return frozenset(found)
 
 
 def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: TensorStore, places: Places) -> list[Load]:
@@ -94,7 +114,7 @@ def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[s
         role, named = "+".join(sorted(choice.roles or {"all"})), sorted({stage.components[0] for stage in stages})
         raise ConfigError(f"no stage is both --role {role} and --component: components are {', '.join(named)}")
     for stage in filter(choice.takes, stages):
-        if missing := sorted(stage.needs.keys() - resources):
+        if missing := sorted(stage.needs.keys() - resources - {*stage.brings}):
             raise ConfigError(
                 f"stage {stage.name} needs the resource {missing[0]}, of which this worker has none: "
                 f"start it with --resources {missing[0]}=N"

@@ -27,7 +27,7 @@ class Settling:
     """
 
     def __init__(
-        self, results: ResultStore, send: Callable[[Grown | Stepped], None], leads: bool, beside: bool
+        self, results: ResultStore, send: Callable[[Grown | Stepped], object], leads: bool, beside: bool
     ) -> None:
         self._results, self._send, self._leads = results, send, leads
         self._thread = ThreadPoolExecutor(1, "settling") if beside else None

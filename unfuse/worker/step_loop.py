@@ -24,6 +24,7 @@ from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.batches import Batches
 from unfuse.worker.checkpoints import Policy, pack
 from unfuse.worker.compute_messages import (
+    Arrived,
     Cancel,
     FromCompute,
     Run,
@@ -36,7 +37,7 @@ from unfuse.worker.compute_messages import (
 from unfuse.worker.exactness import Exactness
 from unfuse.worker.failure import failure
 from unfuse.worker.intake import Intake, close, verdict_of
-from unfuse.worker.outputs import portions, put, write
+from unfuse.worker.outputs import announce, portions, put, write
 from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
@@ -63,11 +64,11 @@ class StepLoop:
     """Runs tasks on the stages of one compute process.
 
     `stages` is by declared pool; stages of `plain` pools get numpy arrays, the others torch tensors. Up to `batch`
-    tasks share a forward. `encodings` maps a stage kind to how its outputs are narrowed. Tasks of the highest priority
-    go first, pools in turns, each in order of arrival; the others pause and keep their state. A cancelled task is
-    dropped between two steps. `policy` says when states are saved, so that another worker can resume them; a task that
-    pauses is saved too. A task whose result cannot be stored, because the result store is full, waits while others go
-    on.
+    tasks share a forward (0: as is usual). `encodings` maps a stage kind to how its outputs are narrowed. Tasks of the
+    highest priority go first, pools in turns, each in order of arrival; the others pause and keep their state. A
+    cancelled task is dropped between two steps. `policy` says when states are saved, so that another worker can resume
+    them; a task that pauses is saved too. A task whose result cannot be stored, because the result store is full, waits
+    while others go on.
 
     With `exactness`, a task gets the bytes that it has alone: it shares a forward only where comparing shows that.
 
@@ -81,8 +82,8 @@ class StepLoop:
         stages: Mapping[str, SteppedStage[Any]],
         store: TensorStore,
         results: ResultStore,
-        inbox: queue.SimpleQueue[Run | Cancel | Turn],
-        send: Callable[[FromCompute], None],
+        inbox: queue.SimpleQueue[Run | Arrived | Cancel | Turn],
+        send: Callable[[FromCompute], object],
         batch: int = 1,
         plain: Collection[str] = (),
         encodings: Mapping[str, str] | None = None,
@@ -95,7 +96,7 @@ class StepLoop:
         self._intake = Intake(stages, store, results, plain, exactness is not None)
         self._encodings, self._policy = encodings or {}, policy or Policy()
         self._store, self._results, self._inbox = store, results, inbox
-        self._send = send if self._ranks.leads else _nothing
+        self._send = send if self._ranks.leads else bool  # the first rank reports for all
         self._meter = TextMeter(stages.values(), self._send)
         self._batches = Batches(batch, exactness, self._ranks, self._send)
         self._settling = Settling(results, self._send, self._ranks.leads, overlapped)
@@ -165,9 +166,11 @@ class StepLoop:
             cancels += self._take(self._inbox.get())
         return tuple(cancels)
 
-    def _take(self, message: Run | Cancel | Turn) -> list[Cancel]:
+    def _take(self, message: Run | Arrived | Cancel | Turn) -> list[Cancel]:
         if isinstance(message, Run):
             self._arrived[message.lease.claim] = message
+        elif isinstance(message, Arrived):
+            self._send(self._intake.receive(message))
         return [message] if isinstance(message, Cancel) else []
 
     def _begin(self, runs: Sequence[Run]) -> None:
@@ -177,6 +180,7 @@ class StepLoop:
         for run, own, verdict in zip(runs, begun, verdicts, strict=True):
             if isinstance(own, Job) and verdict == own.resumed:
                 self._jobs[own.claim] = own
+                announce(self._store, own, self._encodings, self._send if self._ranks.leads else None)
                 continue
             if isinstance(own, Job):
                 self._let_go(own)
@@ -257,7 +261,7 @@ class StepLoop:
         self._send(failure(job.claim, error))
 
     def _let_go(self, job: Job) -> None:
-        close(job.inputs)
+        close(job.inputs, job.output)
         job.stage.let_go(job.state)
 
     def _keep(self, job: Job) -> None:
@@ -305,6 +309,7 @@ class StepLoop:
         self._send(Done(job.claim, ref, results, timings))
 
     def _drop(self, message: Cancel) -> None:
+        self._intake.forget(message.claim)
         if job := self._jobs.pop(message.claim, None):
             if message.save:
                 self._keep(job)
@@ -314,7 +319,3 @@ class StepLoop:
             self._send(Stopped(message.claim))
         elif self._parked.pop(message.claim, None):
             self._send(Stopped(message.claim))
-
-
-def _nothing(message: FromCompute) -> None:
-    """Say nothing: the first rank reports for all."""

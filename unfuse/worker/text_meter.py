@@ -17,7 +17,7 @@ TELL_S = 0.25
 class TextMeter:
     """Sends what the stages of one process have together, where that is news."""
 
-    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[TextsHeld], None]) -> None:
+    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[TextsHeld], object]) -> None:
         found = (stage.texts for stage in stages)
         self._all: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
         self._send, self._told, self._at = send, TextsHeld(TextLoad(), 0), 0.0

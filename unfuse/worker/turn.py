@@ -12,6 +12,7 @@ from unfuse.core.growth import Grown, check_growth
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import SteppedStage
 from unfuse.stores.tensor_store import Held
+from unfuse.stores.unsealed import Unsealed
 
 
 @dataclass(eq=False)
@@ -45,6 +46,8 @@ class Job:
     """The number of the next piece of its output."""
     part: int | None = 0
     """The last step whose part is stored; None after one could not be: none can follow."""
+    output: Unsealed | None = None
+    """What its output is written into while it runs, if others may read it meanwhile."""
 
     def growth(self) -> Grown | None:
         """What the last step has added to its output, if anything; raises PermanentError where that is too much."""

@@ -9,7 +9,6 @@ import asyncio
 import os
 import secrets
 import socket
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,6 +19,7 @@ import structlog
 from unfuse.core.errors import TransientError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import (
+    Announced,
     Ask,
     Beat,
     Bye,
@@ -34,13 +34,15 @@ from unfuse.core.messages import (
     WorkerInfo,
 )
 from unfuse.core.plan import Choice, roles_of
-from unfuse.core.pool import manned
+from unfuse.core.pool import declared, manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
 from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
+from unfuse.worker.failure import unfetched
 from unfuse.worker.growing import Growing
+from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import WorkerOptions
@@ -49,9 +51,6 @@ from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Telling
-
-WAIT_S = 20.0
-"""Seconds that an Ask waits at the scheduler for tasks."""
 
 BEAT_PAUSE_S = 0.02
 """The least seconds between two heartbeats."""
@@ -69,9 +68,6 @@ LEAVES = "the worker leaves before it is done"
 
 PAUSE_S = 1.0
 """Seconds to wait after a message was refused."""
-
-WITHDRAW = Ask(0, 0, 0.0)
-"""An Ask for nothing: it replaces an Ask that waits at the scheduler."""
 
 log = structlog.get_logger(__name__)
 
@@ -91,9 +87,10 @@ class Worker:
         self._options, self._engines, self._fork_server = options, engines or {}, fork_server
         self._id = f"{options.role}-{secrets.token_hex(6)}"
         self._choice = Choice(roles_of(options.role), options.components)
-        self._slots = options.slots
+        self._holding = Holding(options.slots, options.resources)
+        self._active = self._holding.leases
+        self._read_here = frozenset[str]()
         self._secret = secrets.token_bytes(16)
-        self._active: dict[Claim, Lease] = {}
         self._reporting, self._loaded, self._device = 0, "", ""
         self._outcome: dict[str, str] = {}
         self._changed = asyncio.Event()
@@ -140,11 +137,11 @@ class Worker:
 
     def _info(self, pools: Sequence[str]) -> WorkerInfo:
         options, objects = self._options, self._objects
-        info = WorkerInfo(self._id, options.node, options.role, tuple(pools), self._slots, "", 0, os.getpid())
+        info = WorkerInfo(self._id, options.node, options.role, tuple(pools), self._holding.slots, "", 0, os.getpid())
         if objects is None:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
-        about = {"device": self._device, "resources": dict(options.resources), "outcome": self._outcome}
+        about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
         return msgspec.structs.replace(info, **where, **about)
 
     async def _serve(self) -> None:
@@ -161,16 +158,18 @@ class Worker:
         welcome = await self._link.hello(Hello(self._info(()), secret=self._secret))
         options, places = self._options, welcome.places
         served = await asyncio.to_thread(decide_served, welcome, options, self._choice)
-        self._beat_s, self._slots = welcome.beat, served.slots
+        self._beat_s, self._holding.slots, self._read_here = welcome.beat, served.slots, served.read_here
         objects = self._objects = await asyncio.to_thread(
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._saved_states = SavedStates(objects, self._link)
         loads = loads_of(served, self._choice, options, objects.store, places)
         watch = options.stall_s, options.memory_limit
-        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server)
+        executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
+        objects.copies.passing = executor.passing
         started = await executor.start()
         self._device = started.device
+        self._holding.resources |= started.resources
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
         if welcome.by_outcome:
@@ -190,18 +189,11 @@ class Worker:
             self._background.once("asking for work", partial(self._ask, self._newest_ask, self._wanted()))
 
     def _wanted(self) -> Ask:
-        """The next Ask: for the free slots, or if there are none, for one task more urgent than all that run."""
-        running = [lease.task for lease in self._active.values()]
-        if not (self._objects and self._executor and self._executor.ready) or any(task.alone for task in running):
+        """The next Ask; for nothing where nothing can run."""
+        if not (self._objects and self._executor and self._executor.ready):
             return WITHDRAW
-        affinity = next((task.affinity for task in running if task.affinity), self._loaded)
-        slots = self._slots - len(running)
-        above = None if slots > 0 else max(task.priority for task in running)
-        taken = Counter[str]()
-        for task in running:
-            taken.update(task.needs)
-        amounts = {name: max(0, amount - taken[name]) for name, amount in self._options.resources.items()}
-        return Ask(max(1, slots), self._room(self._objects), WAIT_S, above, affinity, amounts)
+        room = self._holding.room(self._objects.free, self._objects.usage().used)
+        return self._holding.ask(room, self._loaded)
 
     async def _ask(self, number: int, ask: Ask) -> None:
         """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
@@ -218,7 +210,7 @@ class Worker:
 
     async def _take(self, granted: Granted) -> None:
         for lease in granted.leases:
-            self._active[lease.claim] = lease
+            self._holding.take(lease)
             self._loaded = lease.task.affinity if "lora_id" in lease.task.params else self._loaded
             self._idle.clear()
             if self._saved_states:
@@ -234,25 +226,28 @@ class Worker:
         try:
             brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
         except Exception as error:  # any error must end the task, or it would be lost
-            await self._end(Failed(lease.claim, "transient", f"an input cannot be fetched: {error}"))
+            await self._end(unfetched(lease.claim, error, executor.ready))
             if not isinstance(error, TransientError):
                 raise
             return
+        self._holding.arrived(lease.claim)
         if brought is None or recorded is None:
+            await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
         elif not executor.ready:
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
 
-    def _room(self, objects: Objects) -> int | None:
-        """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
-        free = objects.free
-        if free is None or (not objects.usage().used and not self._active):
-            return None
-        return max(0, free - sum(lease.task.room for lease in self._active.values()))
+    async def _announce(self, news: Announced) -> None:
+        """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
+        lease = self._active.get(news.claim)
+        if lease and self._link.announces and declared(lease.task.pool) not in self._read_here:
+            await self._link.call(news)
 
-    async def _hear(self, message: Ready | Stepped | StateSaved | Grown | Kept | Stopped | Done | Failed) -> None:
+    async def _hear(
+        self, message: Ready | Stepped | StateSaved | Announced | Grown | Kept | Stopped | Done | Failed
+    ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
             self._changed.set()
@@ -264,6 +259,8 @@ class Worker:
         elif isinstance(message, StateSaved | Kept):
             if self._saved_states:
                 self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
+        elif isinstance(message, Announced):
+            self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)
         else:
@@ -279,7 +276,7 @@ class Worker:
         self._reporting += 1
         try:
             await self._growing.settled(message.claim)
-            await self._settle(message, self._active.pop(message.claim, None))
+            await self._settle(message, self._holding.end(message.claim))
         finally:
             self._reporting -= 1
             if not self._active and not self._reporting:
@@ -336,7 +333,8 @@ class Worker:
         by = self._executor
         beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
         if by:
-            about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": by.texts}
+            texts = by.texts and msgspec.structs.replace(by.texts, arriving=self._holding.arriving)
+            about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": texts}
             beat = msgspec.structs.replace(beat, **about, retracted=by.retracted)
             by.retracted = 0
         try:

@@ -69,12 +69,43 @@ local function overload()
   end
 end
 
+-- What each tenant has used of its rate: the microsecond at which all of it is there again.
+local RATES = P .. ':rates'
+
+local function in_microseconds(seconds) return math.floor(seconds * 1000000) end
+
+-- When all of a tenant's rate is there again if another request is accepted now.
+local function whole_at(may)
+  local each = math.floor(may.per_s * 1000000 / may.rate)
+  return math.max(tonumber(sound(call, 'HGET', RATES, A.tenant)) or 0, in_microseconds(now)) + each
+end
+
+-- Refuses what the tenant may not have beside what it has. What an earlier version stored or ended is listed first.
+local function beyond_allowance(may)
+  if may.concurrent > 0 then
+    list_new()
+    list_ended()
+    local has = sound(call, 'ZCARD', heading_key(A.tenant, 'over', '0')) or 0
+    if has >= may.concurrent then
+      return refuse('LIMITED 0 %s has %d requests in progress, its key allows %d: try again when one is over', A.tenant,
+        has, may.concurrent)
+    end
+  end
+  local early = may.rate > 0 and whole_at(may) - in_microseconds(now) - may.per_s * 1000000 or 0
+  if early > 0 then
+    return refuse('LIMITED %s the key of %s allows %d requests in %d s: try again in %d s', exact(early / 1000000),
+      A.tenant, may.rate, may.per_s, math.ceil(early / 1000000))
+  end
+end
+
 function verbs.submit()
   local keyed = A.idempotency_key ~= '' and name_of(A.tenant, A.idempotency_key)
   local known = call('EXISTS', request_key(A.id)) == 1 and A.id or keyed and call('HGET', KEYED, keyed)
   if known and call('EXISTS', request_key(known)) == 1 then return sound(record, known) or damaged(known) end
-  local overloaded = overload()
-  if overloaded then return overloaded end
+  local may = A.limits.tenant
+  local refused = beyond_allowance(may) or overload()
+  if refused then return refused end
+  if may.rate > 0 then call('HSET', RATES, A.tenant, string.format('%d', whole_at(may))) end
   local number = call('HINCRBY', META, 'arrivals', 1)
   call('ZADD', ALL, number, A.id)
   call('HSET', request_key(A.id), 'number', number)

@@ -1,0 +1,328 @@
+"""Answers that have a format, and calls of tools, as `serve` has them by default: with both majors of the client."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+from tests.examples import examples
+from tests.integration.test_chat import ASKED
+from tests.integration.test_chat_faults import attempts, kill_computes
+from tests.schemas import SCHEMAS
+from tools.server import Server, environment, serving, until
+from tools.tiny_language import make_language_model
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "likes": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"],
+        "additionalProperties": False}  # fmt: skip
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now"}},
+]
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+DAY, NIGHT = 12, 200
+"""How many answers are asked for, by each client."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=2048)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(
+        tmp_path_factory.mktemp("serve"), str(folder), "--served-model-name", "tiny", "--kv", "8MiB"
+    ) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="module")
+def ai(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(ai: openai.OpenAI, **asked: Any) -> Any:
+    return ai.chat.completions.create(**{"model": "tiny", "messages": ASKED, "max_tokens": 600, **asked})
+
+
+def test_json_has_its_schema_streamed_or_not_likeliest_or_drawn(ai: openai.OpenAI) -> None:
+    """Of several choices each; and equal seeds give equal texts."""
+    person = jsonschema_rs.validator_for(PERSON)
+    for how in ({"temperature": 0}, {"temperature": 1.5, "top_p": 0.9, "seed": 4}, {"seed": 5, "n": 3}):
+        whole = chat(ai, response_format=FORMAT, logprobs=True, **how)
+        texts = [choice.message.content for choice in whole.choices]
+        assert all(person.is_valid(json.loads(text)) for text in texts)
+        assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+        grown = [""] * len(texts)
+        for chunk in chat(ai, response_format=FORMAT, stream=True, **how):
+            grown[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        assert all(person.is_valid(json.loads(text)) for text in grown)
+        for choice in whole.choices:
+            assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+
+
+@pytest.mark.parametrize(
+    ("said", "pattern"),
+    [
+        ({"type": "regex", "regex": "(red|green) [0-9]{3}"}, r"(red|green) [0-9]{3}"),
+        ({"type": "grammar", "grammar": 'start: "a" SIZE "b"\nSIZE: /[0-9]{2}/'}, "a[0-9]{2}b"),
+    ],
+)
+def test_a_text_matches_what_it_has_to(ai: openai.OpenAI, said: dict[str, Any], pattern: str) -> None:
+    import re
+
+    for seed in range(4):
+        made = chat(ai, response_format=said, seed=seed).choices[0]
+        assert re.fullmatch(pattern, made.message.content) and made.finish_reason == "stop"
+
+
+def test_any_object_is_one_and_what_has_no_room_ends_for_that(ai: openai.OpenAI) -> None:
+    made = chat(ai, response_format={"type": "json_object"}, max_tokens=4).choices[0]
+    assert (made.message.content.strip()[0], made.finish_reason) == ("{", "length")
+
+
+def test_a_stop_string_ends_a_format_too(ai: openai.OpenAI) -> None:
+    made = chat(ai, response_format={"type": "regex", "regex": "[a-f]{20}stop[a-f]{20}"}, stop=["stop"]).choices[0]
+    assert (len(made.message.content), made.finish_reason) == (20, "stop")
+
+
+def test_a_model_calls_what_it_must(ai: openai.OpenAI) -> None:
+    """One that is named, one alone, or several; with arguments of its schema, and ids, streamed or not the same."""
+    city = jsonschema_rs.validator_for(CITY)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(4):
+        how = {"tools": TOOLS, "tool_choice": named, "seed": seed, "temperature": 1}
+        made = chat(ai, **how).choices[0]
+        (call,) = made.message.tool_calls
+        assert made.message.content is None and made.finish_reason == "tool_calls"
+        assert call.function.name == "weather" and city.is_valid(json.loads(call.function.arguments))
+        deltas = [chunk.choices[0] for chunk in chat(ai, **how, stream=True)]
+        told = [call for one in deltas for call in one.delta.tool_calls or []]
+        assert [(one.index, one.function.name) for one in told] == [(0, "weather")]
+        assert not any(one.delta.content for one in deltas)
+        assert deltas[-1].finish_reason == "tool_calls"
+    alone = chat(ai, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices[0]
+    assert len(alone.message.tool_calls) == 1
+    several = chat(ai, tools=TOOLS, tool_choice="required", seed=3).choices[0]
+    assert several.message.tool_calls and len({call.id for call in several.message.tool_calls}) == len(
+        several.message.tool_calls
+    )
+
+
+def test_calls_and_their_results_are_messages(ai: openai.OpenAI) -> None:
+    """As this model's template knows no tools, they are part of what it reads."""
+    made = chat(ai, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    said = made.choices[0].message.model_dump(exclude_none=True)
+    result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "sunny"}
+    after = chat(ai, messages=[*ASKED, said, result], tools=TOOLS, tool_choice="none", max_tokens=5)
+    free = chat(ai, max_tokens=5)
+    assert after.usage.prompt_tokens > free.usage.prompt_tokens
+    assert chat(ai, tools=TOOLS, max_tokens=5).usage.prompt_tokens > free.usage.prompt_tokens + 100
+
+
+def test_who_may_call_answers_in_the_format_or_calls(ai: openai.OpenAI) -> None:
+    for seed in range(6):
+        made = chat(ai, tools=TOOLS, response_format=FORMAT, seed=seed).choices[0]
+        assert made.finish_reason in ("stop", "tool_calls")
+        assert made.message.tool_calls or jsonschema_rs.is_valid(PERSON, json.loads(made.message.content))
+
+
+NOT: dict[str, Any] = {"not": {}}
+BOMB = "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}b.*/" for i in range(30))
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": NOT}}}, "response_format", "not"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, "response_format", "Unsat"),
+        ({"response_format": {"type": "regex", "regex": "((("}}, "response_format", "regex"),
+        ({"response_format": {"type": "grammar", "grammar": BOMB}}, "response_format", "too much"),
+        ({"response_format": {"type": "grammar", "grammar": "x" * 300_000}}, "response_format", "characters"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "maybe"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": NOT}}],
+             "tool_choice": "required"},
+            "tools", "not",
+        ),
+    ],
+)  # fmt: skip
+def test_what_no_answer_can_be_held_to_is_refused(
+    ai: openai.OpenAI, asked: dict[str, Any], param: str, says: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=says) as refused:
+        chat(ai, **asked)
+    assert refused.value.param == param
+
+
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(schema=SCHEMAS, seed=st.integers(0, 1000))
+def test_an_answer_has_any_schema_or_a_clear_refusal(ai: openai.OpenAI, schema: dict[str, Any], seed: int) -> None:
+    try:
+        made = chat(ai, response_format=by_schema(schema, strict=True), seed=seed).choices[0]
+    except openai.BadRequestError as refused:
+        assert refused.param == "response_format" and "held to" in refused.message
+        return
+    assert made.finish_reason == "length" or jsonschema_rs.is_valid(schema, json.loads(made.message.content))
+
+
+def by_schema(schema: Any, **about: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **about}}
+
+
+def test_one_that_says_so_lets_pass_what_it_cannot_be_held_to(ai: openai.OpenAI) -> None:
+    schema = {"type": "string", "maxLength": 3, "not": {"const": "abc"}}
+    made = chat(ai, response_format=by_schema(schema, strict=False)).choices[0]
+    assert len(json.loads(made.message.content)) <= 3
+
+
+def test_a_text_goes_on_in_its_format_when_its_decoder_is_killed(server: Server, ai: openai.OpenAI) -> None:
+    """Given a stream of JSON that has begun, when the compute process is killed, then its rest follows, and all of it
+    is valid."""
+    long = {"type": "json_schema", "json_schema": {"name": "x", "schema": {
+        "type": "array", "items": PERSON, "minItems": 6, "maxItems": 6}}}  # fmt: skip
+    asked: dict[str, Any] = {"response_format": long, "seed": 8, "temperature": 1, "max_tokens": 1900}
+    text, killed, id = "", False, ""
+    for chunk in chat(ai, **asked, stream=True):
+        id, text = chunk.id, text + (chunk.choices[0].delta.content or "")
+        if len(text) > 60 and not killed:
+            server.compute_of(id, "decode.0").kill()
+            killed = True
+    assert attempts(server, id) > 1
+    assert len(json.loads(text)) == 6 and jsonschema_rs.is_valid({"items": PERSON}, json.loads(text))
+
+
+def test_a_stream_of_calls_goes_on_behind_what_was_told(server: Server) -> None:
+    """Given an event of a stream, when its client comes back with its id, then what follows is what followed."""
+    body = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", "seed": 2, "max_tokens": 600,
+            "stream": True}  # fmt: skip
+    headers = {"content-type": "application/json", "idempotency-key": "calls"}
+
+    def events(**more: str) -> list[tuple[str, Any]]:
+        call = urllib.request.Request(f"{server.url}/v1/chat/completions", json.dumps(body).encode(), headers | more)
+        with urllib.request.urlopen(call, timeout=120) as answer:
+            read = answer.read().decode().split("\n\n")
+        parts = [dict(line.split(": ", 1) for line in one.splitlines() if ": " in line) for one in read]
+        return [(one["id"], json.loads(one["data"])["choices"]) for one in parts if "id" in one]
+
+    whole = events()
+    calls = [place for place, (_, (choice,)) in enumerate(whole) if choice["delta"].get("tool_calls")]
+    assert calls
+    assert events(**{"last-event-id": "0"}) == whole
+    for place in calls:
+        assert events(**{"last-event-id": whole[place][0]}) == whole[place + 1 :]
+
+
+def test_the_gauge_of_grammars_is_there(server: Server) -> None:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
+        assert "unfuse_grammar_queue 0.0" in answer.read().decode()
+
+
+ASK = """
+import json, sys, openai
+from pydantic import BaseModel
+from concurrent.futures import ThreadPoolExecutor
+assert openai.__version__.startswith(sys.argv[1]), openai.__version__
+ai = openai.OpenAI(base_url=sys.argv[2] + "/v1", api_key="none", max_retries=0)
+asked = {"model": "tiny", "messages": [{"role": "user", "content": "what is the capital of France"}], "max_tokens": 900}
+PERSON, CITY, TOOLS, count = json.loads(sys.argv[3])
+
+class Person(BaseModel):
+    happy: bool
+    age: int
+
+def parsed(seed):
+    made = ai.chat.completions.parse(**asked, response_format=Person, seed=seed).choices[0]
+    assert made.finish_reason == "stop" and isinstance(made.message.parsed, Person), made
+
+def schema(seed):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
+    made = ai.chat.completions.create(**asked, response_format=form, seed=seed).choices[0]
+    assert made.finish_reason == "stop", made
+    return ["PERSON", made.message.content]
+
+def tool(seed):
+    made = ai.chat.completions.create(**asked, tools=TOOLS, seed=seed, parallel_tool_calls=False,
+        tool_choice={"type": "function", "function": {"name": "weather"}}).choices[0]
+    assert made.finish_reason == "tool_calls", made
+    return ["CITY", made.message.tool_calls[0].function.arguments]
+
+def streamed(seed):
+    with ai.chat.completions.stream(**asked, response_format=Person, seed=seed) as stream:
+        made = stream.get_final_completion().choices[0]
+    assert isinstance(made.message.parsed, Person), made
+
+def chatted(seed):
+    made = ai.chat.completions.create(**asked | {"max_tokens": 8}, n=2, stop=["zzz"], logprobs=True, top_logprobs=2,
+        seed=seed)
+    assert len(made.choices) == 2 and len(made.choices[0].logprobs.content[0].top_logprobs) == 2, made
+    chunks = [*ai.chat.completions.create(**asked | {"max_tokens": 8}, n=2, seed=seed, stream=True,
+        stream_options={"include_usage": True})]
+    assert chunks[-1].usage == made.usage, chunks[-1]
+    for choice in made.choices:
+        own = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == choice.index]
+        assert "".join(one.delta.content or "" for one in own) == choice.message.content
+
+with ThreadPoolExecutor(4) as pool:
+    kinds = (schema, tool, schema, tool, parsed, streamed)
+    made = [*pool.map(lambda seed: kinds[seed % len(kinds)](seed), range(count))]
+chatted(1)
+print(json.dumps([one for one in made if one]))
+"""
+
+
+@pytest.mark.parametrize("count", [DAY, pytest.param(NIGHT, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("major", ["2.", "3."])
+def test_every_answer_is_valid_for_either_major_of_the_client(
+    server: Server, tmp_path: Path, major: str, count: int
+) -> None:
+    """JSON by schema and by class, streamed and not, and calls; four at once."""
+    two = Path(sys.prefix) / "openai-2"
+    if major == "2." and not two.is_dir() and not os.environ.get("CI"):
+        pytest.skip(f"no openai 2.x in {two}: `make test` installs it")
+    variables = environment(tmp_path) | ({"PYTHONPATH": str(two)} if major == "2." else {})
+    command = [sys.executable, "-c", ASK, major, server.url, json.dumps([PERSON, CITY, TOOLS, count])]
+    done = subprocess.run(command, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, check=True)
+    made = json.loads(done.stdout)
+    assert len(made) >= count // 2
+    schemas = {"PERSON": jsonschema_rs.validator_for(PERSON), "CITY": jsonschema_rs.validator_for(CITY)}
+    assert all(schemas[kind].is_valid(json.loads(text)) for kind, text in made)
+
+
+@pytest.mark.parametrize("workers", [pytest.param("prefill=1,decode=1", marks=pytest.mark.nightly)])
+def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, workers: str) -> None:
+    flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", workers, "--batching", "exact"]
+    with serving(tmp_path, str(folder), *flags) as server:
+        client = openai.OpenAI(base_url=f"{server.ready().url}/v1", api_key="none", max_retries=0)
+        asked = {"response_format": FORMAT, "seed": 3, "logprobs": True, "top_logprobs": 2}
+        calm = chat(client, **asked).choices[0]
+        killed, told = False, []
+        for chunk in chat(client, **asked, stream=True):
+            told += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+            if len(told) > 8 and not killed:
+                kill_computes(server)
+                killed = True
+        until(lambda: killed, "the kill")
+        assert told == calm.logprobs.content
+        client.close()

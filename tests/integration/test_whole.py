@@ -1,0 +1,154 @@
+"""Pipelines without a family, each served as one undivided stage: the pixels of diffusers' own call."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.pictures import digest, undivided
+from tools.server import Server, serving
+from tools.tiny import SERVING
+from tools.tiny_whole import KINDS, VIDEOS, build
+
+BY_DAY = ("sd", "sd3", "ltx")
+BY_NIGHT = tuple(kind for kind in KINDS if kind not in BY_DAY)
+
+OWN = {
+    "pixart-alpha": {"height": 256, "width": 256, "num_inference_steps": 2},
+    "pixart-sigma": {"height": 256, "width": 256, "num_inference_steps": 2},
+    "sana": {"num_inference_steps": 2},
+    "lumina2": {"max_sequence_length": 256},
+}  # fmt: skip
+"""Two pipelines bin sizes, to shapes of 256 pixels or more; the words before Lumina's prompt are many."""
+
+CASES: list[dict[str, Any]] = [
+    {"prompt": "a red circle", "seed": 3},
+    {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "guidance_scale": 2.5, "num_inference_steps": 3},
+]
+
+
+def defaults(kind: str) -> dict[str, Any]:
+    frames = {"num_frames": 9} if kind in VIDEOS else {}
+    return {**SERVING, **frames, **OWN.get(kind, {})}
+
+
+@contextmanager
+def served(root: Path, kinds: tuple[str, ...]) -> Iterator[Server]:
+    for kind in kinds:
+        build(kind, root / kind)
+        (root / kind / "serving.json").write_text(json.dumps({"defaults": defaults(kind)}))
+    names = [argument for kind in kinds for argument in ("--served-model-name", kind)]
+    with serving(
+        root, *(str(root / kind) for kind in kinds), *names, "--arena", "64MiB", OMP_NUM_THREADS="1"
+    ) as server:
+        yield server.ready()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("whole"), BY_DAY) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server_by_night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("whole"), BY_NIGHT) as server:
+        yield server
+
+
+def calls(kind: str) -> list[dict[str, Any]]:
+    """What diffusers' own pipeline is called with for each of CASES."""
+    known = {"sd": {"max_sequence_length"}, "pixart-alpha": {"max_sequence_length"}, "sdxl": {"max_sequence_length"}}
+    usual = {name: value for name, value in defaults(kind).items() if name not in known.get(kind, ())}
+    return [{"model": kind, **usual, **case} for case in CASES]
+
+
+def submitted(server: Server, kind: str, case: dict[str, Any]) -> str:
+    if kind not in VIDEOS:
+        return server.submit(model=kind, **case)
+    body = {"model": kind, "output_format": "png", "size": "32x32", **case}
+    return str(server.post("/v1/videos", body)["id"])
+
+
+def frames(server: Server, request: str) -> list[str]:
+    shown = server.finished(request)
+    assert shown["status"] == "completed", shown["error"]
+    return [digest(server.result(request, place)) for place in range(len(shown["result"]))]
+
+
+def has_the_pixels_of_diffusers(server: Server, kinds: tuple[str, ...]) -> None:
+    expected = iter(undivided(Path(), server.folder, [call for kind in kinds for call in calls(kind)]))
+    asked = [(kind, submitted(server, kind, case)) for kind in kinds for case in CASES]
+
+    made = [(kind, frames(server, request)) for kind, request in asked]
+    assert made == [(kind, next(expected)) for kind, _ in asked]
+    assert len({digests[0] for _, digests in made}) == len(made)
+
+
+def test_what_is_made_is_what_the_call_makes(server: Server) -> None:
+    """Of all three models at once, which take turns."""
+    has_the_pixels_of_diffusers(server, BY_DAY)
+
+
+@pytest.mark.nightly
+def test_what_is_made_is_what_the_call_makes_of_others(server_by_night: Server) -> None:
+    has_the_pixels_of_diffusers(server_by_night, BY_NIGHT)
+
+
+def test_its_steps_are_told_of(server: Server) -> None:
+    """Of few that take long enough, not all: steps are told of at most ten times a second."""
+    request = submitted(server, "sd3", {"prompt": "a star", "seed": 1, "num_inference_steps": 40})
+
+    told = [(event["step"], event["steps"]) for event in server.events(request) if event["type"] == "progress"]
+    assert told[-1] == (40, 40) and {steps for _, steps in told} == {40}
+    assert len(told) > 2 and told == sorted(told)
+    (stage,) = server.get(f"/v1/requests/{request}")["stages"]
+    assert stage["name"] == "whole.0"
+
+
+def test_a_cancelled_one_ends_at_its_next_step_and_others_go_on(server: Server) -> None:
+    alone = frames(server, submitted(server, "sd3", CASES[0]))
+    request = submitted(server, "sd3", {"prompt": "a star", "seed": 1, "num_inference_steps": 1000})
+    assert any(event["type"] == "progress" for event in server.events(request))
+
+    server.post(f"/v1/requests/{request}/cancel", {})
+    assert server.finished(request)["status"] == "cancelled"
+    assert frames(server, submitted(server, "sd3", CASES[0])) == alone
+
+
+def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Server) -> None:
+    """Given two requests that are amid their calls at one time, of one model."""
+    case = {"prompt": "a star", "seed": 1, "num_inference_steps": 60}
+    alone = [frames(server, submitted(server, "sd", one)) for one in (case, CASES[0])]
+
+    first = submitted(server, "sd", case)
+    assert any(event["type"] == "progress" for event in server.events(first))
+    second = submitted(server, "sd", {**CASES[0], "priority": 5})
+    assert [frames(server, first), frames(server, second)] == alone
+    done = [server.get(f"/v1/requests/{request}")["completed_at"] for request in (second, first)]
+    assert done == sorted(done)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "reason"),
+    [
+        ("sd", {"preview_every": 1}, "takes no preview_every: leave it out"),
+        ("sd", {"size": "36x32"}, "must be a multiple of 8"),
+        ("sd", {"guidance_scale_2": 1.0}, "unknown parameter 'guidance_scale_2'"),
+        ("sd3", {"lora": "any"}, "takes no lora"),
+    ],
+)
+def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked: dict[str, Any], reason: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        server.submit("a star", model=kind, **asked)
+    assert refused.value.code == 400 and reason in refused.value.read().decode()
+
+
+def test_why_it_is_not_split_is_said_in_a_line(server: Server) -> None:
+    assert "sd is not split: unfuse has no stages for StableDiffusionPipeline" in server.log()

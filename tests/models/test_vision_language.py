@@ -1,0 +1,301 @@
+"""Models that see, in their stages: what is encoded, prefilled and decoded apart is what the undivided model makes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, strategies as st
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from tests.integration.seen import SIZES, as_templates_read, data_url, draw, said, shown, undivided
+from tools.tiny_vision import KINDS, make_vision_model
+from unfuse.core.checking import check
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
+from unfuse.core.media import TEXT
+from unfuse.core.plan import compile_plan
+from unfuse.core.text import packed
+from unfuse.core.vision import Bounds, Vision
+from unfuse.models import card_of, find
+from unfuse.models.base import Runtime
+from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.server.shown import read_shown
+from unfuse.stages.base import Stage, StageInput
+from unfuse.stages.language import CHUNK, Decode, Prefill
+from unfuse.stages.media import Video
+from unfuse.stages.sight import Sight
+
+MOST = 12
+WORDS = "the quick brown fox jumps over a lazy dog and what is the capital of France "
+
+
+class Chat:
+    """A chat with a model: what gateway and scheduler make of it."""
+
+    def __init__(self, folder: Path, messages: Sequence[dict[str, Any]], **asked: Any) -> None:
+        self.folder, self.card, self.messages = folder, card_of("m", folder), messages
+        assert self.card.vision
+        self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
+        given = {"messages": messages, "prompt_tokens": len(self.ids), "shown": self.shown, "temperature": 0}
+        self.params, _ = check(self.card, {**given, "max_tokens": MOST, "seed": 1, **asked}, TEXT)
+        self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())
+
+    def stages(self, batching: Any = "batched") -> dict[str, Any]:
+        """All three, with room for 4,096 tokens."""
+        run = Runtime("cpu", self.card.dtypes, ComputeOptions(batching=batching), kv=1 << 24, shared={})
+        return {spec.name: find(self.folder).load(spec, self.folder, run) for spec in self.card.pipeline.stages}
+
+    def encoded(self, stage: Stage) -> dict[str, Any]:
+        """What is made of all that it shows."""
+        made: dict[str, Any] = {}
+        for planned in self.plan.stages:
+            if planned.kind == stage.kind:
+                params = self.params | planned.params
+                task = StageInput(params, {}, {name: self.uploads[name] for name in stage.uploads_of(params)})
+                stage.verify(task)
+                made |= stage.run([task])[0].tensors
+        return made
+
+    def task(self, tensors: Mapping[str, Any], *recorded: bytes) -> StageInput:
+        return StageInput(self.params, tensors, {"prompt": packed(self.ids)}, recorded)
+
+
+def prefilled(prefill: Prefill, task: StageInput) -> dict[str, Any]:
+    prefill.verify(task)
+    return {name: tensor.clone() for name, tensor in prefill.run([task])[0].tensors.items() if tensor is not None}
+
+
+def decoded(decode: Decode, *tasks: StageInput) -> list[list[int]]:
+    """The tokens of these, decoded together."""
+    states = [decode.start(task) for task in tasks]
+    while any(decode.progress(state)[0] < decode.progress(state)[1] for state in states):
+        states = decode.step(states)  # type: ignore[assignment]  # none is an error
+    for state in states:
+        decode.let_go(state)
+    return [state.ids[state.prompt :] for state in states]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    torch.set_num_threads(1)
+    yield make_vision_model(tmp_path_factory.mktemp("vision") / "tiny", request.param)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("pictures")
+    return [draw(folder / f"{number}.png", *size, number) for number, size in enumerate(SIZES)]
+
+
+def messages(pictures: Sequence[Path]) -> list[dict[str, Any]]:
+    """The first picture twice, so that one lies over the border of two chunks, and the second between."""
+    first, second = pictures
+    parts = [said(WORDS), shown(first), said(" and "), shown(second), said(WORDS * 15), shown(first), said(" what ")]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.fixture(scope="module")
+def chats(folder: Path, pictures: list[Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    """Messages by name, and what the undivided model makes of them: all in one process, which takes long to begin.
+
+    A video of eight frames comes as pictures, with a picture and text behind it, or in a file of two a second, last.
+    """
+    vision, own = card_of("m", folder).vision, tmp_path_factory.mktemp("frames")
+    assert vision
+    side = vision.patch * vision.merge * 4
+    frames = [draw(own / f"{number}.png", side, side, number) for number in range(8)]
+    filmed, decoded = film(frames, own)
+    listed = {"type": "video", "video": [data_url(frame) for frame in frames], "fps": 2}
+    first, second = pictures
+    said_of = {
+        "pictures": (messages(pictures), [first, second, first], []),
+        "text": ([{"role": "user", "content": WORDS}], [], []),
+        "frames": (with_video(listed, first), [first], frames),
+        "file": ([{"role": "user", "content": [said(WORDS), shown(first), filmed]}], [first], decoded),
+    }
+    made = undivided([
+        {"folder": str(folder), "messages": as_templates_read(one), "pictures": [str(file) for file in stills],
+         "frames": [str(file) for file in moving], "fps": 2, "most": MOST}
+        for one, stills, moving in said_of.values()
+    ])  # fmt: skip
+    return {name: (said_of[name][0], whole) for name, whole in zip(said_of, made, strict=True)}
+
+
+def with_video(video: dict[str, Any], still: Path) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": [said("what is "), video, said(" and "), shown(still), said("the fox")]}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["frames", "file"])
+def test_a_video_of_eight_frames_is_what_the_undivided_model_sees(
+    folder: Path, chats: dict[str, tuple[Any, Any]], form: str
+) -> None:
+    """Given eight frames, then tokens and the first logits are those of the undivided model that is given these."""
+    asked, whole = chats[form]
+    chat = Chat(folder, asked)
+    assert chat.ids == whole["prompt"]
+    stages = chat.stages("exact")
+    made = chat.encoded(stages["vision_encode"])
+    kv = made | prefilled(stages["prefill"], chat.task(made))
+    assert decoded(stages["decode"], chat.task(kv)) == decoded(stages["decode"], chat.task(made)) == [whole["ids"]]
+    assert torch.allclose(first_logits(chat, stages), torch.tensor(whole["logits"][0]), atol=2e-4)
+
+
+def film(frames: Sequence[Path], folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """A part with an MP4 file of these, two a second, and the frames that it has."""
+    recording = Video(2)
+    recording.add(np.stack([np.asarray(Image.open(frame).convert("RGB")) for frame in frames]))
+    (media,) = recording.finish()
+    (folder / "film.mp4").write_bytes(media.data)
+    with av.open(str(folder / "film.mp4")) as container:
+        for number, frame in enumerate(container.decode(video=0)):
+            frame.to_image().save(folder / f"decoded{number}.png")
+    decoded = [folder / f"decoded{number}.png" for number in range(len(frames))]
+    return {"type": "video_url", "video_url": {"url": data_url(folder / "film.mp4")}}, decoded
+
+
+@given(frames=st.integers(2, 3000), rate=st.floats(1, 120), most=st.integers(2, 800))
+def test_frames_are_picked_as_transformers_does(frames: int, rate: float, most: int) -> None:
+    """The formulas of its video processors, which need torchvision."""
+    bounds = Bounds(1, 1 << 30)
+    for timed in (True, False):
+        vision = Vision(1, 2, 3, 4, 14, 2, 2, bounds, bounds, images=Bounds(4, most), timed=timed)
+        if timed:
+            wanted = min(max(int(frames / rate * 2), 4), most, frames)
+            expected = np.linspace(0, frames - 1, wanted).round().astype(int).tolist()
+        else:
+            wanted = min(max(frames / rate * 2, 4), min(most, frames) // 2 * 2, frames)
+            wanted = math.floor(wanted / 2) * 2
+            expected = torch.arange(0, frames, frames / wanted).int().tolist()[:wanted]
+        picked = vision.picked(frames, rate)
+        apart = [abs(one - other) for one, other in zip(picked, expected, strict=True)]
+        assert picked == sorted({*picked}) and picked[-1] < frames
+        assert max(apart) <= (not timed)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_the_undivided_model_with_kv_without_it_and_together(
+    folder: Path, chats: dict[str, tuple[Any, Any]]
+) -> None:
+    """Given a chat that shows three pictures, and one that shows none, when they are decoded from the KV that prefill
+    made, or compute it again, apart and together, then their tokens are the undivided model's, and the first token is
+    drawn from the same logits."""
+    (asked, whole), (text, plain) = chats["pictures"], chats["text"]
+    seeing, reading = Chat(folder, asked, logprobs=True, top_logprobs=5), Chat(folder, text)
+    assert seeing.ids == whole["prompt"] and len(seeing.ids) > CHUNK
+    assert reading.ids == plain["prompt"] and not reading.shown
+    for batching in ("batched", "exact"):
+        stages = seeing.stages(batching)
+        made = seeing.encoded(stages["vision_encode"])
+        kv = made | prefilled(stages["prefill"], seeing.task(made))
+        assert decoded(stages["decode"], seeing.task(kv)) == [whole["ids"]]
+        together = decoded(stages["decode"], seeing.task(made), reading.task({}), seeing.task(kv))
+        assert together == [whole["ids"], plain["ids"], whole["ids"]]
+    logits = first_logits(seeing, stages)
+    assert torch.allclose(logits, torch.tensor(whole["logits"][0]), atol=2e-4)
+
+
+def first_logits(chat: Chat, stages: Mapping[str, Any]) -> torch.Tensor:
+    """What the first token of an answer is drawn from."""
+    decode = stages["decode"]
+    state = decode.start(chat.task(chat.encoded(stages["vision_encode"])))
+    logits = None
+    while logits is None:
+        (logits,) = decode._sequences.forward([state])
+        state = decode.advance(state, (state.kv.length, None))
+    decode.let_go(state)
+    return logits
+
+
+def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
+    folder: Path, pictures: list[Path]
+) -> None:
+    chat = Chat(folder, messages(pictures))
+    stages = chat.stages()
+    decode, made = stages["decode"], chat.encoded(stages["vision_encode"])
+    (calm,) = decoded(decode, chat.task(made))
+    state, recorded = decode.start(chat.task(made)), list[bytes]()
+    while len(recorded) < 4:
+        (state,) = decode.step([state])
+        recorded += decode.grown(state)
+    decode.let_go(state)
+    assert decoded(decode, chat.task(made, *recorded)) == [calm]
+
+
+def test_each_worker_has_the_weights_of_its_part_alone(folder: Path, pictures: list[Path]) -> None:
+    stages = Chat(folder, messages(pictures)).stages()
+    whole = getattr(transformers, card_kind(folder)).from_pretrained(folder).state_dict()
+    tower = stages["vision_encode"]._encoder._tower
+    speaks = stages["prefill"]._sequences._model
+    seen = {f"model.visual.{name}" for name in tower.state_dict()}
+    spoken = {f"model.language_model.{name}" for name in speaks._decoder.state_dict()} | {"lm_head.weight"}
+    assert not seen & spoken
+    assert seen | spoken == whole.keys()
+    for name, tensor in tower.state_dict().items():
+        assert tensor.equal(whole[f"model.visual.{name}"])
+    for name, tensor in speaks._decoder.state_dict().items():
+        assert tensor.equal(whole[f"model.language_model.{name}"])
+
+
+def card_kind(folder: Path) -> str:
+    (kind,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    return str(kind)
+
+
+@given(width=st.integers(1, 3000), height=st.integers(1, 3000), patch=st.sampled_from([14, 16]))
+def test_a_grid_is_that_of_transformers(width: int, height: int, patch: int) -> None:
+    bounds, side = Bounds(56 * 56, 14 * 14 * 4 * 1280), patch * 2
+    vision = Vision(1, 2, 3, 4, patch, 2, 2, bounds, bounds)
+    if max(width, height) > 200 * min(width, height):
+        with pytest.raises(InvalidParameter, match="more than 200"):
+            vision.picture_grid(width, height)
+        return
+    rows, columns = (length // patch for length in smart_resize(height, width, side, bounds.least, bounds.most))
+    assert vision.picture_grid(width, height) == (1, rows, columns)
+
+
+def test_positions_are_those_of_transformers(folder: Path, pictures: list[Path]) -> None:
+    chat = Chat(folder, messages(pictures))
+    assert chat.card.vision
+    ids = torch.tensor([chat.ids])
+    model = getattr(transformers, card_kind(folder)).from_pretrained(folder).model
+    grids = [[one["frames"], one["rows"], one["columns"]] for one in json.loads(chat.shown)]
+    kinds = (ids == chat.card.vision.picture).int()
+    expected, delta = model.get_rope_index(ids, mm_token_type_ids=kinds, image_grid_thw=torch.tensor(grids))
+    stages = chat.stages()
+    made = chat.encoded(stages["vision_encode"])
+    sight = Sight(chat.ids, chat.params, made, chat.card.vision, sum("." in name for name in made) // 2)
+    length = len(chat.ids)
+    assert sight.positions(0, length).equal(expected[:, 0])
+    assert sight.positions(length, length + 3).tolist() == [[length + int(delta) + step for step in range(3)]] * 3
+    assert sight.positions(length - 2, length + 1)[:, 2].tolist() == [length + int(delta)] * 3
+    assert sight.seen(length - 1, length + 2) is None
+
+
+def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pictures: list[Path]) -> None:
+    chat = Chat(folder, messages(pictures))
+    stages = chat.stages()
+    made = chat.encoded(stages["vision_encode"])
+    name = next(iter(made))
+    for wrong in ({}, {**made, name: made[name][1:]}):
+        for stage in ("prefill", "decode"):
+            with pytest.raises(PermanentError, match="missing, or of another size"):
+                stages[stage].start(chat.task(wrong))
+    assert stages["decode"].texts.load().used == 0 and stages["decode"].texts.load().prompts == 0
+
+
+def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:
+    made = make_vision_model(tmp_path / "tiny")
+    (made / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="preprocessor_config.json, which says how pictures are prepared"):
+        card_of("m", made)

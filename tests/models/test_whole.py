@@ -1,0 +1,170 @@
+"""Folders of pipelines without a family: what their cards say, and what is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.once import once
+from tools.tiny_whole import build
+from unfuse.core.card import ModelCard
+from unfuse.core.checking import check
+from unfuse.core.errors import ConfigError, InvalidParameter
+from unfuse.core.media import IMAGE, VIDEO
+from unfuse.models import card_of, find
+from unfuse.models.declared import declared
+from unfuse.models.whole import FAMILY
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    def make(folder: Path) -> None:
+        for kind in ("sd", "ltx", "pixart-alpha"):
+            build(kind, folder / kind, serving=False)
+
+    return once("whole", tmp_path_factory, make)
+
+
+@pytest.fixture
+def sd(folders: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, whose files can be written."""
+    for file in folders.joinpath("sd").rglob("*"):
+        if file.is_file():
+            copy = tmp_path / file.relative_to(folders / "sd")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def indexed(folder: Path, **entries: Any) -> Path:
+    file = folder / "model_index.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entries}))
+    return folder
+
+
+def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
+    card = card_of("sd", folders / "sd")
+
+    (stage,) = card.pipeline.stages
+    assert (stage.kind, stage.role, stage.outputs, stage.per_sample) == ("whole", "whole", (), True)
+    assert stage.components[0] == "unet" and {*stage.components} == {
+        "unet",
+        "vae",
+        "text_encoder",
+        "tokenizer",
+        "scheduler",
+    }
+    assert "StableDiffusionPipeline" in card.undivided and find(folders / "sd") is FAMILY
+
+
+def test_what_can_be_asked_for_is_what_the_call_takes(folders: Path) -> None:
+    """The defaults are those of the call; where it has none, what the model was trained on."""
+    picture, video, plain = (card_of(kind, folders / kind) for kind in ("sd", "ltx", "pixart-alpha"))
+
+    assert picture.defaults | {"guidance_scale": 7.5, "width": 64, "num_inference_steps": 50} == picture.defaults
+    assert video.defaults | {"num_frames": 161, "fps": 25, "width": 704, "max_sequence_length": 128} == video.defaults
+    assert picture.defaults["negative_prompt"] is None and plain.defaults["negative_prompt"] == ""
+    assert (picture.limits["max_frames"], picture.limits["size_multiple"]) == (1, 8)
+    assert (video.limits["frame_multiple"], video.limits["size_multiple"]) == (4, 16)
+    assert VIDEO.made_by(video.limits) and not VIDEO.made_by(picture.limits)
+
+
+@pytest.mark.parametrize("asked", [{"preview_every": 2}, {"partial_images": 1, "stream": True}, {"strength": 1}])
+def test_what_no_call_takes_is_refused(asked: dict[str, object], folders: Path) -> None:
+    card = card_of("sd", folders / "sd")
+
+    with pytest.raises(InvalidParameter, match=f"takes no {next(iter(asked))}|unknown parameter"):
+        check(card, {"prompt": "a", **asked})
+    params, _ = check(card, {"prompt": "a", "partial_images": 0, "preview_every": 0})
+    assert "preview_every" not in params
+
+
+def test_what_a_model_lacks_may_be_asked_for_as_nothing() -> None:
+    card = ModelCard("m", "m", "f", None, {}, {"num_inference_steps": 4}, {}, {}, lacks=("negative_prompt", "size"))  # type: ignore[arg-type]
+
+    check(card, {"prompt": "a", "negative_prompt": "", "size": "auto"}, IMAGE)
+    for asked in ({"negative_prompt": "b"}, {"size": "32x32"}):
+        with pytest.raises(InvalidParameter, match=f"model m takes no {next(iter(asked))}"):
+            check(card, {"prompt": "a", **asked}, IMAGE)
+
+
+def test_equal_folders_share_a_pool_and_others_do_not(sd: Path, folders: Path) -> None:
+    """Another dtype of any component, or another setting of the pipeline, is another pool."""
+    usual = card_of("one", folders / "sd").pools()
+    assert card_of("two", sd).pools() == usual
+    assert card_of("two", sd, "text_encoder=bfloat16").pools() != usual
+    assert card_of("two", indexed(sd, requires_safety_checker=True)).pools() != usual
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        ({"_class_name": ["pipeline", "Own"]}, "which is not served; .* any other pipeline of the installed diffusers"),
+        ({"_class_name": "OwnPipeline"}, "which is not served"),
+        (
+            {"unet": ["own_unet", "Own"]},
+            "component unet is a class of its own .*no code that comes with a model is run",
+        ),
+        ({"unet": ["../evil", "Own"]}, "a class of its own"),
+        ({"_class_name": "AudioLDM2Pipeline"}, "makes neither pictures nor silent videos"),
+        ({"_class_name": "StableDiffusionInpaintPipeline"}, "takes mask_image, which no request can bring"),
+        ({"_class_name": "DDPMPipeline"}, "takes no prompt"),
+        ({"_class_name": "KandinskyV22PriorPipeline"}, "makes neither pictures nor silent videos"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence(entries: dict[str, Any], reason: str, sd: Path) -> None:
+    with pytest.raises(ConfigError, match=reason) as refused:
+        card_of("m", indexed(sd, **entries))
+    assert "\n" not in str(refused.value)
+
+
+def test_pickles_are_refused_by_the_component_that_has_them(sd: Path) -> None:
+    weights = sd / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.rename(weights.with_suffix(".bin"))
+
+    with pytest.raises(ConfigError, match="component unet are .*weights that are not safetensors"):
+        card_of("m", sd)
+
+
+def test_code_beside_weights_is_never_run(sd: Path, tmp_path: Path) -> None:
+    """Given files that diffusers' own loading of the folder would import."""
+    trap = f"open({str(tmp_path / 'ran')!r}, 'w')"
+    for file in ("pipeline.py", "unet/diffusers.py", "unet/unet_2d_condition.py", "tokenizer/transformers.py"):
+        (sd / file).write_text(trap)
+    code = (
+        "import sys; from pathlib import Path; from unfuse.models import card_of, find\n"
+        "from unfuse.models.base import Runtime\n"
+        "folder = Path(sys.argv[1]); card = card_of('m', folder); (spec,) = card.pipeline.stages\n"
+        "find(folder).load(spec, folder, Runtime('cpu', card.dtypes))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(sd)], check=True, capture_output=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_cards_are_made_without_torch(folders: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from unfuse.models import card_of\n"
+        "card_of('m', Path(sys.argv[1])); assert not {'torch', 'diffusers', 'transformers'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folders / "sd")], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "medium", "loras"),
+    [
+        ("StableDiffusionXLPipeline", "image", True), ("CogVideoXPipeline", "video", True),
+        ("KandinskyV22CombinedPipeline", "image", False), ("LTX2Pipeline", "", True),
+        ("StableAudioPipeline", "", False),
+    ],
+)  # fmt: skip
+def test_the_medium_is_what_the_source_returns(name: str, medium: str, loras: bool) -> None:
+    """LTX2 makes sound beside its video, which nobody would get."""
+    found = declared(name)
+    assert found is not None and (found.medium, found.loras) == (medium, loras)

@@ -1,0 +1,140 @@
+"""Keys and values in the object by which they are handed on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from unfuse.stages.handed_kv import CHUNK, CHUNKS, REST, KvLayout, KvReader, KvWriter
+from unfuse.stages.paged_kv import KvSequence, PagedKv
+
+LAYERS, HEADS, WIDTH = 3, 2, 4
+
+
+class Output:
+    """What others can read of it is told every so many elements."""
+
+    def __init__(self, layout: KvLayout, every: int) -> None:
+        self.tensors: Mapping[str, Any] = {
+            name: torch.full(shape, torch.nan, dtype=layout.dtype) for name, _, shape in layout.outline()
+        }
+        self.every, self.told = every, list[int]()
+
+    def _all(self, name: str, elements: int) -> int:
+        return elements if name == CHUNKS else self.tensors[CHUNKS].numel() + elements
+
+    def due(self, name: str, elements: int) -> bool:
+        return self._all(name, elements) >= (self.told[-1] if self.told else 0) + self.every
+
+    def written(self, name: str, elements: int) -> None:
+        self.told.append(self._all(name, elements))
+        assert not self.bytes[: self.told[-1]].isnan().any()
+
+    @property
+    def bytes(self) -> Tensor:
+        return torch.cat([self.tensors[CHUNKS].flatten(), self.tensors[REST].flatten()])
+
+
+def filled(tokens: int, seed: int = 0) -> tuple[KvSequence, KvLayout, list[tuple[Tensor, Tensor]]]:
+    """A sequence that lies in pieces, and what it has by layer."""
+    kv = PagedKv(LAYERS, HEADS, WIDTH, 4 * CHUNK, block=16)
+    apart = [kv.sequence() for _ in range(2 * CHUNK // 16)]
+    for one in apart:
+        one.grow(16)
+    for one in apart[::2]:
+        one.free()
+    sequence = kv.sequence()
+    sequence.grow(tokens)
+    source = torch.Generator().manual_seed(seed)
+    made = [tuple(torch.rand(HEADS, tokens, WIDTH, generator=source) for _ in "kv") for _ in range(LAYERS)]
+    for layer, (keys, values) in enumerate(made):
+        sequence.write(layer, keys, values)
+    return sequence, KvLayout(LAYERS, HEADS, WIDTH, torch.float32, tokens), made  # type: ignore[return-value]
+
+
+def written(tokens: int, every: int = 1 << 30) -> tuple[Output, list[tuple[Tensor, Tensor]]]:
+    """What a sequence that grew chunk by chunk has written."""
+    kv, layout, made = filled(tokens)
+    output, writer, length = Output(layout, every), KvWriter(kv, layout), kv.length
+    writer.to(output)
+    for end in [*range(CHUNK, length, CHUNK), length]:
+        kv.length = end
+        for layer in range(LAYERS):
+            writer.layer(layer)
+    assert writer.finish() == {}
+    return output, made
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 600])
+def test_what_is_written_as_it_comes_is_what_is_written_at_the_end_and_what_was_there(tokens: int) -> None:
+    """Given sequences around whole chunks, then each layer's keys and values lie where the layout says, whether they
+    were written chunk by chunk or at the end, and a reader puts them back, in pieces of whatever length."""
+    output, made = written(tokens)
+    kv, layout, _ = filled(tokens)
+    whole = KvWriter(kv, layout).finish()
+    for name in (CHUNKS, REST):
+        assert torch.equal(whole[name], output.tensors[name])
+    for start, layer, unit in layout.read(whole):
+        keys, values = (each[:, start : start + CHUNK] for each in made[layer])
+        assert torch.equal(unit[:, 0], keys) and torch.equal(unit[:, 1], values)
+    for size in (1 << 20, 1000, 77):
+        other = filled(tokens, seed=1)[0]
+        reader = KvReader(other, layout)
+        pieces = output.bytes.view(torch.uint8).split(size)
+        for piece in pieces:
+            assert not reader.whole
+            reader.take(piece)
+        assert reader.whole
+        for layer, (keys, values) in enumerate(made):
+            assert torch.equal(other.read(layer)[0], keys) and torch.equal(other.read(layer)[1], values)
+
+
+def test_layers_are_told_within_a_chunk_where_that_completes_what_others_can_read() -> None:
+    """Given a layer that is as much as others can read at a time, then each is told; given more, chunks are."""
+    unit = 2 * HEADS * WIDTH * CHUNK
+    assert written(600, every=unit)[0].told == [unit * n for n in range(1, 2 * LAYERS + 1)] + [
+        unit * 2 * LAYERS + 2 * HEADS * WIDTH * (600 - 512) * LAYERS
+    ]
+    assert len(written(600)[0].told) == 3
+
+
+def test_a_step_that_is_made_again_changes_nothing_that_was_told() -> None:
+    """Given a sequence that gave up what it had and is computed again, with other values, then what was told stays."""
+    kv, layout, made = filled(600)
+    output, writer = Output(layout, 1), KvWriter(kv, layout)
+    writer.to(output)
+    kv.length = CHUNK
+    for layer in range(2):
+        writer.layer(layer)
+    before = output.bytes.clone()
+    for layer, (keys, values) in enumerate(made):
+        kv.write(layer, -keys[:, :CHUNK], -values[:, :CHUNK])
+    for layer in range(LAYERS):
+        writer.layer(layer)
+    assert len(output.told) == 3 and torch.equal(output.bytes[: output.told[1]], before[: output.told[1]])
+
+
+def test_the_heads_of_one_layer_and_chunk_are_one_range_each() -> None:
+    """A rank of another degree takes its heads alone: of each unit one range."""
+    layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, 600)
+    unit = torch.empty(layout.unit(CHUNK))
+    assert all(unit[head:].is_contiguous() for head in range(HEADS))
+    assert not layout.fits({}) and not layout.fits({CHUNKS: unit, REST: unit})
+
+
+def test_a_reader_whose_sequence_gave_up_its_place_takes_nothing_more() -> None:
+    """Given a sequence that others took the blocks of amid its transfer, then it is not whole, and nobody's blocks are
+    written."""
+    output, _ = written(600)
+    kv, layout, _ = filled(600, seed=1)
+    reader = KvReader(kv, layout)
+    first, *others = output.bytes.view(torch.uint8).split(5000)
+    reader.take(first)
+    kv.free()
+    for piece in others:
+        reader.take(piece)
+    assert not reader.whole and not kv.length

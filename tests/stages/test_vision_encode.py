@@ -1,0 +1,93 @@
+"""Vision encoding, whatever the encoder: what it is given to see, and under which names it is kept."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from unfuse.core.codec import encode
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.core.vision import Grid
+from unfuse.stages.base import OneStep, StageInput
+from unfuse.stages.media import Video, read_frames
+from unfuse.stages.vision_encode import Seen, View, VisionEncode
+
+
+class Looks:
+    """Sees the mean of each image's first colour."""
+
+    def encode(self, views: Sequence[View]) -> list[Seen]:
+        self.grids = [(view.grid, view.video) for view in views]
+        means = [[float(np.asarray(image)[..., 0].mean()) for image in view.images] for view in views]
+        return [Seen(torch.tensor(mean)[:, None], [torch.zeros(len(mean), 1)]) for mean in means]
+
+
+def png(level: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (level, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+def film(*levels: int) -> bytes:
+    recording = Video(2)
+    recording.add(np.stack([np.full((32, 32, 3), level, np.uint8) for level in levels]))
+    return recording.finish()[0].data
+
+
+def task(data: bytes, **params: object) -> StageInput:
+    given: Params = {
+        "shown": "abc",
+        "upload": "shown-abc",
+        "images": 0,
+        "picked": "",
+        "frames": 1,
+        "rows": 2,
+        "columns": 4,
+    }
+    return StageInput({**given, **params}, {}, {"shown-abc": data})  # type: ignore[dict-item]
+
+
+def seen(*tasks: StageInput) -> list[list[float]]:
+    stage = VisionEncode(Looks())
+    for one in tasks:
+        assert stage.uploads_of(one.params) == OneStep(stage).uploads_of(one.params) == ("shown-abc",)
+        stage.verify(one)
+    made = [output.tensors for output in stage.run(tasks)]
+    assert [[*tensors] for tensors in made] == [["abc", "abc.0"]] * len(tasks)
+    return [tensors["abc"].flatten().round().tolist() for tensors in made if tensors["abc"] is not None]
+
+
+def test_a_picture_frames_and_a_file_are_seen_under_the_name_of_what_is_shown() -> None:
+    frames, file = encode([png(7), png(9)]), film(10, 80, 150, 220)
+    picked = task(file, images=2, picked="1,3")
+    picture, listed, filed = seen(task(png(5)), task(frames, images=2), picked)
+    assert (picture, listed) == ([5], [7, 9])
+    assert filed == pytest.approx([80, 220], abs=6)
+
+
+def test_an_encoder_is_told_the_grid_and_whether_it_is_a_video() -> None:
+    looks = Looks()
+    VisionEncode(looks).run([task(png(5)), task(encode([png(1)] * 2), images=2)])
+    assert looks.grids == [(Grid(1, 2, 4), False), (Grid(1, 2, 4), True)]
+
+
+@pytest.mark.parametrize("without", ["shown", "frames", "rows", "columns"])
+def test_a_task_without_a_name_or_a_grid_is_refused(without: str) -> None:
+    with pytest.raises(PermanentError, match=without):
+        VisionEncode(Looks()).verify(task(b"", **{without: None}))
+
+
+def test_a_file_has_the_frames_that_are_asked_for_or_is_refused() -> None:
+    whole = film(10, 80, 150)
+    assert [np.asarray(frame).mean() > 60 for frame in read_frames(whole, [0, 1])] == [False, True]
+    with pytest.raises(PermanentError, match="no frame 3: it is cut or damaged"):
+        [*read_frames(whole, [0, 3])]
+    for data in (b"", png(1), whole[:100]):
+        with pytest.raises(PermanentError, match="cannot be decoded"):
+            [*read_frames(data, [0])]

@@ -1,0 +1,173 @@
+"""A pipeline's call as a stage: told of, cancelled and overtaken at its steps; here a pipeline that only counts."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.stages.base import StageInput
+from unfuse.stages.whole import Running, Whole
+
+PARAMS: Params = {
+    "prompt": "a", "seed": 1, "num_inference_steps": 3, "width": 4, "height": 2, "num_frames": 1,
+    "output_format": "png",
+}  # fmt: skip
+
+
+class Counter:
+    """A noise scheduler, as far as it has state."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def set_timesteps(self, count: int) -> None:
+        self.steps = count
+
+
+class Pipeline:
+    """Makes a picture in as many steps as it is asked for, and `more` than that."""
+
+    def __init__(self, more: int = 0) -> None:
+        self.scheduler, self.weights, self.more = Counter(), object(), more
+        self.num_timesteps: int | None = None
+        self.steps: list[int] = []
+        self.ended: list[str] = []
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"scheduler": self.scheduler, "weights": self.weights, "ended": self.ended}
+
+    def __call__(
+        self, prompt: str, height: int, width: int, num_inference_steps: int, generator: torch.Generator,
+        output_type: str, callback_on_step_end: Any,
+    ) -> Any:  # fmt: skip
+        if prompt == "no":
+            raise ValueError("not\nthis")
+        if prompt == "broken":
+            raise RuntimeError(prompt)
+        self.scheduler.set_timesteps(num_inference_steps + self.more)
+        self.num_timesteps = self.scheduler.steps
+        drawn = torch.rand(1, generator=generator).item()
+        try:
+            for step in range(self.scheduler.steps):
+                self.steps.append(step)
+                callback_on_step_end(self, step, 0, {})
+        except BaseException as error:
+            self.ended.append(f"{prompt}: {type(error).__name__}")
+            raise
+        assert self.scheduler.steps == num_inference_steps + self.more
+        self.ended.append(prompt)
+        return SimpleNamespace(images=np.full((1, height, width, 3), drawn if prompt != "nan" else np.nan))
+
+
+def stage_of(pipeline: Any) -> Whole:
+    takes = {name: name for name in ("prompt", "height", "width", "num_inference_steps")}
+    return Whole(pipeline, takes, torch.device("cpu"), draws_there=False)
+
+
+def stepped(stage: Whole, state: Running) -> tuple[int, int]:
+    (after,) = stage.step([state])
+    assert after is state, after
+    return stage.progress(state)
+
+
+@pytest.mark.parametrize("more", [0, 2])
+def test_it_rests_at_each_step_and_ends_with_the_last(more: int) -> None:
+    """Given a noise scheduler that may take more steps than were asked for."""
+    pipeline, steps = Pipeline(more), 3 + more
+    stage = stage_of(pipeline)
+    state = stage.start(StageInput(PARAMS, {}))
+
+    assert stage.progress(state) == (0, 3) and not pipeline.ended
+    assert [stepped(stage, state) for _ in range(steps)] == [(done + 1, steps) for done in range(steps)]
+    assert pipeline.ended == ["a"]
+    (media,) = stage.finish(state).media
+    assert media.content_type == "image/png"
+
+
+def test_a_call_that_is_let_go_ends_at_its_step_and_leaves_no_thread() -> None:
+    pipeline, threads = Pipeline(), threading.active_count()
+    stage = stage_of(pipeline)
+    state = stage.start(StageInput(PARAMS, {}))
+    stepped(stage, state)
+    (running,) = [thread for thread in threading.enumerate() if thread.daemon and "_run" in thread.name]
+
+    stage.let_go(state)
+    running.join(10)
+    assert pipeline.ended == ["a: GivenUp"] and threading.active_count() == threads
+    stage.let_go(stage.start(StageInput(PARAMS, {})))
+
+
+def test_requests_share_weights_and_nothing_else() -> None:
+    """Given two calls that are both under way, of other numbers of steps."""
+    pipeline = Pipeline()
+    stage = stage_of(pipeline)
+    one, two = (
+        stage.start(StageInput(PARAMS | {"prompt": name, "num_inference_steps": steps}, {}))
+        for name, steps in (("a", 3), ("b", 5))
+    )
+
+    while stage.progress(two)[0] < 5:
+        for state in (one, two):
+            if not state.call.is_over:
+                stepped(stage, state)
+    assert pipeline.ended == ["a", "b"] and pipeline.scheduler.steps == 0 and pipeline.steps == []
+
+
+def test_what_the_pipeline_refuses_is_one_sentence_and_final() -> None:
+    stage = stage_of(Pipeline())
+    (error,) = stage.step([stage.start(StageInput(PARAMS | {"prompt": "no"}, {}))])
+
+    assert isinstance(error, PermanentError) and str(error) == "the pipeline does not take this: not this"
+
+
+def test_another_error_is_passed_on() -> None:
+    """It may be the device that has too little memory."""
+    stage = stage_of(Pipeline())
+    (error,) = stage.step([stage.start(StageInput(PARAMS | {"prompt": "broken"}, {}))])
+
+    assert isinstance(error, RuntimeError) and str(error) == "broken"
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [({"prompt": "nan"}, "not finite"), ({"num_frames": 2}, ""), ({"seed": None}, "seed")],
+)
+def test_what_cannot_be_delivered_is_said(params: Params, reason: str) -> None:
+    stage, task = stage_of(Pipeline()), StageInput(PARAMS | params, {})
+    if reason == "seed":
+        with pytest.raises(PermanentError, match=reason):
+            stage.verify(task)
+        return
+    state = stage.start(task)
+    while stage.progress(state)[0] < 3:
+        stepped(stage, state)
+    if reason:
+        with pytest.raises(PermanentError, match=reason):
+            stage.finish(state)
+    else:
+        assert stage.finish(state).media
+
+
+def test_another_size_than_was_asked_for_is_an_error() -> None:
+    """Some pipelines round sides down without a word."""
+
+    class Rounding(Pipeline):
+        def __call__(self, **given: Any) -> Any:
+            return super().__call__(**{**given, "width": 2})
+
+    pipeline = Rounding()
+    stage = stage_of(pipeline)
+    stage._known = frozenset({"callback_on_step_end"})
+    state = stage.start(StageInput(PARAMS, {}))
+    while stage.progress(state)[0] < 3:
+        stepped(stage, state)
+    with pytest.raises(PermanentError, match="made a width of 2, not 4: ask for width 2"):
+        stage.finish(state)

@@ -1,0 +1,238 @@
+"""Tiny models of random weights for pipelines that unfuse has no family for: `python -m tools.tiny_whole KIND FOLDER`.
+
+As those of `tools.tiny`: made by the real classes, the same bytes every time, loud enough to listen to their text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.tiny import CHANNELS, SERVING, TEXT_DIM, _bytes_tokenizer, _clip, _louder, _seeded
+
+LAYERS = {"num_layers": 2, "num_attention_heads": 2}
+
+
+def build(kind: str, folder: Path, serving: bool = True) -> Path:
+    """Save a model of that kind in a folder; returns the folder."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        pipe = KINDS[kind]()
+    pipe.save_pretrained(folder)
+    if serving:
+        own = {"num_frames": 9} if kind in VIDEOS else {}
+        (folder / "serving.json").write_text(json.dumps({"defaults": {**SERVING, **own}}))
+    return folder
+
+
+def _vae(seed: int, blocks: int = 3, **own: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    return _seeded(seed, lambda: AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * blocks, up_block_types=["UpDecoderBlock2D"] * blocks,
+        block_out_channels=[8, *[16] * (blocks - 1)], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
+        sample_size=48, **own,
+    ))  # fmt: skip
+
+
+def _unet(seed: int, **own: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    usual = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (16, 32),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 24, "attention_head_dim": 4,
+    }  # fmt: skip
+    unet = _seeded(seed, lambda: UNet2DConditionModel(
+        sample_size=16, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=4,
+        **{**usual, **own},
+    ))  # fmt: skip
+    _louder(out=(unet.conv_out.weight, 3))
+    return unet
+
+
+def _t5(umt5: bool = False, width: int = TEXT_DIM) -> tuple[Any, Any]:
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+    tokenizer = _bytes_tokenizer()
+    sizes = {"d_model": width, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config, kind = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
+    return tokenizer, _seeded(31, lambda: kind(config(vocab_size=len(tokenizer), **sizes)))
+
+
+def _gemma() -> tuple[Any, Any]:
+    from transformers import Gemma2Config, Gemma2Model
+
+    tokenizer = _bytes_tokenizer()
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0,
+    )  # fmt: skip
+    return tokenizer, _seeded(32, lambda: Gemma2Model(config))
+
+
+def _sd() -> Any:
+    from diffusers import PNDMScheduler, StableDiffusionPipeline
+
+    tokenizer, encoder = _clip()
+    usual = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    scheduler = PNDMScheduler(skip_prk_steps=True, **usual)
+    return StableDiffusionPipeline(
+        _vae(33), encoder, tokenizer, _unet(34), scheduler, None, None, requires_safety_checker=False
+    )
+
+
+def _sdxl() -> Any:
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    tokenizer, encoder = _clip()
+    config = CLIPTextConfig(**{**encoder.config.to_dict(), "architectures": None})
+    second = _seeded(35, lambda: CLIPTextModelWithProjection(config))
+    unet = _unet(36, addition_embed_type="text_time", addition_time_embed_dim=8, cross_attention_dim=48,
+        projection_class_embeddings_input_dim=24 + 6 * 8)  # fmt: skip
+    return StableDiffusionXLPipeline(
+        _vae(37), encoder, second, tokenizer, tokenizer, unet, EulerDiscreteScheduler(timestep_spacing="leading")
+    )
+
+
+def _sd3() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    tokenizer, encoder = _clip()
+    config = CLIPTextConfig(**{**encoder.config.to_dict(), "architectures": None})
+    one, two = (_seeded(seed, lambda: CLIPTextModelWithProjection(config)) for seed in (38, 39))
+    tokenizer_3, three = _t5(width=48)
+    transformer = _seeded(40, lambda: SD3Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=CHANNELS, attention_head_dim=12, **LAYERS, caption_projection_dim=24,
+        joint_attention_dim=48, pooled_projection_dim=48, out_channels=CHANNELS,
+    ))  # fmt: skip
+    _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
+    vae = _vae(41, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return StableDiffusion3Pipeline(transformer, scheduler, vae, one, tokenizer, two, tokenizer, three, tokenizer_3)
+
+
+def _pixart(kind: str, seed: int) -> Any:
+    import diffusers
+
+    tokenizer, encoder = _t5()
+    transformer = _seeded(seed, lambda: diffusers.PixArtTransformer2DModel(
+        sample_size=32, patch_size=2, in_channels=CHANNELS, out_channels=2 * CHANNELS, attention_head_dim=12, **LAYERS,
+        cross_attention_dim=24, caption_channels=TEXT_DIM,
+    ))  # fmt: skip
+    _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
+    scheduler = diffusers.DPMSolverMultistepScheduler()
+    return getattr(diffusers, kind)(tokenizer, encoder, _vae(43), transformer, scheduler)
+
+
+def _sana() -> Any:
+    from diffusers import AutoencoderDC, DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+
+    tokenizer, encoder = _gemma()
+    blocks = {"block_out_channels": (16, 16, 16), "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), ())}
+    vae = _seeded(44, lambda: AutoencoderDC(
+        in_channels=3, latent_channels=CHANNELS, attention_head_dim=4, upsample_block_type="interpolate",
+        **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in blocks.items()},
+    ))  # fmt: skip
+    transformer = _seeded(45, lambda: SanaTransformer2DModel(
+        patch_size=1, in_channels=CHANNELS, out_channels=CHANNELS, attention_head_dim=12, **LAYERS,
+        num_cross_attention_heads=2, cross_attention_head_dim=12, cross_attention_dim=24, caption_channels=TEXT_DIM,
+        sample_size=16,
+    ))  # fmt: skip
+    _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return SanaPipeline(tokenizer, encoder, vae, transformer, DPMSolverMultistepScheduler(**flow))
+
+
+def _ltx() -> Any:
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    tokenizer, encoder = _t5()
+    vae = _seeded(46, lambda: AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1,) * 4, patch_size=1,
+        patch_size_t=1, encoder_causal=True, decoder_causal=False,
+    ))  # fmt: skip
+    transformer = _seeded(47, lambda: LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, attention_head_dim=12, **LAYERS, cross_attention_dim=24,
+        caption_channels=TEXT_DIM,
+    ))  # fmt: skip
+    _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
+    return LTXPipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
+
+
+def _cogvideox() -> Any:
+    from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
+
+    tokenizer, encoder = _t5()
+    vae = _seeded(48, lambda: AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4, up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8), latent_channels=CHANNELS, layers_per_block=1, norm_num_groups=2,
+        temporal_compression_ratio=4,
+    ))  # fmt: skip
+    transformer = _seeded(49, lambda: CogVideoXTransformer3DModel(
+        attention_head_dim=16, **LAYERS, in_channels=CHANNELS, out_channels=CHANNELS, time_embed_dim=8,
+        text_embed_dim=TEXT_DIM, sample_width=4, sample_height=4, sample_frames=9, patch_size=2,
+        temporal_compression_ratio=4, max_text_seq_length=24,
+    ))  # fmt: skip
+    _louder(text=(transformer.patch_embed.text_proj.weight, 5), out=(transformer.proj_out.weight, 5))
+    return CogVideoXPipeline(tokenizer, encoder, vae, transformer, CogVideoXDDIMScheduler())
+
+
+def _auraflow() -> Any:
+    from diffusers import AuraFlowPipeline, AuraFlowTransformer2DModel, FlowMatchEulerDiscreteScheduler
+
+    tokenizer, encoder = _t5(umt5=True)
+    transformer = _seeded(50, lambda: AuraFlowTransformer2DModel(
+        sample_size=16, patch_size=2, in_channels=CHANNELS, num_mmdit_layers=1, num_single_dit_layers=1,
+        attention_head_dim=12, num_attention_heads=2, joint_attention_dim=TEXT_DIM, caption_projection_dim=24,
+        out_channels=CHANNELS, pos_embed_max_size=256,
+    ))  # fmt: skip
+    _louder(text=(transformer.context_embedder.weight, 200), out=(transformer.proj_out.weight, 5))
+    return AuraFlowPipeline(tokenizer, encoder, _vae(51), transformer, FlowMatchEulerDiscreteScheduler(shift=1.73))
+
+
+def _lumina2() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, Lumina2Pipeline, Lumina2Transformer2DModel
+
+    tokenizer, encoder = _gemma()
+    transformer = _seeded(52, lambda: Lumina2Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=CHANNELS, hidden_size=24, num_layers=1, num_refiner_layers=1,
+        num_attention_heads=2, num_kv_heads=1, axes_dim_rope=(4, 4, 4), axes_lens=(512, 64, 64),
+        cap_feat_dim=TEXT_DIM, multiple_of=16,
+    ))  # fmt: skip
+    _louder(out=(transformer.norm_out.linear_2.weight, 5))
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=6.0)
+    vae = _vae(53, 4, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1)
+    return Lumina2Pipeline(transformer, scheduler, vae, encoder, tokenizer)
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "sd": _sd,
+    "sdxl": _sdxl,
+    "sd3": _sd3,
+    "pixart-alpha": lambda: _pixart("PixArtAlphaPipeline", 42),
+    "pixart-sigma": lambda: _pixart("PixArtSigmaPipeline", 62),
+    "sana": _sana,
+    "ltx": _ltx,
+    "cogvideox": _cogvideox,
+    "auraflow": _auraflow,
+    "lumina2": _lumina2,
+}
+VIDEOS = ("ltx", "cogvideox")
+
+
+if __name__ == "__main__":
+    build(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,264 @@
+"""Grammars beside a model: each lives in a process of its own, which says what tokens may follow a text.
+
+Nothing here waits for one longer than it is told to. What a grammar does to its process harms its own texts alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import count
+from threading import Lock
+
+from unfuse.core.codec import MAX_BYTES, decode, encode
+from unfuse.core.errors import PermanentError, TransientError
+from unfuse.core.framing import frame, split_message
+from unfuse.core.grammar import Allowed, Compiled, Follow
+from unfuse.core.text import packed
+
+KEPT = 16
+"""Processes of grammars that are kept, those that nobody follows, too."""
+
+PATIENCE_S = 0.03
+"""How long a step waits for what may follow; a text whose answer comes later joins a later step."""
+
+PROGRAM = "unfuse.models.grammar_process"
+
+TOO_MUCH = "the grammar takes too much: more computing, more memory or deeper nesting than is allowed; make it simpler"
+
+
+class BrokenGrammar(PermanentError):
+    """The grammar cannot be compiled, no text matches it, or it takes too much."""
+
+
+class _Process:
+    """The process of one grammar: answers of texts, by their numbers, as they come."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._received = connection, bytearray()
+        self.compiled: Compiled | None = None
+        self.answers = dict[int, Allowed]()
+        self.users, self.dead = 0, False
+        weakref.finalize(self, connection.close)
+
+    def send(self, message: Follow) -> None:
+        """Say it. A process that died meanwhile is `dead`."""
+        try:
+            self._connection.settimeout(None)
+            self._connection.sendall(frame(encode(message)))
+        except OSError:
+            self.dead = True
+
+    def hear(self, wait_s: float | None) -> None:
+        """Take what comes within so many seconds (None: until something comes); one message, or the end, is enough."""
+        if self.dead:
+            return
+        try:
+            self._connection.settimeout(wait_s)
+            data = self._connection.recv(1 << 16)
+        except (BlockingIOError, TimeoutError):
+            return
+        except OSError:
+            data = b""
+        self.dead = not data
+        self._received += data
+        while (message := split_message(self._received, MAX_BYTES)) is not None:
+            if self.compiled is None:
+                self.compiled = decode(message, Compiled)
+            else:
+                answer: Allowed = decode(message, Allowed)
+                self.answers[answer.text] = answer
+
+    def close(self) -> None:
+        """Nobody needs it any more: it ends by itself."""
+        self.dead = True
+        self._connection.close()
+
+
+class Grammars:
+    """The grammars of one model, by its `source`; without one they can be compiled, and nothing be followed.
+
+    Where several processes make the same turns, they are `patient`: each waits for every answer, so that none goes on
+    without the others. Of many threads, each may call `open` and `refusal`; a Constraint belongs to one.
+    """
+
+    def __init__(self, source: str = "", patient: bool = False) -> None:
+        self.patience_s = None if patient else PATIENCE_S
+        self._source, self._numbers, self._lock = source, count(), Lock()
+        self._processes = OrderedDict[bytes, _Process]()
+        self._control: socket.socket | None = None
+        self._ended: weakref.finalize[[socket.socket, subprocess.Popen[bytes]], Grammars] | None = None
+
+    def open(self, grammar: bytes) -> Constraint:
+        """A new text, which has to match this packed grammar."""
+        return Constraint(self, grammar, next(self._numbers))
+
+    def refusal(self, grammar: bytes) -> str:
+        """Why a packed grammar cannot be compiled; "" if it can. Waits for that: the process has its bounds.
+
+        Raises TransientError where none can be compiled now.
+        """
+        process = self.start(grammar)
+        while process.compiled is None and not process.dead:
+            process.hear(None)
+        process.close()
+        if process.compiled is not None:
+            return process.compiled.error
+        if not self.running:
+            raise TransientError("the program that compiles grammars has ended: what it said of that is in the log")
+        return TOO_MUCH
+
+    @property
+    def running(self) -> bool:
+        """Whether the program runs: it closes its end when it ends, before it can be waited for."""
+        try:
+            return self._control is not None and self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+
+    def process(self, grammar: bytes) -> _Process:
+        """The process that texts of this grammar share."""
+        found = self._processes.get(grammar)
+        if found is None or found.dead:
+            found = self._processes[grammar] = self.start(grammar)
+        self._processes.move_to_end(grammar)
+        idle = [key for key, process in self._processes.items() if not process.users and process is not found]
+        for key in idle[: max(0, len(self._processes) - KEPT)]:
+            self._processes.pop(key).close()
+        return found
+
+    def start(self, grammar: bytes) -> _Process:
+        """A process of its own for a grammar."""
+        ours, theirs = socket.socketpair()
+        file = os.memfd_create("grammar")
+        try:
+            os.write(file, grammar)
+            os.lseek(file, 0, os.SEEK_SET)
+            with self._lock:
+                self._send(file, theirs.fileno())
+        finally:
+            os.close(file)
+            theirs.close()
+        return _Process(ours)
+
+    def _send(self, file: int, connection: int) -> None:
+        try:
+            socket.send_fds(self._control or self._begin(), [b"g"], [file, connection])
+        except OSError:  # the program was killed
+            socket.send_fds(self._begin(), [b"g"], [file, connection])
+
+    def _begin(self) -> socket.socket:
+        """Start the program; it may take a second until it answers."""
+        self.close()
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), self._source]
+        environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+        with theirs:
+            program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        self._control = ours
+        self._ended = weakref.finalize(self, _end, ours, program)
+        return ours
+
+    def close(self) -> None:
+        """End the program. Processes of grammars end when nobody follows them."""
+        if self._ended is not None:
+            self._ended()
+            self._control = None
+
+
+def _end(control: socket.socket, program: subprocess.Popen[bytes]) -> None:
+    control.close()
+    program.kill()
+    program.wait()
+
+
+class Constraint:
+    """A text that has to match a grammar. What it has so far is told with each call, and only grows."""
+
+    def __init__(self, grammars: Grammars, grammar: bytes, number: int) -> None:
+        self._grammars, self._grammar, self._number = grammars, grammar, number
+        self._process: _Process | None = None
+        self._told, self._tries, self._late = -1, 0, True
+        self.begin([])
+
+    @property
+    def compiling(self) -> bool:
+        """Whether its grammar is not compiled yet."""
+        return self._process is not None and self._process.compiled is None
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Ask what may follow these ids, if nobody has asked yet. The answer is made meanwhile."""
+        if self._process is None:
+            self._tries += 1
+            shared = self._tries == 1
+            self._process = self._grammars.process(self._grammar) if shared else self._grammars.start(self._grammar)
+            self._process.users += 1
+            self._told = -1
+        if self._told < len(ids):
+            start = max(0, self._told)
+            self._process.send(Follow(self._number, start, packed(ids[start:])))
+            self._told = len(ids)
+
+    def waits(self, wait_s: float = 0.0) -> bool:
+        """Whether what may follow is overdue, also after so many seconds: a step should go on without this text."""
+        self._late = self._late and self._grammars.patience_s is not None and not self._heard(wait_s)
+        return self._late
+
+    def allowed(self, ids: Sequence[int]) -> bytes | None:
+        """A bit for each token, set if it may follow these ids; None if that takes longer than a step waits.
+
+        Raises BrokenGrammar.
+        """
+        self.begin(ids)
+        self._late = not self._heard(self._grammars.patience_s)
+        process = self._process
+        if self._late or process is None:
+            return None
+        if process.compiled and process.compiled.error:
+            raise BrokenGrammar(f"the grammar cannot be used: {process.compiled.error}")
+        answer = process.answers.get(self._number)
+        if answer is None or (answer.length != len(ids) and not answer.error):  # it died
+            if self._tries > 1 or (process.compiled is None and self._grammars.running):
+                raise BrokenGrammar(TOO_MUCH)
+            self._leave()
+            self.begin(ids)
+            return self.allowed(ids)
+        if answer.error:
+            raise BrokenGrammar(f"the text cannot go on by its grammar: {answer.error}")
+        return answer.mask
+
+    def close(self) -> None:
+        """The text is over."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._process is None:
+            return
+        self._process.users -= 1
+        self._process.answers.pop(self._number, None)
+        if self._tries > 1:
+            self._process.close()
+        elif not self._process.dead:
+            self._process.send(Follow(self._number, over=True))
+        self._process = None
+
+    def _heard(self, wait_s: float | None) -> bool:
+        """Whether there is an answer, or will never be one, within so many seconds."""
+        process, until = self._process, None if wait_s is None else time.monotonic() + wait_s
+        while process is not None and not self._settled(process):
+            left = None if until is None else max(0.0, until - time.monotonic())
+            process.hear(left)
+            if left == 0.0:
+                return self._settled(process)
+        return True
+
+    def _settled(self, process: _Process) -> bool:
+        answer = process.answers.get(self._number)
+        failed = process.compiled is not None and bool(process.compiled.error)
+        return process.dead or failed or (answer is not None and (answer.length == self._told or bool(answer.error)))

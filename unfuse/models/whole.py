@@ -1,0 +1,254 @@
+"""Any other pipeline of diffusers, undivided: one stage, which does what a call of it does.
+
+What can be asked for is what the call takes, as its source declares it. Of its components each is loaded by itself, as
+those of other families are: from safetensors, by a class of diffusers or transformers; no code of a model is run.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec.structs import asdict, replace
+from typing_extensions import override
+
+from unfuse.core.card import ModelCard
+from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits
+from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
+from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
+from unfuse.models.defaults import Defaults, Serving
+from unfuse.models.dtypes import choose_dtypes
+from unfuse.models.folder import ModelFolder
+from unfuse.models.source import source_of
+from unfuse.stages.base import Stage
+from unfuse.stages.specs import WHOLE
+
+LIBRARIES = ("diffusers", "transformers")
+
+UPLOAD = "image"
+
+TAKES = (
+    "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
+    "guidance_scale_2", "true_cfg_scale", "max_sequence_length", UPLOAD,
+)  # fmt: skip
+"""Parameters of requests that calls take under the same name."""
+
+RATES = ("frame_rate", "fps")
+"""What calls call frames a second."""
+
+BEYOND = (
+    "mask_image", "mask", "video", "control_image", "control_video", "control_mode", "audio", "depth_map",
+    "conditions", "source_prompt", "class_labels", "image_embeds", "target_image", "example_image",
+)  # fmt: skip
+"""What a call may be about that no request can bring."""
+
+ASKED = {
+    "size": "width", "negative_prompt": "negative_prompt", "guidance_scale": "guidance_scale",
+    "num_inference_steps": "num_inference_steps",
+}  # fmt: skip
+"""Parameters of requests that are refused where a call does not take these."""
+
+MAIN = ("transformer", "unet", "prior", "decoder")
+"""Components that tell a model from others, the first of which names its pool."""
+
+SIDE, RATE, STEPS = 512, 16, 50
+"""Where neither the call nor the configurations say what is usual."""
+
+LENGTHS = 4
+"""A video may be so many times as long as is usual for it."""
+
+
+class WholeFamily(Family):
+    """Models of any class that diffusers has and that makes pictures or videos of a prompt."""
+
+    @override
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        model, serving = ModelFolder(folder), Serving.read(folder)
+        found = _declared(model)
+        components = self.components(model)
+        dtypes = choose_dtypes(dtype, components)
+        standard = _standard(model, found)
+        limits = serving.bounds(_limits(model, found, serving.over(standard)))
+        first = sorted(components, key=lambda one: (one not in MAIN, not model.weight_names(one)))
+        pipeline = Pipeline((replace(WHOLE, components=tuple(first)),))
+        said = sorted((key, str(value)) for key, value in model.index().items() if key not in components)
+        recipe = f"whole {found.name} {sorted(dtypes.items())} {said}"
+        return ModelCard(
+            name=name,
+            source=source_of(folder),
+            family=f"whole {found.name}",
+            pipeline=pipeline,
+            limits=asdict(limits),
+            defaults=serving.within(limits, standard),
+            quality=msgspec.to_builtins(serving.quality),
+            weights=weights_ids(model, pipeline, recipe),
+            dtypes=dtypes,
+            created=model.created,
+            takes_image=UPLOAD in found.takes,
+            lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
+            undivided=f"unfuse has no stages for {found.name}, so each request runs as one call of it",
+        )
+
+    @override
+    def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
+        """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
+        from unfuse.stages.whole import Whole
+
+        model = ModelFolder(folder)
+        found = _declared(model)
+        if runtime.options.offload != "none":
+            raise ConfigError(f"--offload cannot be used with a {found.name}: leave it out")
+        loader = Loader(model, self.components(model), runtime, report)
+        takes = {name: name for name in TAKES if name in found.takes}
+        takes |= {rate: "fps" for rate in found.takes if rate in RATES}
+        return Whole(_pipeline(loader, found.name), takes, loader.device, runtime.options.noise_device == "cuda")
+
+    @override
+    def prepare(self, folder: Path) -> None:
+        import_module("unfuse.stages.whole")
+        model = ModelFolder(folder)
+        getattr(import_module("diffusers"), _declared(model).name)
+        for library, name in self.components(model).values():
+            getattr(import_module(library), name)
+
+    def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
+        """Library and class of each component. Raises ConfigError for classes of anybody else, which are never run."""
+        found = {}
+        for name in folder.components():
+            library, kind = folder.index()[name]
+            if library not in LIBRARIES and not has_pipelines(library):
+                raise ConfigError(
+                    f"model {folder.path}: component {name} is a class of its own ({str(library)[:60]}), and no code "
+                    "that comes with a model is run: only classes of diffusers and transformers are"
+                )
+            found[name] = (library if library in LIBRARIES else f"diffusers.pipelines.{library}", kind)
+        return found
+
+
+PREVIEWS = ("preview_every", "partial_images")
+"""What latents become is for a pipeline alone to say."""
+
+
+def _declared(model: ModelFolder) -> Declared:
+    """What diffusers says of the class. Raises ConfigError for one that it has not, and one that cannot be asked."""
+    kind = model.index().get("_class_name")
+    found = declared(kind) if isinstance(kind, str) else None
+    if found is None:
+        raise ConfigError(
+            f"model {model.path} is a {str(kind)[:80]}, which is no pipeline that the installed diffusers has, and no "
+            "code that comes with a model is run"
+        )
+    beyond = [name for name in found.needs if name not in TAKES] + [name for name in BEYOND if name in found.takes]
+    if not found.medium:
+        reason = "makes neither pictures nor silent videos"
+    elif "prompt" not in found.takes or "generator" not in found.takes:
+        reason = f"takes no {'prompt' if 'prompt' not in found.takes else 'seed'}"
+    elif beyond:
+        reason = f"takes {beyond[0]}, which no request can bring"
+    else:
+        return found
+    raise ConfigError(f"model {model.path} cannot be served: a {found.name} {reason}")
+
+
+def _standard(model: ModelFolder, found: Declared) -> Params:
+    """The defaults of the call, and where it leaves them to the configurations, theirs."""
+    known = {name: value for name, value in found.takes.items() if name in Defaults.__struct_fields__}
+    standard = {name: value for name, value in known.items() if value is not None or name == "negative_prompt"}
+    (height, width), parts = _usual_size(model), model.components()
+    rate = next((found.takes[name] for name in RATES if found.takes.get(name) is not None), RATE)
+    frames = model.config("transformer").get("sample_frames") if found.medium == VIDEO and "transformer" in parts else 1
+    usual: Params = {
+        "height": height,
+        "width": width,
+        "num_frames": frames or 1,
+        "num_inference_steps": STEPS,
+        "fps": rate,
+    }
+    return usual | standard
+
+
+def _usual_size(model: ModelFolder) -> tuple[int, int]:
+    """Height and width in pixels of what the denoiser was trained on."""
+    for name in MAIN:
+        if name in model.components():
+            with model.reading(name):
+                size: Any = model.config(name).get("sample_size")
+                height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+                if height and width:
+                    return int(height) * _scale(model, "spatial"), int(width) * _scale(model, "spatial")
+    return SIDE, SIDE
+
+
+def _limits(model: ModelFolder, found: Declared, defaults: Params) -> Limits:
+    """Sides by what VAE and transformer do to them; what is not known of a pipeline is refused by its call."""
+    patch, parts = 1, model.components()
+    if "transformer" in parts:
+        with model.reading("transformer"):
+            size = model.config("transformer").get("patch_size") or 1
+            patch = int(size[-1] if isinstance(size, list) else size)
+    multiple = lcm(_scale(model, "spatial") * patch, 16 if "transformer" in parts else 8)
+    frames, length = defaults.get("num_frames"), defaults.get("max_sequence_length")
+    most = LENGTHS * frames if found.medium == VIDEO and isinstance(frames, int) else 1
+    return Limits(
+        size_multiple=multiple,
+        min_size=multiple,
+        max_frames=most,
+        frame_multiple=_scale(model, "temporal"),
+        max_sequence_length=length if isinstance(length, int) else Limits().max_sequence_length,
+    )
+
+
+def _scale(model: ModelFolder, axis: str) -> int:
+    """Pixels along a side of one latent, or the frames that it is of."""
+    name = next((name for name in ("vae", "movq", "vqvae") if name in model.components()), None)
+    if name is None:
+        return 8 if axis == "spatial" else 1
+    config = model.config(name)
+    with model.reading(name):
+        if said := config.get(f"{axis}_compression_ratio") or config.get(f"scale_factor_{axis}"):
+            return int(said)
+        if halves := config.get("spatio_temporal_scaling"):
+            return int(config["patch_size" if axis == "spatial" else "patch_size_t"]) << sum(map(bool, halves))
+        blocks = config.get("block_out_channels") or config.get("encoder_block_out_channels") or range(4)
+        return 1 << (len(blocks) - 1) if axis == "spatial" else 1
+
+
+def _pipeline(loader: Loader, name: str) -> Any:
+    """The pipeline with its components, and what else model_index.json says of it."""
+    import diffusers
+
+    kind, index = getattr(diffusers, name), loader.folder.index()
+    known = inspect.signature(kind.__init__).parameters
+    parts = loader.folder.components()
+    given = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
+    given |= {key: None for key, value in index.items() if key in known and _is_none(value)}
+    pipeline = kind(**given, **{part: _component(part, loader) for part in parts if part in known})
+    for one in (pipeline, *vars(pipeline).values()):
+        if isinstance(one, diffusers.DiffusionPipeline):
+            one.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def _is_none(entry: object) -> bool:
+    """Whether that is a component which the model does not have."""
+    return isinstance(entry, list) and not any(entry)
+
+
+def _component(name: str, loader: Loader) -> Any:
+    if not loader.folder.weight_names(name):
+        return loader.plain(name)
+    if name != "vae":
+        return loader.model(name)
+    vae = loader.vae()
+    decode = vae.decode
+    vae.decode = lambda latents, *given, **named: decode(latents.to(vae.dtype), *given, **named)  # some do not cast
+    return vae
+
+
+FAMILY = WholeFamily()

@@ -1,0 +1,167 @@
+"""What the messages of a chat show: it is checked, counted in tokens, and kept for those who encode it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from unfuse.core.codec import encode
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.parameters import choice, number, printable
+from unfuse.core.vision import Grid, Shown, Vision
+from unfuse.models.tokenizer import ChatTokenizer
+from unfuse.server.mp4 import film_of
+from unfuse.server.uploads import MAX_SIDE, decoded, read_picture, size_of
+
+MAX_SHOWN = 64
+"""The most pictures and videos of one chat."""
+
+MAX_PIXELS = 400_000_000
+"""The most pixels of all pictures, those of videos too: each is decoded, to be sure of it."""
+
+MAX_FRAMES, MAX_FILM = 10_000, 10_000_000_000
+"""The most frames of a video file, and pixels of all of them: encoders decode them up to the last one that is shown."""
+
+SHOWS = ("image", "video")
+"""The types of parts by which templates write tokens for what is shown."""
+
+DETAILS = ("auto", "low", "high")
+
+Read = tuple[list[int], str, dict[str, bytes]]
+
+
+def read_shown(
+    vision: Vision,
+    tokenizer: ChatTokenizer,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> Read:
+    """The ids of messages, what they show as JSON ("" for nothing), and the uploads of that. Takes long.
+
+    Raises InvalidParameter for messages that are none, and for what cannot be shown to the model.
+    """
+    reading = _Reading(vision)
+    read = [reading.message(message, at) for at, message in enumerate(messages)]
+    text = tokenizer.text(read, tools, shows=SHOWS)
+    ids = vision.expanded(tokenizer.ids(_timed(vision, tokenizer, text, reading.moments)), reading.shown)
+    shown = msgspec.json.encode(reading.shown).decode() if reading.shown else ""
+    return ids, shown, reading.uploads
+
+
+def _timed(vision: Vision, tokenizer: ChatTokenizer, text: str, moments: Sequence[Sequence[float]]) -> str:
+    """The text with what says when each group of a video is, and a token for each, where the model is told so."""
+    begin, video, end = (tokenizer.piece(id).decode() for id in (vision.begin, vision.video, vision.end))
+    parts = text.split(begin + video + end)
+    if not vision.timed or len(parts) != len(moments) + 1:
+        return text  # which has as many tokens as it has, and is refused for that
+    made = parts[0]
+    for each, part in zip(moments, parts[1:], strict=True):
+        made += "".join(f"<{moment:.1f} seconds>{begin}{video}{end}" for moment in each) + part
+    return made
+
+
+class _Reading:
+    """The messages of one chat: `shown` is what they have shown so far, `uploads` the bytes of it.
+
+    `moments` are those of each video's groups.
+    """
+
+    def __init__(self, vision: Vision) -> None:
+        self._vision = vision
+        self.shown, self.uploads, self.moments = list[Shown](), dict[str, bytes](), list[list[float]]()
+        self._reads = {"image_url": self._picture, "video_url": self._file, "video": self._frames}
+        self._pixels = 0
+
+    def message(self, message: Any, at: int) -> Any:
+        """A message as the template reads it: with parts that only say that something is shown."""
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+            return message
+        parts = [self._part(part, f"messages[{at}].content[{place}]") for place, part in enumerate(message["content"])]
+        return {**message, "content": parts}
+
+    def _part(self, part: Any, name: str) -> Any:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "image":
+            raise InvalidParameter(f"{name}: parts of type {kind} are not read: send pictures as image_url", "messages")
+        if kind not in self._reads:
+            return part
+        if len(self.shown) == MAX_SHOWN:
+            raise InvalidParameter(f"messages may show {MAX_SHOWN} pictures and videos, and have more", "messages")
+        try:
+            self._reads[kind](f"{name}.{kind}", part)
+        except InvalidParameter as error:
+            raise InvalidParameter(str(error), "messages") from error
+        return {"type": "image" if kind == "image_url" else "video"}
+
+    def _picture(self, name: str, part: Mapping[str, Any]) -> None:
+        value = part.get("image_url")
+        detail = value.get("detail") if isinstance(value, Mapping) else None
+        if detail is not None:
+            choice(f"{name}.detail", detail, DETAILS)
+        data, size = self._read(f"{name}.url", _url(value))
+        self._add(data, self._vision.picture_grid(*size))
+
+    def _read(self, name: str, url: object) -> tuple[bytes, tuple[int, int]]:
+        """A picture and its size."""
+        data = read_picture(name, _data_url(name, url))
+        width, height = size_of(data)
+        self._pixels += width * height
+        if self._pixels > MAX_PIXELS:
+            raise InvalidParameter(f"{name}: with it, messages show more than {MAX_PIXELS} pixels in all")
+        return data, (width, height)
+
+    def _frames(self, name: str, part: Mapping[str, Any]) -> None:
+        """A video that is a list of pictures of one size, so many of them a second."""
+        urls, most = part.get("video"), self._vision.images.most
+        if not isinstance(urls, list) or not 2 <= len(urls) <= most:
+            raise InvalidParameter(f"{name} must be a list of 2 to {most} frames, or send a file as video_url")
+        rate = number(f"{name}.fps", part.get("fps", self._vision.rate), 0.01, 1000)
+        read = [self._read(f"{name}[{at}]", _url(url)) for at, url in enumerate(urls)]
+        if len(sizes := {size for _, size in read}) > 1:
+            raise InvalidParameter(f"{name}: frames must all have one size, not {len(sizes)}")
+        ((size),) = sizes
+        self._video(encode([data for data, _ in read]), size, [*range(len(urls))], rate, rate, "")
+
+    def _file(self, name: str, part: Mapping[str, Any]) -> None:
+        """A video that is an MP4 file, of which some frames are picked."""
+        data = decoded(f"{name}.url", _data_url(f"{name}.url", _url(part.get("video_url"))), "video")
+        try:
+            film = film_of(data)
+        except ValueError as error:
+            raise InvalidParameter(f"{name}.url is not an MP4 file that can be read: {error}") from error
+        if film.frames > MAX_FRAMES or film.frames * film.width * film.height > MAX_FILM:
+            has = f"{film.frames} frames of {film.width}x{film.height} pixels"
+            raise InvalidParameter(f"{name}.url has {has}: there may be {MAX_FRAMES}, and {MAX_FILM} pixels in all")
+        if max(film.width, film.height) > MAX_SIDE or film.frames < 2:
+            raise InvalidParameter(f"{name}.url must have 2 frames or more, of at most {MAX_SIDE} pixels a side")
+        picked = self._vision.picked(film.frames, film.rate)
+        numbers = ",".join(map(str, picked))
+        size = film.width, film.height
+        self._video(data, size, picked, film.rate, film.rate * len(picked) / film.frames, numbers)
+
+    def _video(
+        self, data: bytes, size: tuple[int, int], picked: Sequence[int], rate: float, shown_rate: float, numbers: str
+    ) -> None:
+        vision, grid = self._vision, self._vision.video_grid(*size, len(picked))
+        self.moments.append(vision.moments(picked, rate))
+        self._add(data, grid, images=len(picked), picked=numbers, seconds=vision.group / shown_rate)
+
+    def _add(self, data: bytes, grid: Grid, **video: Any) -> None:
+        digest = hashlib.sha256(data).hexdigest()
+        upload = f"shown-{digest[:32]}"
+        self.shown.append(Shown(digest, upload, *grid, self._vision.tokens(grid), **video))
+        self.uploads[upload] = data
+
+
+def _url(value: object) -> object:
+    """The address in what a part shows, which may be the address itself."""
+    return value.get("url") if isinstance(value, Mapping) else value
+
+
+def _data_url(name: str, url: object) -> str:
+    if not isinstance(url, str) or url[:5].lower() != "data:":
+        raise InvalidParameter(f"{name} must be a data: URL, for nothing is fetched here: not {printable(url)}")
+    return url

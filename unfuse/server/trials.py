@@ -1,0 +1,44 @@
+"""Tries grammars before anything is queued, so that a bad one is refused, and harms nobody."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from anyio import CapacityLimiter, to_thread
+
+from unfuse.core.errors import InvalidParameter
+from unfuse.core.grammar import FORMAT, digest
+from unfuse.models.grammars import Grammars
+from unfuse.server.text_metrics import TextMetrics
+
+AT_ONCE = 2
+"""How many grammars are tried at one time; each may compute for some seconds."""
+
+KNOWN = 1024
+"""Of how many grammars it is known what came of trying them."""
+
+
+class Trials:
+    """Compiles grammars, as workers will, in processes that are bounded; only requests that have one wait for that."""
+
+    def __init__(self, metrics: TextMetrics) -> None:
+        self._metrics = metrics
+        self._grammars, self._limiter = Grammars(), CapacityLimiter(AT_ONCE)
+        self._known = OrderedDict[str, str]()
+
+    async def check(self, grammar: bytes, by_tools: bool) -> None:
+        """Raise InvalidParameter for a packed grammar that cannot be used, perhaps one that tools made."""
+        key = digest(grammar)
+        if key not in self._known:
+            self._metrics.trials += 1
+            try:
+                why = await to_thread.run_sync(self._grammars.refusal, grammar, limiter=self._limiter)
+            finally:
+                self._metrics.trials -= 1
+            self._known[key] = why
+            if len(self._known) > KNOWN:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        if why := self._known[key]:
+            param = "tools" if by_tools else FORMAT
+            raise InvalidParameter(f"{param} cannot be held to: {why}", param)

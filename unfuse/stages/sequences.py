@@ -1,0 +1,165 @@
+"""The sequences of a language model in one paged KV: who has room, what each adds to it, what others may go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unfuse.core.text import CHUNK, TextLoad
+from unfuse.core.vision import SHOWN, Vision
+from unfuse.stages.base import StageInput, Tensors
+from unfuse.stages.constraint import Constraint
+from unfuse.stages.handed_kv import KvLayout, KvWriter
+from unfuse.stages.language_model import LanguageModel
+from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
+from unfuse.stages.sight import Sight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Growing:
+    """A sequence: its `ids`, which later states of it share, and of which `done` were in the KV before this step.
+
+    `sight` is what its prompt shows.
+    """
+
+    kv: KvSequence
+    ids: list[int]
+    done: int = 0
+    sight: Sight | None = field(default=None, kw_only=True)
+    handed: KvWriter | None = field(default=None, kw_only=True)
+    """Writes what the sequence has for another worker, if it is for one."""
+
+    def chunk(self, *, exact: bool) -> list[int]:
+        """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
+        start = self.kv.length
+        return self.ids[start : start - start % CHUNK + CHUNK]
+
+
+class Sequences:
+    """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
+
+    Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
+    none is lost: what a sequence gave up is computed again from its tokens.
+    """
+
+    def __init__(self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0) -> None:
+        self._model, self._kv, self._vision, self._deep = model, kv, vision, deep
+        self._ranks: dict[KvSequence, tuple[int, int]] = {}
+        self._begun = 0
+        self.retracted, self.prompts = 0, 0
+        """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
+        self.constraints = set[Constraint]()
+        """Those of the texts that have to match a grammar."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the KV has room for, in whole blocks."""
+        return self.usage().blocks * self._kv.block
+
+    def layout(self, tokens: int) -> KvLayout:
+        """How so many tokens of a sequence are handed on."""
+        heads, _, width = self._kv.keys[0].shape
+        return KvLayout(len(self._kv.keys), heads, width, self._kv.keys[0].dtype, tokens)
+
+    def usage(self) -> KvUsage:
+        """What of the KV is taken."""
+        return self._kv.usage()
+
+    def load(self) -> TextLoad:
+        """What there is of blocks and prompts, and of texts whose grammar is not compiled yet."""
+        usage = self.usage()
+        compiling = sum(constraint.compiling for constraint in self.constraints)
+        return TextLoad(usage.used, usage.free, self.prompts, compiling)
+
+    def sight(self, ids: Sequence[int], task: StageInput) -> Sight | None:
+        """What a prompt of these ids shows; None of one that shows nothing. Raises PermanentError."""
+        if self._vision is None or not task.params.get(SHOWN):
+            return None
+        return Sight(ids, task.params, task.tensors, self._vision, self._deep)
+
+    def begin(self, priority: int) -> KvSequence:
+        """A sequence, the youngest of its priority."""
+        sequence = self._kv.sequence()
+        self._begun += 1
+        self._ranks[sequence] = -priority, self._begun
+        return sequence
+
+    def take(self, sequence: KvSequence, prefix: Sequence[Tensors], most: int) -> int:
+        """Put portions that others have made in their place, while they are such, and there is room.
+
+        Returns how many tokens there are then, `most` or less.
+        """
+        heads, _, width = self._kv.keys[0].shape
+        for portion in prefix:
+            both, start = portion.get("kv"), sequence.length
+            if both is None or both.shape != (len(self._kv.keys), 2, heads, CHUNK, width) or start + CHUNK > most:
+                break
+            try:
+                sequence.grow(CHUNK)
+            except NoBlocks:
+                break
+            for layer, (keys, values) in enumerate(both):
+                sequence.write(layer, keys, values, start)
+        return sequence.length
+
+    def portion(self, sequence: KvSequence, number: int) -> Tensors:
+        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for `take`."""
+        span = number * CHUNK, (number + 1) * CHUNK
+        return {"kv": torch.stack([torch.stack(sequence.read(layer, *span)) for layer in range(len(self._kv.keys))])}
+
+    def end(self, sequence: KvSequence) -> None:
+        """It is of no use any more."""
+        sequence.free()
+        self._ranks.pop(sequence, None)
+
+    def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
+        """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
+        parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
+        for state in sorted(states, key=lambda state: self._ranks[state.kv]):
+            state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
+            chunk = state.chunk(exact=exact)
+            if chunk and self._make_room(state.kv, len(chunk)):
+                parts[state.kv] = chunk, state.sight
+                handed += [state.handed] if state.handed else []
+
+        def hand_on(layer: int) -> None:
+            for writer in handed:
+                writer.layer(layer)
+
+        run = [(kv, *part) for kv, part in parts.items()]
+        made = self._model.forward(run, exact, hand_on if handed else None)
+        logits = dict(zip(parts, made, strict=True))
+        return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+
+    def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
+        """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
+        while True:
+            try:
+                sequence.grow(tokens)
+                return True
+            except NoBlocks:
+                last = max(
+                    (other for other in self._ranks if other.length), key=self._ranks.__getitem__, default=sequence
+                )
+                if self._ranks[last] <= self._ranks[sequence]:
+                    return False
+                last.free()
+                self.retracted += 1
+
+
+def open_model(model: Any, device: str, tokens: int, vision: Vision | None = None, deep: int = 0) -> Sequences:
+    """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
+
+    One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones.
+    """
+    config = model.config.get_text_config()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = config.num_hidden_layers, config.num_key_value_heads, width
+    kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
+    return Sequences(LanguageModel(model, kv), kv, vision, deep)

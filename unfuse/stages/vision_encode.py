@@ -1,0 +1,93 @@
+"""Vision encoding: a picture or a video that a prompt shows becomes what its tokens are for a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from typing_extensions import override
+
+from unfuse.core.codec import decode
+from unfuse.core.plan import Params
+from unfuse.core.vision import SHOWN, Grid
+from unfuse.stages.base import Stage, StageInput, StageOutput, need
+from unfuse.stages.image_encode import read_picture
+from unfuse.stages.media import read_frames
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Embeddings (tokens, width), and of as many what is added behind each of the first layers (deepstack)."""
+
+    embeddings: Tensor
+    deep: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True)
+class View:
+    """A picture, or the frames of a `video`, which come as they are decoded; and the grid that they become."""
+
+    images: Iterable[Image.Image]
+    grid: Grid
+    video: bool
+
+
+class VisionEncoder(Protocol):
+    """What a family says about pictures: its vision tower in memory."""
+
+    def encode(self, views: Sequence[View]) -> list[Seen]:
+        """What it sees in each. Raises PermanentError for a grid that is not theirs."""
+        ...
+
+
+class VisionEncode(Stage):
+    """An upload in, what the family sees in it out, under the name that it has by its content."""
+
+    kind = "vision_encode"
+
+    def __init__(self, encoder: VisionEncoder) -> None:
+        self._encoder = encoder
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (need(params, "upload", str),)
+
+    @override
+    def verify(self, task: StageInput) -> None:
+        need(task.params, SHOWN, str)
+        _grid(task.params)
+
+    @override
+    def batch_key(self, params: Params) -> tuple[()]:
+        return ()
+
+    @override
+    @torch.no_grad()
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        views = [View(_images(task), _grid(task.params), need(task.params, "images", int) > 0) for task in batch]
+        return [_output(task, seen) for task, seen in zip(batch, self._encoder.encode(views), strict=True)]
+
+
+def _output(task: StageInput, seen: Seen) -> StageOutput:
+    name = need(task.params, SHOWN, str)
+    deep = {f"{name}.{layer}": tensor for layer, tensor in enumerate(seen.deep)}
+    return StageOutput({name: seen.embeddings, **deep})
+
+
+def _images(task: StageInput) -> Iterator[Image.Image]:
+    (data,) = task.uploads.values()
+    if picked := need(task.params, "picked", str):
+        yield from read_frames(data, [int(number) for number in picked.split(",")])
+    elif need(task.params, "images", int):
+        pictures: list[bytes] = decode(data, list[bytes])
+        yield from map(read_picture, pictures)
+    else:
+        yield read_picture(data)
+
+
+def _grid(params: Params) -> Grid:
+    return Grid(*(need(params, name, int) for name in Grid._fields))

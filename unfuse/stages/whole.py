@@ -1,0 +1,213 @@
+"""A pipeline as it is: one stage from the prompt to the file, for models that nobody has taken apart.
+
+Its steps happen inside one call, which tells of each. The call has a thread of its own, that rests at every step until
+the step loop wants the next one: so it is told of, cancelled and overtaken as any other stage is. One thread computes
+at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from typing_extensions import override
+
+from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.plan import Params
+from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
+from unfuse.stages.image_encode import UPLOAD, read_picture
+from unfuse.stages.media import encode, need_format
+
+REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
+"""What a pipeline raises for parameters that it does not take."""
+
+
+class GivenUp(UnfuseError):
+    """Raised inside a call that is given up, at its step."""
+
+
+class Call:
+    """A call that rests where it says so. `make` gets the function by which it does; what it returns is the `result`.
+
+    Of `go_on` and `stop`, each is called from one thread, that of the step loop.
+    """
+
+    def __init__(self, make: Callable[[Callable[[], None]], Any]) -> None:
+        self._make, self.result = make, None
+        self._told: SimpleQueue[bool] = SimpleQueue()
+        self._heard: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.is_over = False
+
+    def go_on(self) -> None:
+        """Begin, or go on, to the next rest or the end. Raises what the call raised."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        else:
+            self._told.put(True)
+        if error := self._heard.get():
+            raise error
+
+    def stop(self) -> None:
+        """Give the call up, if it is not over. It has ended when this returns."""
+        if self._thread is None or self.is_over:
+            return
+        self._told.put(False)
+        self._heard.get()
+
+    def _rest(self) -> None:
+        self._heard.put(None)
+        if not self._told.get():
+            raise GivenUp
+
+    def _run(self) -> None:
+        error: BaseException | None = None
+        try:
+            self.result = self._make(self._rest)
+        except BaseException as raised:  # it is raised again where somebody waits for the call
+            error = raised
+        self.is_over = True
+        self._heard.put(error)
+
+
+@dataclass
+class Running:
+    """A request in its call, so many steps of which are done."""
+
+    params: Params
+    call: Call
+    steps: int
+    done: int = 0
+
+
+class Whole(SteppedStage[Running]):
+    """Parameters, and a picture where the model takes one, in; media out.
+
+    Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
+    `takes` has the parameter of requests that each parameter of the call is given. Nothing of a call can be saved
+    between its steps.
+    """
+
+    kind = "whole"
+
+    def __init__(self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool) -> None:
+        self._pipeline, self._takes = pipeline, takes
+        self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
+        self._generator_device = device if draws_there else torch.device("cpu")
+        self.uploads = (UPLOAD,) if UPLOAD in self._takes else ()
+
+    @override
+    def verify(self, task: StageInput) -> None:
+        """Raise PermanentError unless seed and format are there, and the picture that the model starts from."""
+        need(task.params, "seed", int)
+        need_format(need(task.params, "output_format", str))
+        if self.uploads and UPLOAD not in task.uploads:
+            raise PermanentError(f"upload {UPLOAD} is missing")
+
+    @override
+    def batch_key(self, params: Params) -> Hashable:
+        return params.get("seed"), *super().batch_key(params)  # type: ignore[misc]
+
+    @override
+    def start(self, task: StageInput) -> Running:
+        """The call begins with its first step."""
+        params = task.params
+        said = ((own, params.get(name)) for own, name in self._takes.items())
+        given: dict[str, Any] = {own: value for own, value in said if value is not None}
+        given |= {UPLOAD: read_picture(task.uploads[UPLOAD])} if self.uploads else {}
+        generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
+        running = Running(params, Call(lambda rest: None), max(1, _count(params)))
+        running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))
+        return running
+
+    @override
+    def step(self, batch: Sequence[Running]) -> list[Running | Exception]:
+        """To the next step of each; the last one goes on to the end, as what comes behind it tells of nothing."""
+        return [self._stepped(state) for state in batch]
+
+    @override
+    def progress(self, state: Running) -> tuple[int, int]:
+        """(steps done, steps in all), as the pipeline counts them once it has begun."""
+        return (state.steps, state.steps) if state.call.is_over else (min(state.done, state.steps - 1), state.steps)
+
+    @override
+    def finish(self, state: Running) -> StageOutput:
+        """Raises PermanentError for values that are not finite, and for what is not as it was asked for."""
+        output = state.call.result
+        made = next((getattr(output, name) for name in ("frames", "images", "image") if hasattr(output, name)), None)
+        if made is None:
+            raise PermanentError(f"the pipeline made a {type(output).__name__}, which has no pictures and no video")
+        return StageOutput(media=encode(self._pixels(made, state.params), state.params))
+
+    @override
+    def let_go(self, state: Running) -> None:
+        """A call that is not over ends here."""
+        state.call.stop()
+
+    def _stepped(self, state: Running) -> Running | Exception:
+        try:
+            state.call.go_on()
+        except REFUSALS as error:
+            return PermanentError(f"the pipeline does not take this: {' '.join(str(error).split())}")
+        except Exception as error:  # the others of the batch go on
+            return error
+        return state
+
+    def _call(self, given: dict[str, Any], running: Running, rest: Callable[[], None]) -> Any:
+        """What the pipeline makes."""
+        own = self._own()
+
+        def reached(pipeline: Any, *_: object) -> dict[str, Any]:
+            running.done += 1
+            running.steps = max(
+                running.steps if running.done > 1 else 1, _timesteps(pipeline) or _count(running.params)
+            )
+            if running.done < running.steps:
+                rest()
+            return {}
+
+        if "callback_on_step_end" in self._known:
+            given["callback_on_step_end"] = reached
+        elif "callback_steps" in self._known:
+            given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
+        return own(**given, output_type="np")
+
+    def _own(self) -> Any:
+        """A pipeline like this one, of the same weights."""
+        shared = [part for part in self._pipeline.components.values() if not hasattr(part, "set_timesteps")]
+        return copy.deepcopy(self._pipeline, {id(part): part for part in shared})
+
+    def _pixels(self, made: Any, params: Params) -> NDArray[np.uint8]:
+        """Frames (frames, height, width, 3) of what a call made of one request: a batch of one."""
+        frames = np.asarray(made)
+        frames = frames[0] if frames.ndim == 5 else frames
+        if frames.ndim != 4 or frames.shape[-1] != 3:
+            raise PermanentError(f"the pipeline made an array of {frames.shape}, which are no pictures in RGB")
+        if not np.isfinite(frames).all():
+            raise PermanentError("the pipeline made pixels that are not finite: serve the model in float32")
+        for name, size in zip(("num_frames", "height", "width"), frames.shape[:3], strict=True):
+            if name in self._takes and params[name] != size:
+                raise PermanentError(f"the pipeline made a {name} of {size}, not {params[name]}: ask for {name} {size}")
+        return (frames * 255).round().astype(np.uint8)
+
+
+def _timesteps(pipeline: Any) -> int:
+    """How many steps the pipeline makes, if it says so."""
+    with suppress(AttributeError, TypeError):
+        return int(pipeline.num_timesteps)
+    return 0
+
+
+def _count(params: Params) -> int:
+    steps = params.get("num_inference_steps")
+    return steps if isinstance(steps, int) else 1

@@ -1,0 +1,75 @@
+"""An object that is written from front to back, a piece at a time, and can be read meanwhile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from unfuse.core.errors import ObjectLost
+from unfuse.core.object_ref import ALIGNMENT, DTYPES, ObjectRef, chunk_bytes
+from unfuse.stores.base import StorageBackend
+from unfuse.stores.checksums import Checksums
+from unfuse.stores.tensors import torch_over
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Unsealed:
+    """What a stage writes its output into, announced from the beginning; `ref` names it, without checksums.
+
+    Where its request is over meanwhile, writing goes on to no effect, and `finish` says so.
+    """
+
+    def __init__(self, backend: StorageBackend, ref: ObjectRef, memory: NDArray[np.uint8]) -> None:
+        self._backend, self.ref, self._memory = backend, ref, memory
+        self._checksums, self._told = Checksums(memory), 0
+        self._lost: ObjectLost | None = None
+        self._open = True
+        for meta in ref.tensors:
+            end = meta.offset + meta.nbytes
+            memory[end : end + -end % ALIGNMENT] = 0
+        self._announce()
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Its tensors by name, to be written, as torch has them."""
+        return {meta.name: torch_over(self._memory, meta) for meta in self.ref.tensors}
+
+    def due(self, name: str, elements: int) -> bool:
+        """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
+        return self._end(name, elements) >= (self._told + 1) * chunk_bytes(self.ref.nbytes)
+
+    def written(self, name: str, elements: int) -> None:
+        """These are written, and do not change any more."""
+        self._checksums.filled(self._end(name, elements), 1)
+        if len(self._checksums.known) > self._told:
+            self._announce()
+
+    def finish(self) -> ObjectRef:
+        """All is written: seal it. Raises ObjectLost if its request was released meanwhile."""
+        self._open = False
+        checksums = self._checksums.finish()
+        self._backend.seal(self.ref.id)
+        return replace(self.ref, checksums=checksums)
+
+    def abort(self) -> None:
+        """Drop it, unless it is sealed: whoever reads it hears that it is lost."""
+        if self._open:
+            self._open = False
+            self._backend.abort(self.ref.id)
+
+    def _end(self, name: str, elements: int) -> int:
+        meta = next(meta for meta in self.ref.tensors if meta.name == name)
+        return meta.offset + elements * DTYPES[meta.dtype]
+
+    def _announce(self) -> None:
+        if self._lost:
+            return
+        self._told = len(self._checksums.known)
+        try:
+            self._backend.announce(self.ref.id, self._checksums.known)
+        except ObjectLost as error:
+            self._lost = error

@@ -1,0 +1,105 @@
+"""Rules of the queue port about what a tenant may have: counts that never drift, and rates."""
+
+from __future__ import annotations
+
+import asyncio
+
+from unfuse.core.errors import LimitReached, Overloaded
+from unfuse.core.request import Allowance, Record
+from unfuse.queues.base import Limits, TaskQueue
+from unfuse.testing.clock import ManualClock
+from unfuse.testing.queue_samples import change, done, leased, raised, request, task
+
+TWO = Allowance(concurrent=2)
+THREE_A_MINUTE = Allowance(rate=3, per_s=60)
+
+
+async def _submit(queue: TaskQueue, name: str, may: Allowance, tenant: str = "t", **fields: str) -> Record:
+    limits = Limits(max_active=1000, tenant=may)
+    return await queue.submit(request(name, tenant=tenant, **fields), [task(name)], [], limits)
+
+
+async def a_tenant_has_as_many_requests_as_it_may(queue: TaskQueue, clock: ManualClock) -> None:
+    """One more is refused with nothing stored, whatever becomes of those it has, until one of them is over.
+
+    The requests of others neither count nor are refused.
+    """
+    await _submit(queue, "a", TWO)
+    record = await _submit(queue, "b", TWO)
+    await _submit(queue, "other", TWO, "u")
+    for _ in range(2):
+        refused = await raised(LimitReached, _submit(queue, "c", TWO))
+        assert "2 requests in progress" in str(refused) and not refused.retry_after
+    await _submit(queue, "more", TWO, "u")
+    lease = await leased(queue)
+    await queue.hand_back(lease.claim)
+    await raised(LimitReached, _submit(queue, "c", TWO))
+    await queue.commit(change(record, status="cancelled", completed_at=1.0))
+    assert await queue.size("p") == 3
+    await _submit(queue, "c", TWO)
+    await raised(LimitReached, _submit(queue, "d", TWO))
+    await queue.drop("b")
+    await raised(LimitReached, _submit(queue, "d", TWO))
+
+
+async def a_tenant_s_count_follows_a_repeated_commit_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """What ends a request and is sent again makes room for one, not for two; a repeated submit takes none."""
+    record = await _submit(queue, "a", TWO)
+    ending = done(record, await leased(queue), status="completed", completed_at=1.0)
+    await _submit(queue, "b", TWO, idempotency_key="k")
+    assert (await _submit(queue, "again", TWO, idempotency_key="k")).context.id == "b"
+    assert (await _submit(queue, "b", TWO)).context.id == "b"
+    await queue.commit(ending)
+    await queue.commit(ending)
+    await _submit(queue, "c", TWO)
+    await raised(LimitReached, _submit(queue, "d", TWO))
+
+
+async def a_tenant_s_limit_holds_among_many_at_once(queue: TaskQueue, clock: ManualClock) -> None:
+    """Of twenty that come at one time as many are accepted as may be."""
+    tries = (_submit(queue, str(number), TWO) for number in range(20))
+    answers = await asyncio.gather(*tries, return_exceptions=True)
+    assert sum(isinstance(answer, Record) for answer in answers) == 2
+    assert sum(isinstance(answer, LimitReached) for answer in answers) == 18
+
+
+async def a_rate_is_there_again_as_time_passes(queue: TaskQueue, clock: ManualClock) -> None:
+    """Three a minute may come at once; then one in twenty seconds. Who comes too early is told for how long to wait;
+    what was refused, and a repeat, took nothing; the ends of requests give nothing back.
+    """
+    for name in "abc":
+        record = await _submit(queue, name, THREE_A_MINUTE)
+    await queue.commit(change(record, status="cancelled", completed_at=1.0))
+    assert (await _submit(queue, "a", THREE_A_MINUTE)).context.id == "a"
+    for passed in (0.0, 5.0):
+        clock.advance(passed)
+        refused = await raised(LimitReached, _submit(queue, "d", THREE_A_MINUTE))
+        assert abs(refused.retry_after - (20.0 - passed)) < 0.001
+        assert f"3 requests in 60 s: try again in {20 - int(passed)} s" in str(refused)
+    await _submit(queue, "u", THREE_A_MINUTE, "u")
+    clock.advance(15.0)
+    await _submit(queue, "d", THREE_A_MINUTE)
+    await raised(LimitReached, _submit(queue, "e", THREE_A_MINUTE))
+    clock.advance(600.0)
+    for name in "efg":
+        await _submit(queue, name, THREE_A_MINUTE)
+    await raised(LimitReached, _submit(queue, "h", THREE_A_MINUTE))
+
+
+async def what_all_may_not_have_costs_no_rate(queue: TaskQueue, clock: ManualClock) -> None:
+    """A request that is refused for the sake of all takes nothing of its tenant's rate."""
+    once = Allowance(rate=1, per_s=60)
+    await queue.submit(request("a"), [task("a")], [], Limits())
+    full = await raised(Overloaded, queue.submit(request("b", tenant="t"), [task("b")], [], Limits(1, tenant=once)))
+    assert not isinstance(full, LimitReached)
+    await _submit(queue, "b", once)
+    await raised(LimitReached, _submit(queue, "c", once))
+
+
+LIMIT_RULES = (
+    a_tenant_has_as_many_requests_as_it_may,
+    a_tenant_s_count_follows_a_repeated_commit_once,
+    a_tenant_s_limit_holds_among_many_at_once,
+    a_rate_is_there_again_as_time_passes,
+    what_all_may_not_have_costs_no_rate,
+)

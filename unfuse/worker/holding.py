@@ -1,0 +1,68 @@
+"""The tasks that a worker holds, and what it may take beside them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from unfuse.core.messages import Ask
+from unfuse.core.task import Claim, Lease
+
+WAIT_S = 20.0
+"""Seconds that an Ask waits at the scheduler for tasks."""
+
+WITHDRAW = Ask(0, 0, 0.0)
+"""An Ask for nothing: it replaces an Ask that waits at the scheduler."""
+
+
+class Holding:
+    """The leases of a worker with so many `slots`, and such `resources`, for all tasks together.
+
+    A task whose input is still written elsewhere takes its share of a resource, and no slot until that is whole. One
+    that needs no resource takes a slot at once, or nothing would bound how many there are.
+    """
+
+    def __init__(self, slots: int, resources: Mapping[str, int]) -> None:
+        self.slots, self.resources = slots, dict(resources)
+        self.leases: dict[Claim, Lease] = {}
+        self._arriving: set[Claim] = set()
+
+    @property
+    def arriving(self) -> int:
+        """How many tasks wait for their inputs, which are still written, or on their way."""
+        return len(self._arriving)
+
+    def take(self, lease: Lease) -> None:
+        """A task was leased to the worker."""
+        self.leases[lease.claim] = lease
+        if lease.task.needs and not all(ref.whole for ref in lease.task.inputs):
+            self._arriving.add(lease.claim)
+
+    def arrived(self, claim: Claim) -> None:
+        """All inputs of a task are here, or will not come."""
+        self._arriving.discard(claim)
+
+    def end(self, claim: Claim) -> Lease | None:
+        """A task has ended; None if it was known to."""
+        self._arriving.discard(claim)
+        return self.leases.pop(claim, None)
+
+    def room(self, free: int | None, used: int) -> int | None:
+        """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
+        if free is None or (not used and not self.leases):
+            return None
+        return max(0, free - sum(lease.task.room for lease in self.leases.values()))
+
+    def ask(self, room: int | None, loaded: str) -> Ask:
+        """The next Ask: for the free slots, or if there are none, for one task more urgent than all that run."""
+        held = [lease.task for lease in self.leases.values()]
+        if any(task.alone for task in held):
+            return WITHDRAW
+        affinity = next((task.affinity for task in held if task.affinity), loaded)
+        slots = self.slots - len(held) + len(self._arriving)
+        above = None if slots > 0 else max(task.priority for task in held)
+        taken = Counter[str]()
+        for task in held:
+            taken.update(task.needs)
+        amounts = {name: max(0, amount - taken[name]) for name, amount in self.resources.items()}
+        return Ask(max(1, slots), room, WAIT_S, above, affinity, amounts)
