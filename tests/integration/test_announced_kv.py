@@ -110,7 +110,7 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
         until(lambda: not gauge(server, "unfuse_decode_transfer_queue"), "the queue to be told empty")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_decoder_whose_room_waits_for_a_dead_worker_is_free_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], how: signal.Signals
 ) -> None:
@@ -158,17 +158,18 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
         assert not moved(server)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
 def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
 ) -> None:
-    """Given a network that flips a bit in every other pull, and cuts some, then the text is that of a single worker."""
+    """Given a network that flips a bit in every fourth pull, or cuts it, then the text is that of a single worker."""
     faulty = {
-        "TRANSFER_FAULTS": "corrupt=0.5,cut=0.2,drop=0.1,seed=3",
+        "TRANSFER_FAULTS": "corrupt=0.25,cut=0.1,drop=0.05,seed=3",
         "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",
     }
     with far_decoder(folder, tmp_path, keys, UNFUSE_BUFFER__TOKENS=tokens, **faulty) as server:
-        server.worker("prefill", *keys, *KV, **faulty)
+        server.worker("prefill", *keys, *KV, "--arena", "128MiB", **faulty)
         assert asked(server.ready())["choices"] == calm["choices"]
         until(lambda: failures(server), "what failed to be told")
 
@@ -177,3 +178,27 @@ def failures(server: Server) -> float:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as page:
         found = re.findall(r"^unfuse_transfer_failures_total{.+} (.+)$", page.read().decode(), re.MULTILINE)
     return sum(map(float, found))
+
+
+@pytest.mark.nightly
+def test_a_prompt_of_a_hundred_thousand_tokens_reaches_a_decoder_whose_arena_holds_eight_thousand(
+    tmp_path: Path, keys: list[str]
+) -> None:
+    """Given a narrow model, and a prompt of which the usual receive buffer holds a twelfth, then the text is that of a
+    single worker, though the decoder's arena has room for no more than two such buffers."""
+    folder = make_language_model(tmp_path / "long", positions=102_400)
+    message = {"role": "user", "content": f"{TEXT} " * 5_050}
+    body = {"model": "tiny", **LONG, "messages": [message]}
+    room = "--kv", "56MiB", "--threads", "1"
+    named = str(folder), "--served-model-name", "tiny"
+    (calm := tmp_path / "calm").mkdir()
+    with serving(calm, *named, "--workers", "language=1", *room) as server:
+        alone = server.ready().post("/v1/chat/completions", body)
+    assert alone["usage"]["prompt_tokens"] > 100_000
+    (apart := tmp_path / "apart").mkdir()
+    with serving(apart, *named, *keys, "--workers", "none", at="127.0.0.1") as server:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("prefill", *keys, *room)
+        server.worker("decode", *keys, *room, "--arena", "8MiB", **own_run_folder("far"))
+        assert server.ready().post("/v1/chat/completions", body)["choices"] == alone["choices"]
+        until(lambda: sum(moved(server).values()) > 100_000 * 512, "all of it to be told")

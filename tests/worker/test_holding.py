@@ -48,5 +48,8 @@ def test_nothing_is_asked_for_beside_a_task_that_runs_alone_and_room_is_what_oth
     assert holding(lease("a", alone=True)).ask(None, "") is WITHDRAW
     held = holding(lease("a", room=30))
     assert (held.room(100, 5), held.room(20, 5), held.room(None, 5)) == (70, 0, None)
+    held.placed(lease("a").claim)
+    held.placed(lease("other").claim)
+    assert held.room(70, 35) == 70  # it is not counted twice
     assert holding().room(100, 0) is None
     assert held.end(Claim("req_a", "other", 1, b"")) is None

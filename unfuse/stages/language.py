@@ -1,4 +1,4 @@
-"""Prefill and decode of a language model: both grow sequences in one paged KV, with the same ragged forward.
+"""Decode of a language model, and what it has in common with prefill: sequences that grow in one paged KV.
 
 A state is its tokens, and how many of them are in the KV. Whatever is not there yet is computed, a chunk a step: so a
 sequence that comes from another worker, one whose blocks were taken, and one of an attempt that died go on alike.
@@ -59,7 +59,7 @@ class Prefill(JointStage[Prefilling, int]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        _verify(task)
+        verify_prompt(task)
 
     @override
     def batch_key(self, params: Params) -> Hashable:
@@ -182,7 +182,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def verify(self, task: StageInput) -> None:
-        _verify(task)
+        verify_prompt(task)
 
     @override
     def uploads_of(self, params: Params) -> Sequence[str]:
@@ -297,7 +297,8 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             state.constraint.close()
 
 
-def _verify(task: StageInput) -> None:
+def verify_prompt(task: StageInput) -> None:
+    """Raise PermanentError for a prompt of another length than was said."""
     if len(unpacked(task.uploads[PROMPT])) != need(task.params, "prompt_tokens", int):
         raise PermanentError("the prompt is not as long as it was said to be")
 

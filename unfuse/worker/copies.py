@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -22,12 +21,10 @@ from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.session import Session, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.worker.passing import Passing
+from unfuse.worker.unwritten import Unwritten
 
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
-
-LOOK_AGAIN_S = 0.01
-"""Seconds between two looks at an object that its owner, on this machine, is writing."""
 
 KEPT_S = 30.0
 """Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, and what there
@@ -69,6 +66,7 @@ class Copies:
         """Passes on inputs that are longer than the receive buffer, if the process can take them so."""
         self._reaching: dict[str, asyncio.Future[bool]] = {}
         self._lookers = ThreadPoolExecutor(MOST_LOOKED_AT, "owner-look")
+        self._unwritten = Unwritten(store, self._lookers)
 
     @property
     def counters(self) -> TransferCounters:
@@ -166,7 +164,7 @@ class Copies:
         """What to read in place of an object; None if the compute process has taken it."""
         claim = lease.claim
         if ref.owner == self._owner or await self._reaches(ref.owner):
-            await self._until_whole(ref)
+            await self._unwritten.until_whole(ref)
             return ref
         if self.passing and ref in lease.task.inputs and self.passing.window(lease.task, ref):
             await self.passing.through(lease, ref, self._store, self._transfers, self._options.bootstrap_s)
@@ -191,13 +189,6 @@ class Copies:
             key=extent.key,
             generation=extent.generation,
         )
-
-    async def _until_whole(self, ref: ObjectRef) -> None:
-        """Wait until an object that can be mapped is written to its end, or lost."""
-        look = partial(asyncio.get_running_loop().run_in_executor, self._lookers, self._store.is_whole, ref)
-        with suppress(ObjectLost):  # whoever reads it finds out
-            while not await look():
-                await asyncio.sleep(LOOK_AGAIN_S)
 
     def _fetch(self, key: tuple[str, str], ref: ObjectRef) -> _Copy:
         """Begin to fetch an object. The copy belongs to the task's request, whichever made the original."""

@@ -26,6 +26,7 @@ class Holding:
         self.slots, self.resources = slots, dict(resources)
         self.leases: dict[Claim, Lease] = {}
         self._arriving: set[Claim] = set()
+        self._placed: set[Claim] = set()
 
     @property
     def arriving(self) -> int:
@@ -42,16 +43,22 @@ class Holding:
         """All inputs of a task are here, or will not come."""
         self._arriving.discard(claim)
 
+    def placed(self, claim: Claim) -> None:
+        """A task has its room in the arena already, and writes there."""
+        self._placed |= {claim} & self.leases.keys()
+
     def end(self, claim: Claim) -> Lease | None:
         """A task has ended; None if it was known to."""
         self._arriving.discard(claim)
+        self._placed.discard(claim)
         return self.leases.pop(claim, None)
 
     def room(self, free: int | None, used: int) -> int | None:
         """Bytes that new outputs may take; None if the arena is empty, so that a task that is too large fails."""
         if free is None or (not used and not self.leases):
             return None
-        return max(0, free - sum(lease.task.room for lease in self.leases.values()))
+        unplaced = self.leases.keys() - self._placed
+        return max(0, free - sum(self.leases[claim].task.room for claim in unplaced))
 
     def ask(self, room: int | None, loaded: str) -> Ask:
         """The next Ask: for the free slots, or if there are none, for one task more urgent than all that run."""

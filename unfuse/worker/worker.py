@@ -260,6 +260,7 @@ class Worker:
             if self._saved_states:
                 self._background.once("recording what a task has so far", partial(self._saved_states.keep, message))
         elif isinstance(message, Announced):
+            self._holding.placed(message.claim)
             self._background.once("announcing an output", partial(self._announce, message))
         elif isinstance(message, Grown):
             self._growing.grown(message)

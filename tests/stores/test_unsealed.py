@@ -1,0 +1,98 @@
+"""Objects that are written step by step, and read meanwhile, by those who map them and those who ask their owner."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from unfuse.core.errors import ArenaFull, ObjectLost
+from unfuse.core.object_ref import CHUNK_BYTES
+from unfuse.stores.checksums import checksums_of
+from unfuse.stores.tensor_store import TensorStore
+
+CHUNK = CHUNK_BYTES // 4
+OUTLINE = [("a", "float32", (3, CHUNK)), ("b", "float32", (10,))]
+
+
+def shared(owner: str, **more: Any) -> TensorStore:
+    return TensorStore.create("shared_memory", owner=owner, run_dir=os.environ["UNFUSE_RUN_DIR"], **more)
+
+
+@pytest.fixture
+def owner() -> Iterator[TensorStore]:
+    with shared("w", capacity=64 << 20) as store:
+        yield store
+
+
+@pytest.fixture
+def writer(owner: TensorStore) -> Iterator[TensorStore]:
+    """Another process's store, which writes into the owner's memory."""
+    with shared("w", address=owner.address, write_token=owner.write_token) as store:
+        yield store
+
+
+@pytest.fixture
+def reader(owner: TensorStore) -> Iterator[TensorStore]:
+    with shared("r", capacity=1 << 20) as store:
+        store.learn({"w": ("node", owner.address)})
+        yield store
+
+
+def test_chunks_can_be_read_as_soon_as_they_are_complete_and_all_when_it_is_sealed(
+    owner: TensorStore, writer: TensorStore, reader: TensorStore
+) -> None:
+    """Given an output that is begun, when a half of it is written, then its owner tells of what is complete, and nobody
+    maps it; at the end, a reader has all of it by the ref that was there from the beginning."""
+    output = writer.begin(OUTLINE, request="req_a", stage="s", attempt=1)
+    assert output and owner.arena
+    assert not output.ref.whole and owner.arena.written(output.ref.id) == ((), False)
+    output.tensors["a"][:2] = 7
+    assert output.due("a", CHUNK) and not output.due("a", CHUNK - 1)
+    output.written("a", 3 * CHUNK // 2)
+    assert [len(owner.arena.written(output.ref.id)[0]), output.due("a", 2 * CHUNK - 1)] == [1, False]
+    assert not reader.is_whole(output.ref) and not owner.is_whole(output.ref)
+    with pytest.raises(ObjectLost):
+        reader.get(output.ref)
+    output.tensors["a"][2], output.tensors["b"][:] = 8, 9
+    ref = output.finish()
+    output.abort()
+    assert ref.whole and ref.id == output.ref.id and reader.is_whole(output.ref)
+    with reader.get(output.ref, as_torch=True) as held:
+        assert torch.equal(held["b"], torch.full((10,), 9.0)) and held["a"].sum() == CHUNK * (7 + 7 + 8)
+    assert checksums_of(reader.hold(output.ref).bytes()) == ref.checksums
+
+
+def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: TensorStore) -> None:
+    """Given one output whose task ends, one whose request is over, and one whose writer dies, then each is lost, and
+    writing goes on to no effect."""
+    writer = shared("w", address=owner.address, write_token=owner.write_token)
+    ended, over, left = (writer.begin(OUTLINE, request=f"req_{n}", stage="s", attempt=1) for n in "abc")
+    assert ended and over and left
+    ended.abort()
+    ended.abort()
+    owner.release("req_b")
+    for part in range(1, 4):
+        over.written("a", part * CHUNK)
+    with pytest.raises(ObjectLost, match="its request is over"):
+        over.finish()
+    writer.close()
+    for output in (ended, over, left):
+        with pytest.raises(ObjectLost):
+            while not owner.is_whole(output.ref):
+                pass
+    assert owner.usage().used == 0
+
+
+def test_what_nobody_could_read_before_it_is_whole_is_not_begun(owner: TensorStore) -> None:
+    """Given an output of one chunk, or a store that others cannot read meanwhile, then there is none; nor without
+    room."""
+    assert owner.begin(OUTLINE[1:], request="req_a", stage="s", attempt=1) is None
+    with TensorStore.create("memory") as store:
+        assert store.begin(OUTLINE, request="req_a", stage="s", attempt=1) is None
+    with pytest.raises(ArenaFull):
+        owner.begin([("a", "float32", (40, CHUNK))], request="req_a", stage="s", attempt=1)
+    assert owner.usage().used == 0
