@@ -24,7 +24,7 @@ THOROUGH = settings(max_examples=examples(25), deadline=None, suppress_health_ch
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    folder = make_language_model(tmp_path_factory.mktemp("model") / "tiny")
+    folder = make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=8192)
     with composed(tmp_path_factory.mktemp("served"), models=(str(folder),), served_model_name=("tiny",)) as port:
         yield port
 
