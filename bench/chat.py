@@ -3,7 +3,7 @@
 `serve` in the normal and in the overlapped loop, over HTTP with streaming, and transformers' `generate_batch` (all
 prompts at once, no HTTP) and `generate` (one after the other), in rounds of another order each. Then long prompts that
 come while some chats are read: one worker for all, two such workers, and a worker each for prefill and decode. All are
-greedy, and all have the same cores. What a token costs by the length of its context is in bench/kv.py.
+greedy, and every process computes with one thread. What a token costs by the length of its context is in bench/kv.py.
 `python -m bench.chat [--rounds N] [--model NAME_OR_FOLDER] [--tokens N] [--part rates|long]`
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import subprocess
 import sys
@@ -42,11 +41,7 @@ READERS, LONG = 4, 6
 """Chats that are read while so many long prompts come, one after the other."""
 
 LOOPS = {f"serve, {loop}": ("--workers", "language=1", "--loop", loop) for loop in ("normal", "overlapped")}
-LAYOUTS = {
-    "language=1": ("--threads", str(len(os.sched_getaffinity(0)))),
-    "language=2": ("--threads", "1"),
-    "prefill=1,decode=1": ("--threads", "1"),
-}
+LAYOUTS = "language=1", "language=2", "prefill=1,decode=1"
 
 
 @dataclass
@@ -84,7 +79,7 @@ class Transformers:
     """A process that makes texts by transformers alone."""
 
     def __init__(self, model: Path) -> None:
-        command = [sys.executable, str(PEER), str(model), str(len(os.sched_getaffinity(0))), str(KV_TOKENS)]
+        command = [sys.executable, str(PEER), str(model), "1", str(KV_TOKENS)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen(command, env=environment(Path(tempfile.gettempdir())), **pipes)  # type: ignore[call-overload]
         while self._process.stdout.readline() != b"ready\n":
@@ -159,18 +154,23 @@ def rates(model: str, path: Path, rounds: int, tokens: int) -> dict[str, dict[st
                     )  # fmt: skip
                     if turn:  # the first round warms up
                         found[name, clients].append(one)
-    return {f"{name}, {clients}": _row(of, found["generate_batch", clients]) for (name, clients), of in found.items()}
+    rows = {}
+    for (name, clients), of in sorted(found.items(), key=lambda one: one[0][::-1]):
+        beside = {other: found[other, clients] for other in ("generate_batch", "serve, normal")}
+        rows[f"{name}, {clients}"] = _row(of, beside)
+    return rows
 
 
-def _row(of: list[dict[str, Any]], beside: list[dict[str, Any]]) -> dict[str, object]:
-    def rate(one: dict[str, Any]) -> float:
-        return float(one["tokens"] / one["seconds"])
+def _row(of: list[dict[str, Any]], beside: dict[str, list[dict[str, Any]]]) -> dict[str, object]:
+    """Medians, and medians of what each round had beside others."""
 
-    row: dict[str, object] = {
-        "tokens/s": round(median(map(rate, of)), 1),
-        "÷ generate_batch": round(median(rate(a) / rate(b) for a, b in zip(of, beside, strict=True)), 2),
-        "CPU ms a token": round(median(1e3 * one["cpu"] / one["tokens"] for one in of), 2),
-    }
+    def rate(one: dict[str, Any], what: str = "seconds") -> float:
+        return float(one["tokens"] / one[what])
+
+    row: dict[str, object] = {"tokens/s": round(median(map(rate, of)), 1)}
+    for name, theirs in beside.items():
+        row[f"÷ {name}"] = round(median(rate(a) / rate(b) for a, b in zip(of, theirs, strict=True)), 2)
+    row["CPU ms a token"] = round(median(1e3 / rate(one, "cpu") for one in of), 2)
     first, gaps = ([value for one in of for value in one.get(name, ())] for name in ("first", "gaps"))
     if gaps:
         row |= {"first token, ms": _ms(first, 0.5), "between, p50": _ms(gaps, 0.5), "p99": _ms(gaps, 0.99)}
@@ -185,7 +185,7 @@ def with_long(model: str, path: Path, rounds: int, tokens: int, words: int) -> d
     """Chats that are read while long prompts come, by layout."""
     chats, found = Chats(path), defaultdict[str, list[dict[str, Any]]](list)
     with ExitStack() as stack:
-        servers = {name: _serving(stack, model, "--workers", name, *options) for name, options in LAYOUTS.items()}
+        servers = {name: _serving(stack, model, "--workers", name) for name in LAYOUTS}
         for turn in range(rounds + 1):
             asked, long = [chats.messages(20) for _ in range(READERS)], [chats.messages(words) for _ in range(LONG)]
             names = [*servers]
@@ -234,7 +234,7 @@ def _disturbed(
 
 def _serving(stack: ExitStack, model: str, *options: str) -> Server:
     folder = stack.enter_context(tempfile.TemporaryDirectory())
-    own = "--kv", KV, "--arena", "256MiB"
+    own = "--kv", KV, "--arena", "256MiB", "--threads", "1"
     return stack.enter_context(serving(Path(folder), model, *own, *options)).ready()
 
 

@@ -2,9 +2,11 @@
 
 Seconds are medians of requests, in turns over all spreads: what the first rank computes in a step, and waits. Bytes are
 those that cross the loopback interface in a step, of all ranks together, beside what the kind's formula says: tensors
-of float32, tokens padded to a multiple of eight a rank. Several spreads of one number of CPU threads in all.
+of float32, tokens padded to a multiple of eight a rank. Several spreads of one number of CPU threads in all. Memory is
+what the ranks' processes take together, each page by how many have it, and of that what lies in files or is shared.
 On GPUs: `python -m bench.ranks --model FOLDER --devices cuda:0,cuda:1 --spreads ulysses:2,ring:2`; no bytes there.
-`python -m bench.ranks [--model M] [--size S] [--steps N] [--rounds N] [--spreads A,B] [--devices D,D]`
+`python -m bench.ranks [--model M] [--size S] [--steps N] [--rounds N] [--spreads A,B] [--devices D,D]
+[--dtype D]`
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from bench.report import NO_CACHE, show, table
-from tools.server import Server, serving
+from tools.server import Server, computes_of, serving
 from unfuse.core.spread import Spread
 from unfuse.models import resolve_source
 
@@ -41,7 +43,8 @@ def numbers(spread: Spread, model: Path, size: int) -> int:
         spread.degrees.get(kind, 1) for kind in ("ulysses", "ring", "cfg", "layers", "tensor", "shard")
     )
     ranks = heads * ring
-    tokens = -(-(cells // config["patch_size"][1] ** 2) // (8 * ranks)) * 8 * ranks
+    whole = cells // config["patch_size"][1] ** 2
+    tokens = max(-(-whole // (8 * ranks)) * 8, 16 if whole >= 16 else 0) * ranks
     hidden = tokens * config["num_attention_heads"] * config["attention_head_dim"]
     block = 4 * hidden * (heads - 1) // heads + 2 * hidden * (ring - 1) + SUMS * 2 * hidden * (parts - 1)
     forward = config["num_layers"] * block + hidden * (ranks - 1) + ranges * (ranges - 1) * hidden
@@ -68,16 +71,26 @@ def step(server: Server, size: int, steps: int, seed: int) -> dict[str, float]:
     return {"compute": (denoise["run_s"] - waited) / steps, "exchange": waited / steps, "bytes": bytes_}
 
 
+def memory(server: Server) -> dict[str, float]:
+    """MiB of all compute processes of the denoiser, in all and without anonymous memory."""
+    (worker,) = (one for one in server.get("/v1/workers")["data"] if one["role"] == "denoiser")
+    found = {"Pss": 0, "Pss_Anon": 0}
+    for process in computes_of(worker["pid"]):
+        for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]:
+            name, kib, *_ = line.replace(":", "").split()
+            found[name] = found.get(name, 0) + int(kib)
+    return {"all": found["Pss"] / 1024, "shared": (found["Pss"] - found["Pss_Anon"]) / 1024}
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--model", default=SHAPES)
     options.add_argument("--size", type=int, default=256)
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument(
-        "--spreads", default="ulysses:2,ring:2,tensor:2,layers:2,shard:2,cfg:2,ulysses:4,ring:4,ulysses:2+cfg:2"
-    )
+    options.add_argument("--spreads", default=",".join(SPREADS))
     options.add_argument("--devices", default="")
+    options.add_argument("--dtype", default="auto")
     given = options.parse_args()
     spreads = ["", *given.spreads.split(",")]
     found: dict[str, list[dict[str, float]]] = {spread: [] for spread in spreads}
@@ -89,13 +102,15 @@ def main() -> None:
             devices = "+".join(given.devices.split(",")[: Spread.parse(spread).size if spread else 1])
             parallel = ("--parallel", f"denoiser={spread}") if spread else ()
             place = ("--place", f"denoiser={devices}") if devices else ()
-            flags = (*NO_CACHE, "--guidance-halves", "apart", "--workers", "split", "--threads", "1", *parallel, *place)
+            flags = (*NO_CACHE, "--workers", "split", "--threads", "1", "--dtype", given.dtype, *parallel, *place)
+            flags = (*flags, "--guidance-halves", "apart")
             servers[spread] = running.enter_context(serving(own, given.model, *flags)).ready()
         for seed in range(given.rounds + 1):
             for spread, server in servers.items():
                 short, long = (step(server, given.size, steps, seed) for steps in (given.steps, 2 * given.steps))
                 found[spread].append({**long, "bytes": (long["bytes"] - short["bytes"]) / given.steps})
-    show("ranks", all=found)
+        takes = {spread: memory(server) for spread, server in servers.items()}
+    show("ranks", all=found, memory=takes)
     alone = median(one["compute"] for one in found[""][1:])
     rows: dict[str, dict[str, object]] = {}
     for spread, each in found.items():
@@ -104,6 +119,8 @@ def main() -> None:
             "computes ms": round(1000 * took["compute"], 1),
             "waits ms": round(1000 * took["exchange"], 1),
             "step ÷ one rank's": round((took["compute"] + took["exchange"]) / alone, 2),
+            "MiB": round(takes[spread]["all"]),
+            "of files or shared": round(takes[spread]["shared"]),
             "KiB a step": round(took["bytes"] / 1024),
             "formula": round(WIDTH * numbers(Spread.parse(spread), resolve_source(given.model), given.size) / 1024)
             if spread and given.model == SHAPES and not given.devices

@@ -164,7 +164,7 @@ def test_every_folder_keeps_to_its_budget_of_lines() -> None:
     assert found.keys() == allowed.keys()
     over = {name: f"{count} of {allowed[name]}" for name, count in found.items() if count > allowed[name]}
     assert over == {}, "write into the table of docs/architecture.md what these lines buy"
-    assert sum(allowed.values()) - allowed["testing"] <= 42_000, "a twelfth of what the systems next to us take"
+    assert sum(allowed.values()) - allowed["testing"] <= 47_800, "a twelfth of what the larger system next to us takes"
 
 
 def test_as_much_is_test_as_source() -> None:

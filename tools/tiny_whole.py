@@ -74,13 +74,13 @@ def _gemma() -> tuple[Any, Any]:
     return tokenizer, _seeded(32, lambda: Gemma2Model(config))
 
 
-def _sd() -> Any:
-    from diffusers import PNDMScheduler, StableDiffusionPipeline
+def _sd(kind: str) -> Any:
+    import diffusers
 
     tokenizer, encoder = _clip()
     usual = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-    scheduler = PNDMScheduler(skip_prk_steps=True, **usual)
-    return StableDiffusionPipeline(
+    scheduler = diffusers.PNDMScheduler(skip_prk_steps=True, **usual)
+    return getattr(diffusers, kind)(
         _vae(33), encoder, tokenizer, _unet(34), scheduler, None, None, requires_safety_checker=False
     )
 
@@ -220,7 +220,8 @@ def _lumina2() -> Any:
 
 
 KINDS: dict[str, Callable[[], Any]] = {
-    "sd": _sd,
+    "sd": lambda: _sd("StableDiffusionPipeline"),
+    "sd-image": lambda: _sd("StableDiffusionImg2ImgPipeline"),
     "sdxl": _sdxl,
     "sd3": _sd3,
     "pixart-alpha": lambda: _pixart("PixArtAlphaPipeline", 42),

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from bench import (
     arrivals,
+    chat,
     costs,
     gpu,
+    grammar,
     growth,
     hop,
     http_edge,
@@ -212,6 +214,23 @@ def test_a_token_is_timed_by_its_context_and_its_company() -> None:
 
     assert {"one run", "many runs", "gathered", "DynamicCache"} <= by_context["256"].keys()
     assert all(cost > 0 for row in (*by_context.values(), *by_count.values()) for cost in row.values())
+
+
+def test_a_grammar_is_timed_beside_others_and_alone(tmp_path: Path) -> None:
+    source = grammar.make_language_model(tmp_path / "narrow")
+
+    assert len(grammar.turns(grammar.Texts(source), 2)) == len(grammar.alone(source, 8, 3)) == 3
+
+
+def test_what_a_client_saw_of_a_chat_becomes_a_row_beside_others() -> None:
+    seen = chat.Read(1.0, [1.5, 1.6, 2.0], 3)
+    assert (seen.first, seen.gaps) == (0.5, pytest.approx([0.1, 0.4]))
+    fast, slow = ({"tokens": 30, "seconds": s, "cpu": 0.3, "first": [0.5], "gaps": seen.gaps} for s in (1.0, 2.0))
+
+    row = chat._row([fast, fast], {"other": [slow, slow]})
+
+    assert (row["tokens/s"], row["÷ other"], row["CPU ms a token"]) == (30.0, 2.0, 10.0)
+    assert (row["first token, ms"], row["p99"]) == (500.0, 400.0)
 
 
 def test_leases_are_timed_at_every_depth() -> None:

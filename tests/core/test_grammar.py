@@ -144,6 +144,13 @@ def test_who_may_call_is_free_and_who_must_is_held_to_it() -> None:
     assert found and "{0,15}" not in found.text and '\\"parameters\\"' in found.text
 
 
+def test_who_may_call_a_strict_function_is_held_to_it_once_it_calls() -> None:
+    said: dict[str, Any] = {"tools": [tool(strict=True), tool("g")]}
+    found = grammar_of(said, read_tools(said), TAGGED)
+    assert found and '[lazy]: TEXT "<tool_call>"' in found.text
+    assert grammar_of(said, read_tools(said), BARE) is None
+
+
 def test_a_format_and_tools_are_either() -> None:
     said: dict[str, Any] = {"tools": [tool()], FORMAT: {"type": "json_object"}}
     found = grammar_of(said, read_tools(said), TAGGED)

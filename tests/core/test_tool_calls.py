@@ -6,7 +6,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from unfuse.core.tool_calls import Call, CallReader
 from unfuse.core.tools import FORMATS
@@ -49,6 +49,7 @@ def test_what_is_no_call_is_text(text: str) -> None:
     assert read(text) == (text, [])
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PARTS)).map("".join), st.lists(st.integers(0, 500)))
 @example(f"a{CALL}", [*range(100)])
 def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int]) -> None:
@@ -58,12 +59,14 @@ def test_where_a_text_is_cut_makes_no_difference(text: str, cuts: list[int]) -> 
     assert whole[0].split() == cut[0].split() or "".join(whole[0].split()) == "".join(cut[0].split())
 
 
+@settings(deadline=None)
 @given(st.text(st.sampled_from("<tol_ca>{}\n x")), st.lists(st.integers(0, 60)))
 def test_a_text_without_calls_comes_whole(text: str, cuts: list[int]) -> None:
     assert read(text, cuts) == (text, [])
 
 
 @pytest.mark.parametrize("text", ['{"name": "f", "parameters": {"a": 1}}', ' \n{"name": "f", "parameters": {"a": 1}} '])
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 60)))
 def test_an_answer_may_be_a_call(text: str, cuts: list[int]) -> None:
     shown, (call,) = read(text, cuts, "bare")
@@ -71,6 +74,7 @@ def test_an_answer_may_be_a_call(text: str, cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "hello", '{"name": "f"}', '{"a": 1}', "{", "x {", '[{"name": "f"}]'])
+@settings(deadline=None)
 @given(cuts=st.lists(st.integers(0, 60)))
 def test_an_answer_that_is_no_call_is_text(text: str, cuts: list[int]) -> None:
     assert read(text, cuts, "bare") == (text, [])

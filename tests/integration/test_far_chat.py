@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ def test_a_text_is_the_same_when_its_kv_crosses_hosts_and_no_token_is_lost_when_
             away = server.worker("decode", *keys, "--kv", "8MiB", "--threads", "1", within=other_host.enter)
             assert "".join(client.chat(ASKED, **LONG)) == calm
             assert moved(server).get("tcp", 0) > 0
+            held = {"type": "regex", "regex": "[a-f]{20}"}
+            assert re.fullmatch("[a-f]{20}", "".join(client.chat(ASKED, response_format=held, max_tokens=60)))
             for how in ("compute", "worker"):
                 said = ""
                 for part in client.chat(ASKED, **LONG):

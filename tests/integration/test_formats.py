@@ -20,8 +20,9 @@ from tests.examples import examples
 from tests.integration.test_chat import ASKED
 from tests.integration.test_chat_faults import attempts, kill_computes
 from tests.schemas import SCHEMAS
-from tools.server import Server, environment, serving, until
+from tools.server import Server, environment, serving, unfuse, until
 from tools.tiny_language import make_language_model
+from unfuse.client import connect
 
 PERSON = {
     "type": "object",
@@ -234,6 +235,30 @@ def test_a_stream_of_calls_goes_on_behind_what_was_told(server: Server) -> None:
         assert events(**{"last-event-id": whole[place][0]}) == whole[place + 1 :]
 
 
+def test_our_client_has_formats_and_calls(server: Server) -> None:
+    with connect(server.url) as client:
+        text = "".join(client.chat("hello", response_format=FORMAT, max_tokens=600, seed=1))
+        assert jsonschema_rs.is_valid(PERSON, json.loads(text))
+        chat = client.chat("hello", tools=TOOLS, tool_choice="required", max_tokens=900, seed=1)
+        parts = "".join(chat)
+        assert (parts, chat.finish_reason) == ("", "tool_calls")
+        assert {call["function"]["name"] for call in chat.tool_calls} <= {"weather", "now"}
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "5"} for call in chat.tool_calls]
+        asked = [{"role": "user", "content": "hello"}, chat.message, *results]
+        assert "".join(client.chat(asked, tools=TOOLS, tool_choice="none", max_tokens=5)) is not None
+
+
+def test_a_terminal_has_them_too(server: Server, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps(PERSON))
+    command = unfuse("chat", "hello", "--schema", str(schema), "--server", server.url, "--max-tokens", "600")
+    done = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True, check=True)
+    assert jsonschema_rs.is_valid(PERSON, json.loads(done.stdout))
+    schema.write_text("{")
+    refused = subprocess.run(command, env=environment(tmp_path), capture_output=True, text=True)
+    assert refused.returncode == 2 and "cannot be read as JSON" in refused.stderr
+
+
 def test_the_gauge_of_grammars_is_there(server: Server) -> None:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as answer:
         assert "unfuse_grammar_queue 0.0" in answer.read().decode()
@@ -310,9 +335,11 @@ def test_every_answer_is_valid_for_either_major_of_the_client(
     assert all(schemas[kind].is_valid(json.loads(text)) for kind, text in made)
 
 
-@pytest.mark.parametrize("workers", [pytest.param("prefill=1,decode=1", marks=pytest.mark.nightly)])
-def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, workers: str) -> None:
-    flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", workers, "--batching", "exact"]
+@pytest.mark.nightly
+@pytest.mark.parametrize("loop", ["normal", "overlapped"])
+def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, loop: str) -> None:
+    flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", "prefill=1,decode=1", "--batching", "exact"]
+    flags += ["--loop", loop]
     with serving(tmp_path, str(folder), *flags) as server:
         client = openai.OpenAI(base_url=f"{server.ready().url}/v1", api_key="none", max_retries=0)
         asked = {"response_format": FORMAT, "seed": 3, "logprobs": True, "top_logprobs": 2}

@@ -45,6 +45,17 @@ def test_a_rank_that_is_gone_while_ranks_load_costs_a_request_time_and_leaves_no
     assert not [*Path(tmp_path).rglob(".weights.*")]
 
 
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_a_rank_that_was_stopped_while_it_had_nothing_to_do_is_started_again(rank: int, tmp_path: Path) -> None:
+    """Nobody waits for the first one in an exchange then: the others wait to be told what to do."""
+    with ranks(tmp_path, "ulysses:2") as server:
+        calm = picture(server, 5, num_inference_steps=8)
+        before = compute_of_denoiser(server)
+        before[rank].suspend()
+        assert picture(server, 5, num_inference_steps=8) == calm
+        until(lambda: all_gone(before), "the ranks of before to end")
+
+
 def test_weights_that_are_converted_are_in_memory_once_for_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2", "--dtype", "transformer=bfloat16") as server:
         assert picture(server, 5, num_inference_steps=4)

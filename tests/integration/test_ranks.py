@@ -106,19 +106,28 @@ def test_ranks_make_the_pictures_of_one(spread: str, equal: bool, alone: dict[in
         until(lambda: all(rank["exchange_s"] > 0 < rank["compute_s"] for rank in of_denoiser(server)["ranks"]), "beats")
 
 
+def begun(server: Server, **more: object) -> str:
+    """A request that is being denoised."""
+    request = server.submit("a red circle on white", **more)
+    for event in server.events(request):
+        if event["type"] == "progress" and event["stage"] == "denoise.0":
+            break
+    return request
+
+
 def test_a_cancel_and_what_is_urgent_hold_for_all_ranks(tmp_path: Path) -> None:
     with ranks(tmp_path, "ulysses:2") as server:
         calm = {seed: picture(server, seed, **own(seed)) for seed in range(2)}
-        long = server.submit("a red circle on white", seed=9, num_inference_steps=100)
-        for event in server.events(long):
-            if event["type"] == "progress" and event["stage"] == "denoise.0":
-                break
+        unhurried = picture(server, 9, num_inference_steps=60)
+        slow, long = (begun(server, seed=9, num_inference_steps=steps) for steps in (60, 100))
         urgent = server.submit("a red circle on white", seed=0, priority=5, **own(0))
         assert server.finished(urgent)["status"] == "completed"
         assert server.result(urgent) == calm[0]
-        assert server.get(f"/v1/requests/{long}")["status"] == "in_progress"
+        assert {server.get(f"/v1/requests/{one}")["status"] for one in (slow, long)} == {"in_progress"}
         server.post(f"/v1/requests/{long}/cancel", {})
         assert server.finished(long)["status"] == "cancelled"
+        assert server.finished(slow)["status"] == "completed", "it goes on where it stepped aside"
+        assert server.result(slow) == unhurried
         assert picture(server, 1, **own(1)) == calm[1]
 
 
@@ -131,10 +140,7 @@ def test_a_rank_that_is_gone_costs_a_request_nothing_but_time(rank: int, how: si
     with ranks(tmp_path, "ulysses:2") as server:
         calm = picture(server, 5, num_inference_steps=60)
         before = compute_of_denoiser(server)
-        request = server.submit("a red circle on white", seed=5, num_inference_steps=60)
-        for event in server.events(request):
-            if event["type"] == "progress" and event["stage"] == "denoise.0":
-                break
+        request = begun(server, seed=5, num_inference_steps=60)
         os.kill(before[rank].pid, how)
         shown = server.finished(request)
         assert shown["status"] == "completed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,15 @@ from unfuse.client import Client, connect
 __all__ = ["keys", "other_host", "smollm"]
 pytestmark = pytest.mark.usefixtures("smollm")
 
+CAPITALS = {
+    "type": "object",
+    "properties": {"capital": {"type": "string", "maxLength": 20}},
+    "required": ["capital"],
+    "additionalProperties": False,
+}
+CITY = {"type": "json_schema", "json_schema": {"name": "city", "schema": CAPITALS}}
+CITIES = {**CAPITALS, "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Weather.", "parameters": CITIES}}
 KV = ("--kv", "512MiB", "--threads", "1")
 
 
@@ -30,6 +40,13 @@ def test_it_knows_the_capital_of_france(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("UNFUSE_KV__BYTES", "512MiB")
     with unfuse.local(NAME, threads=1) as client:
         assert "Paris" in answer(client)
+        asked = f"{CAPITAL} Answer as JSON with the key capital."
+        said = json.loads("".join(client.chat(asked, temperature=0, max_tokens=40, response_format=CITY)))
+        assert said == {"capital": "Paris"}
+        chat = client.chat("What is the weather in Rome?", temperature=0, tools=[WEATHER], tool_choice="required")
+        assert "".join(chat) == "" and chat.finish_reason == "tool_calls"
+        (call, *_) = chat.tool_calls
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"])) == ("weather", {"city": "Rome"})
 
 
 @pytest.mark.nightly

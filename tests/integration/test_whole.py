@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import urllib.error
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from tests.integration.pictures import digest, undivided
-from tools.server import Server, serving
-from tools.tiny import SERVING
+from tests.models.conftest import draw_pictures
+from tools.server import Server, environment, serving, unfuse
+from tools.tiny import SERVING, adapter
 from tools.tiny_whole import KINDS, VIDEOS, build
 
-BY_DAY = ("sd", "sd3", "ltx")
+BY_DAY = ("sd", "sd3", "ltx", "sd-image")
+FROM_TEXT = BY_DAY[:3]
 BY_NIGHT = tuple(kind for kind in KINDS if kind not in BY_DAY)
 
 OWN = {
@@ -42,8 +46,11 @@ def defaults(kind: str) -> dict[str, Any]:
 def served(root: Path, kinds: tuple[str, ...]) -> Iterator[Server]:
     for kind in kinds:
         build(kind, root / kind)
+        if kind == "sd3":
+            adapter(root / kind, root / "loras", "made", 1)
         (root / kind / "serving.json").write_text(json.dumps({"defaults": defaults(kind)}))
     names = [argument for kind in kinds for argument in ("--served-model-name", kind)]
+    names += ["--loras", str(root / "loras")] if "sd3" in kinds else []
     with serving(
         root, *(str(root / kind) for kind in kinds), *names, "--arena", "64MiB", OMP_NUM_THREADS="1"
     ) as server:
@@ -52,7 +59,9 @@ def served(root: Path, kinds: tuple[str, ...]) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with served(tmp_path_factory.mktemp("whole"), BY_DAY) as server:
+    root = tmp_path_factory.mktemp("whole")
+    draw_pictures(root)
+    with served(root, BY_DAY) as server:
         yield server
 
 
@@ -93,7 +102,7 @@ def has_the_pixels_of_diffusers(server: Server, kinds: tuple[str, ...]) -> None:
 
 def test_what_is_made_is_what_the_call_makes(server: Server) -> None:
     """Of all three models at once, which take turns."""
-    has_the_pixels_of_diffusers(server, BY_DAY)
+    has_the_pixels_of_diffusers(server, FROM_TEXT)
 
 
 @pytest.mark.nightly
@@ -141,7 +150,7 @@ def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Ser
         ("sd", {"preview_every": 1}, "takes no preview_every: leave it out"),
         ("sd", {"size": "36x32"}, "must be a multiple of 8"),
         ("sd", {"guidance_scale_2": 1.0}, "unknown parameter 'guidance_scale_2'"),
-        ("sd3", {"lora": "any"}, "takes no lora"),
+        ("sd3", {"lora": "any"}, "no lora 'any' is there; there are made"),
     ],
 )
 def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked: dict[str, Any], reason: str) -> None:
@@ -152,3 +161,60 @@ def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked
 
 def test_why_it_is_not_split_is_said_in_a_line(server: Server) -> None:
     assert "sd is not split: unfuse has no stages for StableDiffusionPipeline" in server.log()
+
+
+def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server: Server) -> None:
+    """Given a request with it, and one without, which are amid their calls at one time."""
+    cases = [{**CASES[0], "num_inference_steps": 20, "lora": "made", "lora_scale": 0.5}, CASES[0]]
+    (call, _), file = calls("sd3"), server.folder / "loras" / "made.safetensors"
+    with_it, without = undivided(Path(), server.folder, [{**call, **cases[0], "lora": str(file)}, call])
+
+    first = submitted(server, "sd3", cases[0])
+    assert any(event["type"] == "progress" for event in server.events(first))
+    second = submitted(server, "sd3", {**cases[1], "priority": 5})
+    assert [frames(server, first), frames(server, second)] == [with_it, without]
+
+
+def test_a_lora_of_another_model_is_one_sentence(server: Server) -> None:
+    shown = server.finished(submitted(server, "sd", {**CASES[0], "lora": "made"}))
+
+    assert shown["status"] == "failed" and "lora 'made'" in shown["error"]["message"], shown
+    assert frames(server, submitted(server, "sd", CASES[0]))
+
+
+def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
+    """It makes fewer steps than it is asked for, and no size can be asked for."""
+    call = {"model": "sd-image", "prompt": "a ring", "seed": 5, "num_inference_steps": 4, "image": "sky.png"}
+    (expected,) = undivided(Path(), server.folder, [call])
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+    picture = server.folder / "sky.png"
+    reply = client.images.edit(model="sd-image", prompt="a ring", image=picture, extra_body={"seed": "5"})
+    assert frames(server, reply.model_extra["id"]) == expected
+    with pytest.raises(openai.BadRequestError, match="takes no size"):
+        client.images.edit(model="sd-image", prompt="a ring", image=picture, size="32x32")
+    with pytest.raises(urllib.error.HTTPError):
+        server.submit("a ring", model="sd-image")
+
+
+def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server: Server) -> None:
+    case = {**CASES[0], "num_inference_steps": 60}
+    alone = frames(server, submitted(server, "sd3", case))
+    request = submitted(server, "sd3", case)
+    assert any(event["type"] == "progress" for event in server.events(request))
+
+    server.compute_of(request, "whole.0").kill()
+    assert frames(server, request) == alone
+    (stage,) = server.get(f"/v1/requests/{request}")["stages"]
+    assert stage["attempt"] > 1
+
+
+def test_doctor_says_that_it_is_not_split_and_why(server: Server) -> None:
+    model = str(server.folder / "sd3")
+    told = [
+        subprocess.run(unfuse("doctor", model, *more), env=environment(server.folder), capture_output=True, check=True)
+        for more in ((), ("--json",))
+    ]
+
+    assert f"{model} is not split: unfuse has no stages for StableDiffusion3Pipeline" in told[0].stdout.decode()
+    assert "StableDiffusion3Pipeline" in json.loads(told[1].stdout)["undivided"][model]

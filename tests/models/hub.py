@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 Files = dict[str, bytes]
+PIECE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,21 @@ class Hub:
     refs: dict[str, list[str]] = field(default_factory=dict)
     """Commits that a branch or tag is at: one after the other each time it is asked for, then the last."""
     asked: list[Asked] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)
+    """After so many bytes each next answer with a large file breaks off."""
+    pace_s: float = 0.0
+    """How long each 64 KiB of a large file take."""
+    listed: dict[str, int] = field(default_factory=dict)
+    """Sizes that are listed, of files that have others."""
+    stored: dict[str, bytes] = field(default_factory=dict)
+    """What is sent in place of some large files."""
+    gated: bool = False
+    gone: bool = False
+    """It answers nobody any more."""
+    whole: bool = False
+    """Whoever asks for a part of a file is sent all of it."""
+    sent: int = 0
+    """Bytes of large files that went out."""
 
     def push(self, name: str, files: Files, *refs: str) -> str:
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
@@ -68,13 +85,14 @@ def _git(content: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
 
 
-def _listed(path: str, content: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git(content)}
+def _listed(path: str, content: bytes, size: int | None = None) -> dict[str, Any]:
+    size = len(content) if size is None else size
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": _git(content)}
     if _large(path):
         sha256 = hashlib.sha256(content).hexdigest()
         pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{sha256}\nsize {len(content)}\n".encode()
         entry["oid"] = _git(pointer)
-        entry["lfs"] = {"oid": sha256, "size": len(content), "pointerSize": len(pointer)}
+        entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": len(pointer)}
     return entry
 
 
@@ -92,6 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
+        if self.hub.gone:
+            self.close_connection = True
+            return None
         parts = [unquote(part) for part in urlsplit(self.path).path.strip("/").split("/")]
         if len(parts) < 4:  # what else a hub offers
             return self._refuse(404, "NotFound")
@@ -101,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         ranged = self.headers.get("Range")
         self.hub.asked.append(Asked(self.command, self.path, file, bool(ranged), storage, authorization))
         if storage:
-            return self._send(200, self.hub.commits["/".join(parts[1:3])][parts[3]][file])
+            return self._send(200, self.hub.stored.get(file, self.hub.commits["/".join(parts[1:3])][parts[3]][file]))
         if self.hub.token is not None and authorization != f"Bearer {self.hub.token}":
             return self._refuse(401, "RepoNotFound")
         if parts[0] == "api":
@@ -118,11 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         files = self.hub.commits[name][commit]
         answer: Any = {"id": name, "sha": commit, "siblings": [{"rfilename": path} for path in files]}
         if rest[:1] == ["tree"]:
-            answer = [_listed(path, content) for path, content in files.items()]
+            answer = [_listed(path, content, self.hub.listed.get(path)) for path, content in files.items()]
             answer.append({"type": "directory", "path": "transformer", "oid": "0" * 40, "size": 0})
         return self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
     def _resolve(self, name: str, revision: str, file: str) -> None:
+        if self.hub.gated:
+            return self._refuse(403, "GatedRepo")
         commit = self.hub.commit(name, revision)
         content = self.hub.commits[name][commit].get(file) if commit else None
         if content is None:
@@ -143,7 +166,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
         headers = dict(headers or {})
         ranged = self.headers.get("Range")
-        if status == 200 and ranged:
+        storage = self.path.startswith("/storage/")
+        if status == 200 and ranged and not (storage and self.hub.whole):
             first, last = ranged.removeprefix("bytes=").split("-")
             whole = len(content)
             content = content[int(first) : int(last) + 1 if last else None]
@@ -153,7 +177,20 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            self._stream(content) if storage else self.wfile.write(content)
+
+    def _stream(self, content: bytes) -> None:
+        """A large file, which may break off, or take its time."""
+        until = self.hub.cuts.pop(0) if self.hub.cuts else len(content)
+        self.close_connection = self.close_connection or until < len(content)
+        for place in range(0, min(until, len(content)), PIECE):
+            if self.hub.gone:
+                self.close_connection = True
+                return
+            piece = content[place : min(place + PIECE, until)]
+            self.wfile.write(piece)
+            self.hub.sent += len(piece)
+            time.sleep(self.hub.pace_s)
 
 
 class _Server(ThreadingHTTPServer):
@@ -161,7 +198,8 @@ class _Server(ThreadingHTTPServer):
     error: BaseException | None = None
 
     def handle_error(self, *_: object) -> None:
-        self.error = sys.exception()
+        if not isinstance(error := sys.exception(), ConnectionError):  # who asked has ended
+            self.error = error
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tools.server import until
 from tools.tiny_language import make_language_model
 from unfuse.core.errors import TransientError
 from unfuse.core.grammar import Grammar, packed, schema_text
+from unfuse.core.tools import FORMATS, grammar_of, read_tools
 from unfuse.models import grammars
 from unfuse.models.grammars import BrokenGrammar, Constraint, Grammars
 from unfuse.models.tokenizer import ChatTokenizer
@@ -89,6 +90,23 @@ def test_a_text_that_goes_on_is_followed_from_all_that_is_recorded(opened: Gramm
         assert other.allowed(made[:length]) == opened.open(WORD).allowed(made[:length])
     one.close()
     assert ids_of(other.allowed(made)) == tokenizer.stops
+
+
+def test_who_may_call_writes_any_text_and_only_calls_that_are_some(opened: Grammars, tokenizer: ChatTokenizer) -> None:
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    function = {"name": "f", "strict": True, "parameters": {**city, "additionalProperties": False}}
+    said = {"tools": [{"type": "function", "function": function}]}
+    found = grammar_of(said, read_tools(said), FORMATS["tagged"])
+    assert found
+    held, call = packed(found, "x"), '<tool_call>\n{"name": "f", "arguments": {"city": "Paris"}}\n</tool_call>'
+    for text in ("", "a <b> text", "<tool", call, f"Let me see.\n{call}\nand {call} so"):
+        constraint = opened.open(held)
+        written(constraint, text, tokenizer)
+        constraint.close()
+    begun, other = tokenizer.ids('see <tool_call>\n{"name": "f", "arguments": {"city": '), opened.open(held)
+    assert {tokenizer.decode([id]).strip()[:1] for id in ids_of(other.allowed(begun))} <= {"", '"'}
+    assert not ids_of(other.allowed(begun)) & tokenizer.stops
+    other.close()
 
 
 def test_asked_again_it_says_the_same(opened: Grammars, tokenizer: ChatTokenizer) -> None:

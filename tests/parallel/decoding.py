@@ -45,7 +45,7 @@ def stages(folder: Path, dtype: str, group: Group) -> dict[str, Stage]:
     made = {}
     for spec in card.pipeline.stages:
         mesh = group.mesh(Spread({"tiles": group.size})) if "tiles" in spec.spreads else None
-        made[spec.name] = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh))
+        made[spec.name] = family.load(spec, folder, Runtime("cpu", card.dtypes, c.EXACT, mesh=mesh, group=group))
     return made
 
 

@@ -67,7 +67,7 @@ class Products:
             return
         rows, shares = given[0].shape[1], self._shares
         each = {shares.share(segment): shares.lengths[segment] for segment in shares.order}
-        whole = ({sum(each): shares.whole} | each).get(rows)
+        whole = ({sum(map(shares.share, shares.order)): shares.whole} | each).get(rows)
         seen = module.weight.shape, module.weight.dtype, given[0].shape, whole
         if whole is None or seen in self._seen:
             return
@@ -87,7 +87,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         family = find(folder)
         card = family.card("model", folder, dtype)
         mesh = group.mesh(Spread.parse(spread)) if ":" in spread else None
-        runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh)
+        runtime = Runtime("cpu", card.dtypes, c.EXACT, loras, mesh, group=group)
         specs = [spec for spec in card.pipeline.stages if kind in spec.name]
         with patch.object(Loader, "_settle", _copied) if spread == "copied" else nullcontext():
             return [family.load(spec, folder, runtime) for spec in specs]

@@ -20,7 +20,7 @@ from unfuse.core.errors import NotFound, UnfuseError
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.plan import ExecutionPlan, Pipeline, PlannedStage
-from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState
+from unfuse.core.request import Allowance, Change, Record, RequestContext, StageState, Webhook
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.queues.base import Declaration, Filter, Limits, Stats, TaskQueue
 from unfuse.queues.memory import MemoryQueue
@@ -87,6 +87,7 @@ filters = st.builds(
     status=st.sampled_from([None, None, "queued", "in_progress", "failed"]),
     dead=st.sampled_from([None, None, True, False]),
     video=st.sampled_from([None, None, True, False]),
+    unheard=st.sampled_from([None, None, None, True]),
 )
 
 
@@ -213,6 +214,7 @@ class Twins(RuleBasedStateMachine):
             "cost": float(again % 3),
             "plan": PLANS[again % 3],
             "order": again / 4,
+            "webhook": Webhook("http://h") if again % 2 else None,
         }
         context = request(name, **fields)
         self.both(lambda side: side.queue.submit(context, self.pushed(side, name, pushed), [Event("queued")], limits))

@@ -35,6 +35,7 @@ from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.keys import Keys
+from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode
 from unfuse.stores.results import ResultStore, open_results
 from unfuse.testing.queue_samples import wanted
@@ -46,6 +47,9 @@ POOLS = (*PICTURES.pools().values(), *MOVING.pools().values())
 WORKER = WorkerInfo("worker-1", "node", "all", POOLS, 4, "", 0)
 BROKEN = "a broken circle"
 """A prompt that the worker cannot draw."""
+
+SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
+"""What webhooks are signed with."""
 
 POISON, EVIDENCE = "a poisonous circle", "killed by SIGSEGV\nFatal Python error: Segmentation fault"
 """A prompt that kills the worker's compute process, and what is found then."""
@@ -229,6 +233,8 @@ def serve(
     bounds: Bounds | None = None,
     cancels: bool = False,
     reuses: bool = False,
+    webhook_hosts: Sequence[str] = (),
+    webhook_secrets: Sequence[str] = (SECRET,),
 ) -> Iterator[Served]:
     """A gateway in a thread of its own, until the block ends; without a worker unless it `works`."""
     listener = socket.create_server(("127.0.0.1", 0))
@@ -241,11 +247,13 @@ def serve(
         scheduler = Scheduler(tasks, limits=limits, lease_ttl=lease_ttl, cards=known, cache_bytes=cache_bytes)
         results = open_results(f"disk:{folder}")
         worker, shown = Worker(scheduler, results), Keys(keys)
+        webhooks = Webhooks(webhook_hosts, webhook_secrets)
         app = create_app(
             scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
-            access=access, cancels=cancels, reuses=reuses,
+            access=access, cancels=cancels, reuses=reuses, webhooks=webhooks,
         )  # fmt: skip
         await scheduler.start()
+        webhooks.start(scheduler)
         server = _Often(app, bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
@@ -256,6 +264,7 @@ def serve(
         scheduler.draining = True
         working.cancel()
         looking.cancel()
+        await webhooks.close()
         await scheduler.close()
         await tasks.close()
         server.should_exit = True

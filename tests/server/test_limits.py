@@ -159,3 +159,15 @@ def test_calls_of_a_withdrawn_key_end_and_its_requests_go_on(tmp_path: Path) -> 
         until(lambda: {one["status"] for one in second.get("/v1/requests").json()["data"]} == {"completed"})
         calls[2].join(30)
         assert ends["other"][0] == 200
+
+
+def test_a_video_that_is_streamed_to_a_withdrawn_key_breaks_off(tmp_path: Path) -> None:
+    """Given a stream that has begun, when its key is removed, then it has no proper end: nobody takes it for whole."""
+    file = written(tmp_path, "ada a", "bob b")
+    with serve(tmp_path / "results", keys=[str(file)]) as served, as_(served, "a") as ada:
+        film = ada.post("/v1/videos", json={"prompt": "a circle", "model": IDLE.name}).json()["id"]
+        with ada.stream("GET", f"/v1/videos/{film}/content?stream=1") as streamed:
+            assert streamed.status_code == 200
+            written(tmp_path, "bob b")
+            with pytest.raises(httpx2.RemoteProtocolError):
+                streamed.read()

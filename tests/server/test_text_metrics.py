@@ -19,7 +19,7 @@ def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(
     up, and retractions those of all; who serves no language model has none."""
     with serve(tmp_path, works=False) as served, as_(served) as http:
         dispatcher = Dispatcher(served.scheduler, [], Places(""))
-        loads = (TextLoad(1, 9, 5), 2), (TextLoad(4, 6, 2, 3), 1), (TextLoad(7, 3, 1, 1), 0)
+        loads = (TextLoad(1, 9, 5, 9), 2), (TextLoad(4, 6, 2, 3, 3), 1), (TextLoad(7, 3, 1, 4, 1), 0)
         for name, (load, retracted) in zip("aba", loads, strict=True):
             served.run(dispatcher.answer(name.encode(), Hello(replace(WORKER, id=name, role="language"), (PICTURES,))))
             served.run(dispatcher.answer(name.encode(), Beat(texts=load, retracted=retracted)))
@@ -28,6 +28,7 @@ def test_blocks_prompts_and_retractions_of_all_workers_are_told_as_they_are_now(
         assert sample(http, 'unfuse_kv_blocks{role="language",state="used"}') == 11
         assert sample(http, 'unfuse_kv_blocks{role="language",state="free"}') == 9
         assert sample(http, "unfuse_prefill_queue") == 3
+        assert sample(http, "unfuse_grammar_queue") == 3 + 4
         assert sample(http, "unfuse_decode_transfer_queue") == 4
         assert sample(http, "unfuse_decode_prealloc_queue") == 0
         assert sample(http, "unfuse_retractions_total") == 3

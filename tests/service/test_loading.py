@@ -22,6 +22,14 @@ def test_loading_tells_each_worker_s_part_and_when_all_is_there() -> None:
     assert str(loading) == "", "and nothing needs to be said any more"
 
 
+def test_a_download_is_told_in_bytes_and_rate() -> None:
+    loading = Loading(["one"])
+    loading.expect(["encoder"])
+    loading.hear(0, {"event": "fetching", "model": "one", "done": 1 << 20, "total": 3 << 20, "rate": float(1 << 20)})
+
+    assert str(loading) == "loading one: encoder fetches 1.0 MiB of 3.0 MiB, 1.0 MiB/s, 0:02 left"
+
+
 def test_of_ranks_the_one_that_has_loaded_least_is_told() -> None:
     loading = Loading(["one"])
     loading.expect(["denoiser"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
@@ -171,3 +173,16 @@ def test_another_size_than_was_asked_for_is_an_error() -> None:
         stepped(stage, state)
     with pytest.raises(PermanentError, match="made a width of 2, not 4: ask for width 2"):
         stage.finish(state)
+
+
+def test_a_picture_that_is_too_large_is_refused_before_anything_is_made_of_it() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (40, 30)).save(file, "PNG")
+    stage = Whole(Pipeline(), {"prompt": "prompt", "image": "image"}, torch.device("cpu"), False, None, 1000)
+    with pytest.raises(
+        PermanentError,
+        match="the picture is 40x30, and so is what is made of it: 1000 pixels are the most; send a smaller one",
+    ):
+        stage.start(StageInput(PARAMS, {}, {"image": file.getvalue()}))
+    with pytest.raises(PermanentError, match="upload image is missing"):
+        stage.verify(StageInput(PARAMS, {}))

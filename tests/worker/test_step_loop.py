@@ -209,6 +209,21 @@ def grown(folder: Path, **options: Any) -> tuple[Bench, Count]:
     return loop, count
 
 
+def test_who_waits_lets_others_go_first_whatever_their_priority(tmp_path: Path) -> None:
+    """Given an urgent task that waits for something, then others step; where nobody else is left, it does."""
+
+    class Waiting(Count):
+        def waits(self, state: tuple[StageInput, int]) -> bool:
+            return state[0].params["tag"] == 1
+
+    count = Waiting()
+    loop = Bench(tmp_path, {"count": count}, 1)
+    urgent, other = loop.run(tag=1, priority=9), loop.run(tag=2)
+    assert isinstance(loop.outcome(other), Done)
+    assert count.order == [2, 2, 2]
+    assert isinstance(loop.outcome(urgent), Done)
+
+
 @dataclass(frozen=True)
 class Tagged:
     """A request between two steps: all that it computed so far."""
@@ -540,6 +555,26 @@ def test_a_long_prompt_does_not_wait_until_no_text_is_written(tmp_path: Path) ->
     assert isinstance(loop.outcome(loop.run(steps=3)), Done)
     assert not any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
     assert isinstance(loop.outcome(text), Done)
+
+
+def test_who_waits_for_room_lets_those_go_on_who_have_it(tmp_path: Path) -> None:
+    """Given a text that is written, when a short prompt comes for which there is no room before that ends, then it
+    ends, and the prompt is computed."""
+
+    class Waiting(Count):
+        def step(self, batch: Sequence[tuple[StageInput, int]]) -> list[tuple[StageInput, int] | Exception]:
+            return [(task, step + ended()) for task, step in batch]
+
+    loop = Bench(tmp_path, {"print": Grow(), "count": Waiting()}, 1)
+    loop.loop._intake._stages["print"].texts = loop.loop._intake._stages["count"].texts = Texts()
+    text = loop.run("print", steps=9)
+
+    def ended() -> bool:
+        return any(isinstance(message, Done) and message.claim == text.claim for message in loop.sent)
+
+    loop.turn()
+    assert isinstance(loop.outcome(loop.run(steps=1)), Done)
+    assert ended()
 
 
 def test_an_exact_loop_steps_everyone_alone(tmp_path: Path) -> None:

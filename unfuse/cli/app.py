@@ -7,10 +7,12 @@ from unfuse.cli import (
     compare,
     config,
     dead,
+    disk,
     doctor,
     generate,
     keys,
     models,
+    pull,
     requests,
     serve,
     version,
@@ -24,6 +26,7 @@ app.verb()(generate.generate)
 app.verb()(chat.chat)
 app.verb("info")(serve.serve)
 app.verb("info")(worker.worker)
+app.verb()(pull.pull)
 app.verb()(models.models)
 app.add_typer(requests.app, name="requests")
 app.add_typer(dead.app, name="dead")
@@ -31,6 +34,7 @@ app.verb()(workers.workers)
 app.verb()(workers.pools)
 app.verb()(doctor.doctor)
 app.verb()(compare.compare)
+app.verb()(disk.disk)
 app.add_typer(keys.app, name="keys")
 app.add_typer(config.app, name="config")
 app.verb()(version.version)

@@ -81,6 +81,8 @@ def _metavar(field: Field) -> str | None:
     kind = get_args(field.type)[0]
     if get_origin(kind) is tuple:
         return "TEXT (repeatable)"
+    if field.unit == "second":
+        return "TIME"
     return "SIZE" if field.in_bytes else {str: "TEXT", int: "N", float: "NUMBER"}.get(kind)
 
 
@@ -126,7 +128,7 @@ def _typed(name: str) -> Any:
     kind = get_args(FIELDS[name].type)[0]
     if get_origin(kind) is tuple:
         return list[str]
-    return str if FIELDS[name].in_bytes else kind
+    return str if FIELDS[name].unit else kind
 
 
 Json = Annotated[

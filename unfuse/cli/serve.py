@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @takes(
     "serve.host", "serve.port", "serve.api_key", "serve.admin_key", "serve.allowed_hosts", "serve.allowed_origins",
     "serve.trusted_proxies", "serve.max_connections", "serve.max_connections_per_address",
+    "serve.webhook_hosts", "serve.webhook_secret",
     "serve.served_model_name", "serve.revision", "serve.queue", "serve.results", "serve.store", "serve.durable",
+    "serve.results_limit", "serve.retention_s", "serve.price",
     "serve.durable_stages", "serve.encode", "serve.checkpoint", "serve.loras", "serve.listen", "keys",
     "insecure_listen", "transfer.engine", "transfer.trusted_network", *PLACING, *COMPUTE, "worker.memory_limit",
     "lease.stall_s", "serve.slots", "worker.resources", "serve.image_timeout", "serve.video_timeout",

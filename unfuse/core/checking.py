@@ -26,7 +26,8 @@ NOTHING = (0, "", "auto")
 class Delivery(msgspec.Struct, frozen=True):
     """How a client wants a request handled, whatever it asks for. `timeout` is seconds (None: no limit).
 
-    `cache`: encoder outputs may be shared with other requests, in both directions.
+    `cache`: encoder outputs may be shared with other requests, in both directions. The address `webhook` is told of the
+    end, if there is one.
     """
 
     response_format: Literal["b64_json", "url"] = "b64_json"
@@ -35,6 +36,7 @@ class Delivery(msgspec.Struct, frozen=True):
     timeout: float | None = None
     metadata: dict[str, str] = {}
     cache: bool = True
+    webhook: str = ""
 
 
 def check(

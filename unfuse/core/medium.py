@@ -23,7 +23,11 @@ DELIVERED = (
     Parameter("timeout", "number", MIN_S, MAX_S, use="delivery", description="seconds from acceptance to the end"),
     Parameter("metadata", "texts", use="delivery", description="texts that are printable with the request"),
     Parameter("cache", "flag", use="delivery", description="false: share nothing that is made with other requests"),
-)
+    Parameter(
+        "webhook", "text", 1, 2048, use="delivery", flag=None,
+        description="address that is told, signed, when the request is completed, failed or cancelled",
+    ),
+)  # fmt: skip
 """Parameters of every medium: how a request is handled, whatever it asks for."""
 
 PIXELS = ("width", "height", "num_frames")

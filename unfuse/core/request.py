@@ -33,7 +33,8 @@ class Timings(msgspec.Struct, frozen=True):
 
     `steps` is how many steps it made, `batch` the average number of tasks in a forward. `resumed` steps were made by
     earlier attempts and not repeated. `save_s` is the time, between steps, that saving checkpoints took. `device` is
-    cpu or the name of a GPU. Of the seconds of computing, `exchange_s` were spent in exchanges with other ranks.
+    cpu or the name of a GPU, of which the worker has so many `devices`. Of the seconds of computing, `exchange_s` were
+    spent in exchanges with other ranks.
     """
 
     queued_s: float = 0.0
@@ -46,6 +47,7 @@ class Timings(msgspec.Struct, frozen=True):
     save_s: float = 0.0
     device: str = ""
     exchange_s: float = 0.0
+    devices: int = 1
 
 
 class ResultFile(msgspec.Struct, frozen=True):
@@ -94,6 +96,21 @@ class StageState(msgspec.Struct, frozen=True):
     follows: str = ""
 
 
+class Webhook(msgspec.Struct, frozen=True):
+    """Whom to tell of a request's end: the address `url`; what it is told has links that begin with `base`.
+
+    It `heard` of it, or was `given_up` after so many attempts. While it is `waiting`, the next one is not made before
+    `next_at`, in Unix seconds. `reason`: why the last one failed.
+    """
+
+    url: str
+    base: str = ""
+    state: Literal["waiting", "heard", "given_up"] = "waiting"
+    attempts: int = 0
+    next_at: float = 0.0
+    reason: str = ""
+
+
 class RequestContext(msgspec.Struct, frozen=True):
     """The whole state of a request.
 
@@ -104,7 +121,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     `asked` is the client's name for the model, if that is an alias. The leases along any chain of its stages may last
     for `limit_s` seconds in all (None: any time). It ends with the last of the `callers` that wait for it (None: it
     goes on whoever waits). `makes` is the hash of what its results depend on beside its pools ("": nobody is given
-    them).
+    them). The `webhook` is told of its end.
     """
 
     id: str
@@ -131,6 +148,7 @@ class RequestContext(msgspec.Struct, frozen=True):
     limit_s: float | None = None
     callers: int | None = None
     makes: str = ""
+    webhook: Webhook | None = None
 
     @property
     def over(self) -> bool:
@@ -141,6 +159,11 @@ class RequestContext(msgspec.Struct, frozen=True):
     def abandoned(self) -> bool:
         """Whether it ended because nobody waited for it any more."""
         return self.callers == 0
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it is over, and its webhook has not heard of that yet."""
+        return self.over and self.webhook is not None and self.webhook.state == "waiting"
 
     @property
     def spared(self) -> int:
@@ -192,6 +215,7 @@ class Who(msgspec.Struct, frozen=True):
     """Who asks, and how to recognise a repeat: the client's idempotency key, and the hash of what it sent.
 
     `leaves`: the request is for a caller that waits, and ends when that is gone. The tenant has this `allowance`.
+    It reached the gateway at the address `base`.
     """
 
     tenant: str = "default"
@@ -199,6 +223,7 @@ class Who(msgspec.Struct, frozen=True):
     fingerprint: str = ""
     leaves: bool = False
     allowance: Allowance = Allowance()
+    base: str = ""
 
 
 class Change(msgspec.Struct, frozen=True):

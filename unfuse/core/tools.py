@@ -112,22 +112,47 @@ def _function(value: Any, where: str) -> dict[str, Any]:
 def grammar_of(fields: Mapping[str, Any], tools: Tools | None, how: CallFormat) -> Grammar | None:
     """What an answer must be, by its `response_format` and its tools; None if it may be anything.
 
-    A model that may call, and otherwise has to answer in some format, does either. Raises InvalidParameter.
+    A model that may call, and otherwise has to answer in some format, does either. One that may call, and has strict
+    functions, is held to them once it begins a call. Raises InvalidParameter.
     """
     answer = asked_grammar(fields.get(FORMAT))
-    if tools is None or (tools.choice == "auto" and answer is None):
+    if tools is None:
         return answer
-    rules = ["start: calls"]
-    if tools.choice == "auto" and answer is not None:
-        if answer.kind != "json_schema":
-            message = f"{FORMAT} of type {answer.kind} leaves no room for calls: send tool_choice none too"
-            raise InvalidParameter(message, FORMAT)
-        rules = ["start: calls | answer", f"answer: %json {answer.text}"]
-    names = [f"call_{number}" for number in range(len(tools.callable))]
-    more = f" ({json.dumps(how.between)} call){{0,{MAX_CALLS - 1}}}" if tools.several and how.begin else ""
-    rules += [f"calls: call{more}", f"call: {' | '.join(names)}"]
-    for name, function in zip(names, tools.callable, strict=True):
-        head = f'{how.begin}{{"name": {json.dumps(function["name"])}, "{how.arguments}": '
-        arguments = schema_text(function.get("parameters") or NOTHING, function.get("strict"), "tools")
-        rules.append(f"{name}: {json.dumps(head)} %json {arguments} {json.dumps('}' + how.end)}")
+    calls = _calls(tools, how)
+    if tools.choice == "required":
+        return _lark("start: calls", *calls)
+    if answer is None:
+        strict = any(function.get("strict") is True for function in tools.callable)
+        return _lark(*_free(how), *calls) if strict and how.begin else None
+    if answer.kind != "json_schema":
+        message = f"{FORMAT} of type {answer.kind} leaves no room for calls: send tool_choice none too"
+        raise InvalidParameter(message, FORMAT)
+    return _lark("start: calls | answer", f"answer: %json {answer.text}", *calls)
+
+
+def _lark(*rules: str) -> Grammar:
     return Grammar("lark", "\n".join(rules))
+
+
+def _free(how: CallFormat) -> list[str]:
+    """Rules by which any text may be written, and what follows the mark of a call is a call."""
+    mark = how.begin.strip()
+    return [
+        "start: (text_and_mark rest)* TEXT",
+        f"text_and_mark[lazy]: TEXT {json.dumps(mark)}",
+        "TEXT: /(.|\\n)*/",
+        f"rest: {json.dumps(how.begin.removeprefix(mark))} body {json.dumps(how.end)}",
+    ]
+
+
+def _calls(tools: Tools, how: CallFormat) -> list[str]:
+    """Rules of `calls`, one or several, of a `call`, and of its `body`."""
+    names = [f"body_{number}" for number in range(len(tools.callable))]
+    more = f" ({json.dumps(how.between)} call){{0,{MAX_CALLS - 1}}}" if tools.several and how.begin else ""
+    begin, end = (json.dumps(mark) if mark else "" for mark in (how.begin, how.end))
+    rules = [f"calls: call{more}", f"call: {begin} body {end}", f"body: {' | '.join(names)}"]
+    for name, function in zip(names, tools.callable, strict=True):
+        head = f'{{"name": {json.dumps(function["name"])}, "{how.arguments}": '
+        arguments = schema_text(function.get("parameters") or NOTHING, function.get("strict"), "tools")
+        rules.append(f'{name}: {json.dumps(head)} %json {arguments} "}}"')
+    return rules

@@ -7,15 +7,17 @@ from pathlib import Path
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
+from unfuse.core.plan import Choice
 from unfuse.core.registry import resolve
 from unfuse.models.base import Family
 from unfuse.models.declared import declared
 from unfuse.models.gguf_model import files_of
+from unfuse.models.hub import Tell
 from unfuse.models.names import pipeline_class
 from unfuse.models.source import resolve_source
 from unfuse.models.whole import FAMILY as WHOLE
 
-__all__ = ["Family", "card_of", "find", "resolve_source", "served_classes"]
+__all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_classes"]
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
@@ -62,6 +64,20 @@ def find(source: str | Path) -> Family:
         )
     family: Family = resolve(families, found, "model family")
     return family
+
+
+def fetch(
+    name: str, choice: Choice, source: str = "", revision: str = "", dtype: str = "auto", tell: Tell | None = None
+) -> tuple[ModelCard, Path]:
+    """The card and the folder of a model, with the weights of the stages that are chosen; others are not downloaded.
+
+    `source` is what `resolve_source` finds it by, if that is not its name. Raises ConfigError.
+    """
+    folder = resolve_source(source or name, revision or None, ())
+    card = card_of(name, folder, dtype)
+    stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
+    resolve_source(card.source, None, {component for stage in stages for component in stage.components}, tell)
+    return card, folder
 
 
 def card_of(name: str, folder: Path, dtype: str = "auto") -> ModelCard:

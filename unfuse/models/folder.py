@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
@@ -57,6 +58,9 @@ UNSERVED = {
 
 REPAIR = "download or save the model again"
 
+PAUSES_S = (0.5, 1.0, 2.0)
+"""Before a header is asked for again."""
+
 WHOLE_BYTES = 64 * 1024 * 1024
 """Files up to this size are hashed whole."""
 
@@ -69,7 +73,7 @@ MAX_HEADER = 100 * 1024 * 1024
 """Longest header of a safetensors file, in bytes, as its own library has it."""
 
 
-class _File(msgspec.Struct, frozen=True):
+class HubFile(msgspec.Struct, frozen=True):
     """Bytes of a file, and the hub's names of its content: none in a plain folder."""
 
     size: int
@@ -81,7 +85,7 @@ class _Tree(msgspec.Struct, frozen=True):
     """The listing of a commit, as the hub library caches it."""
 
     format_version: Literal[1]
-    files: dict[str, _File]
+    files: dict[str, HubFile]
 
 
 class _Tensor(TypedDict):
@@ -229,7 +233,13 @@ class ModelFolder:
         """Where the files of a component lie in the folder: "name/", or "" for the folder itself."""
         return "" if component == WHOLE and self.is_whole else f"{component}/"
 
-    def _files(self, component: str) -> dict[str, _File]:
+    def lacking(self, components: Iterable[str]) -> dict[str, HubFile]:
+        """The weights of these components that the hub lists and that are not on this disk, by path."""
+        paths = (f"{self.at(component)}{name}" for component in components for name in self.weight_names(component))
+        listed = self._tree or {}
+        return {path: listed[path] for path in paths if path in listed and not (self.path / path).exists()}
+
+    def _files(self, component: str) -> dict[str, HubFile]:
         weights = self.weight_names(component)
         files = sorted(self._inside(self.at(component).rstrip("/")).items())
         plain = {name for name, _ in files if Path(name).suffix in PLAIN and ".index." not in name}
@@ -241,10 +251,8 @@ class ModelFolder:
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:
-            from huggingface_hub import parse_safetensors_file_metadata as ask
-
             try:
-                asked = ask(self.hub[0], f"{self.at(component)}{name}", revision=self.hub[1]).tensors
+                asked = _header_at(*self.hub, f"{self.at(component)}{name}")
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
@@ -253,17 +261,17 @@ class ModelFolder:
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         return found
 
-    def _inside(self, folder: str) -> dict[str, _File]:
+    def _inside(self, folder: str) -> dict[str, HubFile]:
         """The files directly in a folder of the model by name, also those that were not downloaded."""
         if self._tree is not None:
             split = ((*path.rpartition("/"), file) for path, file in self._tree.items())
             return {name: file for parent, _, name, file in split if parent == folder}
         present = [file for file in (self.path / folder).glob("*") if file.is_file()]
         named = [Path(os.readlink(file)).name if self.hub and file.is_symlink() else "" for file in present]
-        return {file.name: _File(file.stat().st_size, name) for file, name in zip(present, named, strict=True)}
+        return {file.name: HubFile(file.stat().st_size, name) for file, name in zip(present, named, strict=True)}
 
     @cached_property
-    def _tree(self) -> dict[str, _File] | None:
+    def _tree(self) -> dict[str, HubFile] | None:
         """All files of the commit; None of a plain folder, and where only those that were downloaded are known."""
         if self.hub is None:
             return None
@@ -277,7 +285,7 @@ class ModelFolder:
             listed = [f for f in list_repo_tree(name, recursive=True, revision=commit) if isinstance(f, RepoFile)]
         except hub_errors():
             return None
-        return {f.path: _File(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in listed}
+        return {f.path: HubFile(f.size, f.blob_id, f.lfs.sha256 if f.lfs else None) for f in listed}
 
     def _lacks(self, component: str, name: str) -> ConfigError:
         remedy = REPAIR
@@ -319,6 +327,18 @@ def header(file: Path) -> dict[str, Any]:
     if size != (whole := HEADER_LENGTH + length + data):
         raise ConfigError(f"{file} is not whole: it has {size} bytes, and {whole} by its header: fetch it again")
     return dict(tensors)
+
+
+def _header_at(hub: str, commit: str, path: str) -> dict[str, Any]:
+    """As a file of the hub has it in its first bytes; asked for again when the connection breaks off."""
+    from httpx2 import TransportError
+    from huggingface_hub import parse_safetensors_file_metadata
+
+    for pause in PAUSES_S:
+        with suppress(TransportError):
+            return dict(parse_safetensors_file_metadata(hub, path, revision=commit).tensors)
+        time.sleep(pause)
+    return dict(parse_safetensors_file_metadata(hub, path, revision=commit).tensors)
 
 
 def unserved(names: Iterable[str]) -> str | None:

@@ -44,11 +44,13 @@ class _Process:
         self._connection, self._received = connection, bytearray()
         self.compiled: Compiled | None = None
         self.answers = dict[int, Allowed]()
-        self.users, self.dead = 0, False
+        self.texts, self.dead = set[int](), False
         weakref.finalize(self, connection.close)
 
     def send(self, message: Follow) -> None:
         """Say it. A process that died meanwhile is `dead`."""
+        if self.dead:
+            return
         try:
             self._connection.settimeout(None)
             self._connection.sendall(frame(encode(message)))
@@ -73,7 +75,7 @@ class _Process:
                 self.compiled = decode(message, Compiled)
             else:
                 answer: Allowed = decode(message, Allowed)
-                self.answers[answer.text] = answer
+                self.answers |= {answer.text: answer} if answer.text in self.texts else {}
 
     def close(self) -> None:
         """Nobody needs it any more: it ends by itself."""
@@ -128,7 +130,7 @@ class Grammars:
         if found is None or found.dead:
             found = self._processes[grammar] = self.start(grammar)
         self._processes.move_to_end(grammar)
-        idle = [key for key, process in self._processes.items() if not process.users and process is not found]
+        idle = [key for key, process in self._processes.items() if not process.texts and process is not found]
         for key in idle[: max(0, len(self._processes) - KEPT)]:
             self._processes.pop(key).close()
         return found
@@ -183,30 +185,27 @@ class Constraint:
 
     def __init__(self, grammars: Grammars, grammar: bytes, number: int) -> None:
         self._grammars, self._grammar, self._number = grammars, grammar, number
-        self._process: _Process | None = None
-        self._told, self._tries, self._late = -1, 0, True
-        self.begin([])
+        self._process, self._private = grammars.process(grammar), False
+        self._process.texts.add(number)
+        self._told, self._late = -1, True
 
     @property
     def compiling(self) -> bool:
         """Whether its grammar is not compiled yet."""
-        return self._process is not None and self._process.compiled is None
+        return self._process.compiled is None
 
     def begin(self, ids: Sequence[int]) -> None:
         """Ask what may follow these ids, if nobody has asked yet. The answer is made meanwhile."""
-        if self._process is None:
-            self._tries += 1
-            shared = self._tries == 1
-            self._process = self._grammars.process(self._grammar) if shared else self._grammars.start(self._grammar)
-            self._process.users += 1
-            self._told = -1
         if self._told < len(ids):
             start = max(0, self._told)
             self._process.send(Follow(self._number, start, packed(ids[start:])))
             self._told = len(ids)
 
     def waits(self, wait_s: float = 0.0) -> bool:
-        """Whether what may follow is overdue, also after so many seconds: a step should go on without this text."""
+        """Whether what may follow is overdue, also after so many seconds: a step should go on without this text.
+
+        It is from the first, until its grammar is compiled.
+        """
         self._late = self._late and self._grammars.patience_s is not None and not self._heard(wait_s)
         return self._late
 
@@ -217,48 +216,50 @@ class Constraint:
         """
         self.begin(ids)
         self._late = not self._heard(self._grammars.patience_s)
-        process = self._process
-        if self._late or process is None:
+        answer, compiled = self._process.answers.get(self._number), self._process.compiled
+        if self._late:
             return None
-        if process.compiled and process.compiled.error:
-            raise BrokenGrammar(f"the grammar cannot be used: {process.compiled.error}")
-        answer = process.answers.get(self._number)
-        if answer is None or (answer.length != len(ids) and not answer.error):  # it died
-            if self._tries > 1 or (process.compiled is None and self._grammars.running):
-                raise BrokenGrammar(TOO_MUCH)
-            self._leave()
-            self.begin(ids)
-            return self.allowed(ids)
-        if answer.error:
+        if compiled and compiled.error:
+            raise BrokenGrammar(f"the grammar cannot be used: {compiled.error}")
+        if answer and answer.error:
             raise BrokenGrammar(f"the text cannot go on by its grammar: {answer.error}")
-        return answer.mask
+        if answer and answer.length == len(ids):
+            return answer.mask
+        if self._private or (compiled is None and self._grammars.running):
+            raise BrokenGrammar(TOO_MUCH)
+        self._go_on_alone()
+        return None if self._late else self.allowed(ids)
 
     def close(self) -> None:
         """The text is over."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._process is None:
-            return
-        self._process.users -= 1
+        self._process.texts.discard(self._number)
         self._process.answers.pop(self._number, None)
-        if self._tries > 1:
+        if self._private:
             self._process.close()
-        elif not self._process.dead:
+        else:
             self._process.send(Follow(self._number, over=True))
-        self._process = None
+
+    def _go_on_alone(self) -> None:
+        """The process died, of this text or of another: follow it in one of its own, where it harms no other."""
+        self.close()
+        self._process, self._private = self._grammars.start(self._grammar), True
+        self._process.texts.add(self._number)
+        self._told, self._late = -1, self._grammars.patience_s is not None
 
     def _heard(self, wait_s: float | None) -> bool:
         """Whether there is an answer, or will never be one, within so many seconds."""
-        process, until = self._process, None if wait_s is None else time.monotonic() + wait_s
-        while process is not None and not self._settled(process):
+        until = None if wait_s is None else time.monotonic() + wait_s
+        while not self._settled():
             left = None if until is None else max(0.0, until - time.monotonic())
-            process.hear(left)
+            self._process.hear(left)
             if left == 0.0:
-                return self._settled(process)
+                return self._settled()
         return True
 
-    def _settled(self, process: _Process) -> bool:
-        answer = process.answers.get(self._number)
-        failed = process.compiled is not None and bool(process.compiled.error)
-        return process.dead or failed or (answer is not None and (answer.length == self._told or bool(answer.error)))
+    def _settled(self) -> bool:
+        process, answer = self._process, self._process.answers.get(self._number)
+        if process.dead or (process.compiled and process.compiled.error):
+            return True
+        if self._told < 0:
+            return process.compiled is not None
+        return answer is not None and (answer.length == self._told or bool(answer.error))

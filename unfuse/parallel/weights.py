@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from safetensors import safe_open
@@ -39,7 +39,8 @@ WRITTEN = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 def together(group: Group, load: Callable[[], dict[str, Tensor]]) -> Iterator[str]:
     """The path, within the block, of a file with the tensors that `load` gives the first rank; all ranks call this.
 
-    "" where it gives none. Raises ConfigError, for the same reason on all ranks, if it fails.
+    "" where it gives none, or where a rank may not open what the first one has. Raises ConfigError, for the same reason
+    on all ranks, if it fails.
     """
     first = group.rank == 0
     file = os.memfd_create("weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if first else -1
@@ -47,8 +48,12 @@ def together(group: Group, load: Callable[[], dict[str, Tensor]]) -> Iterator[st
         if first:
             fcntl.flock(file, fcntl.LOCK_EX)
         place = group.exchange(f"/proc/{os.getpid()}/fd/{file}".encode())[0]
-        file = file if first else os.open(place.decode(), os.O_RDONLY)
-        group.exchange(b"")  # so that all have it open, whatever becomes of the first
+        if not first:
+            with suppress(OSError):
+                file = os.open(place.decode(), os.O_RDONLY)
+        if any(group.exchange(b"" if file >= 0 else b"!")):  # from here on all have it, whatever becomes of the first
+            yield ""
+            return
         if first:
             _fill(file, load)
         fcntl.flock(file, fcntl.LOCK_SH)  # waits for the first, however long it takes

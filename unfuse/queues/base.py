@@ -48,16 +48,16 @@ Heading = tuple[str | None, str, object]
 """A key by which requests are indexed: a tenant (None: all), a field ("": any request), and the field's value."""
 
 TENANT_FIELDS = ("idempotency_key", "fingerprint")
-LISTED_VALUES = {"dead": True, "over": False, "video": True}
+LISTED_VALUES = {"dead": True, "over": False, "video": True, "unheard": True}
 """Fields of a context that are indexed only within a tenant; and fields of which only this value is indexed."""
 
 
 class Filter(msgspec.Struct, frozen=True):
     """Which requests `list` returns; None means any. `status` is compared to `Record.status`.
 
-    These filters have an index, alone or with a tenant: everything, a status, dead, not over, video; and with a tenant,
-    an idempotency key and a fingerprint. Their cost depends on the answer's length alone. Any other combination reads
-    through what the narrowest of these finds.
+    These filters have an index, alone or with a tenant: everything, a status, dead, not over, video, unheard; and with
+    a tenant, an idempotency key and a fingerprint. Their cost depends on the answer's length alone. Any other
+    combination reads through what the narrowest of these finds.
     """
 
     over: bool | None = None
@@ -67,6 +67,7 @@ class Filter(msgspec.Struct, frozen=True):
     status: RequestStatus | None = None
     dead: bool | None = None
     video: bool | None = None
+    unheard: bool | None = None
 
     def asked(self) -> dict[str, Any]:
         """The fields that it compares, with the values that they must have."""

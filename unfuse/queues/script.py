@@ -149,7 +149,10 @@ def task_fields(task: Task) -> dict[str, Any]:
 def context_fields(context: RequestContext, push: Sequence[Task], events: Sequence[Event]) -> dict[str, Any]:
     """The arguments of `submit` and `commit`: the context, the fields that the script reads, tasks and events."""
     done = {name: _mark(s.attempt, s.token) for name, s in context.stages.items() if s.status == "done"}
-    names = ("version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at")
+    names = (
+        "version", "over", "tenant", "idempotency_key", "fingerprint", "status", "dead", "cost", "completed_at",
+        "unheard",
+    )  # fmt: skip
     facts = {name: getattr(context, name) for name in names}
     stored: dict[str, Any] = {name: text(value) for name, value in facts.items()}
     stored |= {"context": raw(encode(context)), "done": raw(msgspec.msgpack.encode(done))}

@@ -263,7 +263,9 @@ class Dispatcher(Observer):
         Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
         """
         ask, worker = done.ask, peer.worker
-        done = msgspec.structs.replace(done, timings=msgspec.structs.replace(done.timings, device=worker.device))
+        devices = max(1, len(worker.ranks))
+        timings = msgspec.structs.replace(done.timings, device=worker.device, devices=devices)
+        done = msgspec.structs.replace(done, timings=timings)
         if ask is not None:
             peer.asks(ask)
         if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):

@@ -39,5 +39,8 @@ class Observer:
     def retracted(self, times: int) -> None:
         """So often, texts gave up keys and values for others on a worker."""
 
+    def told(self, outcome: str) -> None:
+        """A webhook was called: it heard, the call failed, or it was given up with that."""
+
     def looked_up(self, hits: int, misses: int) -> None:
         """So many outputs were in the encoder cache for an accepted request, and so many were not."""

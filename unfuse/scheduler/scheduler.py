@@ -17,7 +17,7 @@ from unfuse.core.media import Work
 from unfuse.core.messages import Announced, Done, Failed, Keep, Saved
 from unfuse.core.plan import Params, compile_plan
 from unfuse.core.redact import without_paths
-from unfuse.core.request import Allowance, Asked, Change, Record, RequestContext, Who, new_request_id
+from unfuse.core.request import Allowance, Asked, Change, Record, RequestContext, Webhook, Who, new_request_id
 from unfuse.core.task import CACHED, Claim, Lease
 from unfuse.queues.base import Limits, TaskQueue
 from unfuse.queues.storable import EXACT
@@ -28,6 +28,7 @@ from unfuse.scheduler.costs import Costs
 from unfuse.scheduler.encoder_cache import EncoderCache
 from unfuse.scheduler.growing import Growing
 from unfuse.scheduler.in_flight import InFlight
+from unfuse.scheduler.notices import Notices
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
@@ -87,6 +88,7 @@ class Scheduler:
         self.upkeep = Upkeep(
             self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
         )
+        self.notices = Notices(self._transitions)
         self.growing = Growing(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
@@ -117,6 +119,7 @@ class Scheduler:
             asked.id or new_request_id(), card.name, params, plan, {}, who.tenant, who.idempotency_key,
             who.fingerprint, priority=delivery.priority, metadata=delivery.metadata, asked=asked.name,
             limit_s=asked.limit_s or None, callers=1 if who.leaves else None, makes=asked.makes,
+            webhook=_webhook(delivery, who),
         )  # fmt: skip
         return await self._submit(context, who.allowance, delivery.timeout)
 
@@ -129,7 +132,7 @@ class Scheduler:
         context = RequestContext(
             asked.id, asked.card.name, asked.params, source.plan, {}, who.tenant, who.idempotency_key, who.fingerprint,
             priority=delivery.priority, metadata=delivery.metadata | {"reuse_of": source.id}, asked=asked.name,
-            makes=asked.makes, result=source.result,
+            makes=asked.makes, result=source.result, webhook=_webhook(delivery, who),
         )  # fmt: skip
         change = lifecycle.reused(context, self.clock.wall())
         limits = msgspec.structs.replace(UNLIMITED, tenant=msgspec.structs.replace(who.allowance, concurrent=0))
@@ -151,7 +154,7 @@ class Scheduler:
         plan = old.plan.moved(await self._chosen({stage.name: (stage.pool, stage.work) for stage in old.plan.stages}))
         fresh = RequestContext(
             id, old.model, old.params, plan, {}, old.tenant, priority=old.priority, metadata=metadata,
-            asked=old.asked, limit_s=old.limit_s,
+            asked=old.asked, limit_s=old.limit_s, webhook=old.webhook and Webhook(old.webhook.url, old.webhook.base),
         )  # fmt: skip
         record = await self._submit(fresh, allowance)
         await self._apply(request, lambda record, _: lifecycle.retried(record.context))
@@ -329,3 +332,7 @@ class Scheduler:
         cached = [name for name in names if name.startswith(CACHED)]
         requests = [name for name in names if not name.startswith(CACHED)]
         return await self.queue.over(requests) + await self._cache.over(cached)
+
+
+def _webhook(delivery: Delivery, who: Who) -> Webhook | None:
+    return Webhook(delivery.webhook, who.base) if delivery.webhook else None

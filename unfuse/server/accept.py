@@ -76,13 +76,15 @@ class Call:
 
     async def _accept(self) -> tuple[Record, Delivery]:
         delivery = check_delivery(self.given, self.medium)
+        if delivery.webhook:
+            self.gateway.webhooks.targets.require(delivery.webhook)
         key = self.request.headers.get("idempotency-key", "")
         if len(key) > MAX_KEY:
             message = f"Idempotency-Key must be 1 to {MAX_KEY} characters long, not {len(key)}"
             raise InvalidParameter(message, "Idempotency-Key")
         fingerprint = await to_thread.run_sync(_fingerprint, self.request.url.path, self.given)
         leaves = self.gateway.cancels and self.waits and not self.prefers_not_to_wait
-        who = Who(self.caller.tenant, key, fingerprint, leaves, self.caller.allowance)
+        who = Who(self.caller.tenant, key, fingerprint, leaves, self.caller.allowance, base_of(self.request))
         id = new_request_id(self.medium)
         while True:
             record = await self._earlier(key, fingerprint) or await self._submit(id, who, delivery)

@@ -48,7 +48,7 @@ STAGE = thing(
         "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
         "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
         "exchange_s": SECONDS,
-        "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT,
+        "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT, "devices": INTEGER,
     }
 )  # fmt: skip
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
@@ -61,11 +61,12 @@ REQUEST = thing(
         "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
         "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
         "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
-        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS)}),
+        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
         "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
         "stages": array(STAGE),
         "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
         "error": perhaps(ERROR), "metadata": table(TEXT),
+        "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
     }
 )  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})

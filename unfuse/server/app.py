@@ -20,7 +20,9 @@ from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
+from unfuse.server.prices import FREE, Prices
 from unfuse.server.throttle import Throttle
+from unfuse.server.webhooks import Webhooks
 from unfuse.stores.results import ResultStore
 
 
@@ -38,6 +40,8 @@ def create_app(
     access: Access | None = None,
     cancels: bool = False,
     reuses: bool = False,
+    webhooks: Webhooks | None = None,
+    prices: Prices = FREE,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
@@ -46,7 +50,8 @@ def create_app(
     a `strict` gateway refuses fields that it would have to ignore. `time_limits` are seconds that a request's stages
     may run, by medium (image, video); 0 or none: any number. `store` is the kind of place where workers keep outputs.
     Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels` ends
-    requests whose callers waited and are all gone; one that `reuses` gives results again.
+    requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks` nobody
+    is told of the ends of requests; without `prices` they cost no money.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = keys or Keys(), dict(names or {})
@@ -62,6 +67,8 @@ def create_app(
         store,
         cancels,
         reuses,
+        webhooks,
+        prices,
     )
     app.state.reading = Reading()
     guards = [Depends(caller_of), *([Depends(KEYED)] if keys else [])]

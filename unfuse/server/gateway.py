@@ -25,11 +25,13 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
-from unfuse.server.keys import Keys
+from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
+from unfuse.server.prices import FREE, Prices
 from unfuse.server.reuse import Reuse
 from unfuse.server.trials import Trials
 from unfuse.server.view import request_object
+from unfuse.server.webhooks import Webhooks
 from unfuse.stages.adapters import Loras
 from unfuse.stores.results import PART, ResultStore
 from unfuse.supervision.supervisor import Supervisor
@@ -63,6 +65,8 @@ class Gateway(Observer):
         store: str = "shared_memory",
         cancels: bool = False,
         reuses: bool = False,
+        webhooks: Webhooks | None = None,
+        prices: Prices = FREE,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -76,9 +80,10 @@ class Gateway(Observer):
         self.cancels = cancels
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
+        self.prices = prices
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
-        self.background = Supervisor()
+        self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self, self.metrics.texts)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
@@ -127,6 +132,9 @@ class Gateway(Observer):
     def ended(self, context: RequestContext) -> None:
         """Count and log a request that this scheduler ended, whichever accepted it, and delete its uploads."""
         self.metrics.ended(context)
+        known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
+        tenant = context.tenant if context.tenant in known else "other"
+        self.metrics.spent(context, tenant, self.prices)
         told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
@@ -141,6 +149,10 @@ class Gateway(Observer):
     def lease_expired(self, pool: str) -> None:
         """Count a lease that this scheduler ended."""
         self.metrics.lease_expired(pool)
+
+    def told(self, outcome: str) -> None:
+        """Count a call of a webhook."""
+        self.metrics.told(outcome)
 
     def moved(self, engine: str, moved: Moved) -> None:
         """Count what a worker pulled from another node."""
@@ -165,7 +177,8 @@ class Gateway(Observer):
 
     def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
-        return request_object(record, base_of(request), self.scheduler.eta(record), evidence=evidence)
+        eta = self.scheduler.eta(record)
+        return request_object(record, base_of(request), eta, evidence=evidence, prices=self.prices)
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""

@@ -11,6 +11,8 @@ from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, TaskQueue
+from unfuse.server.cost_metrics import CostMetrics
+from unfuse.server.prices import Prices
 from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 
@@ -56,6 +58,8 @@ class Metrics:
                 ("failures", "Pulls that broke, and were tried again or given up"),
             )
         ]
+        self._costs = CostMetrics(self._registry)
+        self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["outcome"], registry=self._registry)
         self._active = self._gauge("requests_active", "Requests that are not over")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
         self._arenas = {
@@ -110,6 +114,14 @@ class Metrics:
         """Tensors came from one node to another."""
         for counter, count in zip(self._moved, msgspec.structs.astuple(moved), strict=True):
             counter.labels(engine if engine in PREFERENCE else "other").inc(count)
+
+    def spent(self, context: RequestContext, tenant: str, prices: Prices) -> None:
+        """A request is over, and has cost its tenant what it took."""
+        self._costs.spent(context, tenant, prices)
+
+    def told(self, outcome: str) -> None:
+        """A webhook was called."""
+        self._told.labels(outcome).inc()
 
     def looked_up(self, hits: int, misses: int) -> None:
         """An accepted request looked stages up in the encoder cache."""

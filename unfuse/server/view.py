@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from msgspec.structs import asdict
 
 from unfuse.core.media import seconds_of
 from unfuse.core.plan import PlannedStage
 from unfuse.core.request import Record, RequestContext, Running
+from unfuse.server.prices import FREE, Prices, spent
 
 
 def request_object(
-    record: Record, base_url: str, eta: float | None = None, *, evidence: bool = False
+    record: Record, base_url: str, eta: float | None = None, *, evidence: bool = False, prices: Prices = FREE
 ) -> dict[str, object]:
     """The request object, with result addresses under `base_url`. Times are Unix seconds, `eta` is seconds from now.
 
@@ -20,6 +19,7 @@ def request_object(
     for dead ones; lists leave that out.
     """
     context, error = record.context, record.context.error
+    hook = context.webhook
     current = record.running[-1] if record.running else None
     running = {run.stage: run for run in record.running}
     return {
@@ -39,7 +39,7 @@ def request_object(
         "queue_position": record.position,
         "eta_s": None if eta is None else round(eta, 3),
         "seed": context.params.get("seed"),
-        "cost": _cost(context),
+        "cost": _cost(context, prices),
         "created_at": round(context.created_at, 3),
         "started_at": _started(record),
         "completed_at": None if context.completed_at is None else round(context.completed_at, 3),
@@ -51,6 +51,7 @@ def request_object(
         ],
         "error": error and {name: text for name, text in asdict(error).items() if name != "evidence" or evidence},
         "metadata": context.metadata,
+        "webhook": hook and {name: getattr(hook, name) for name in ("url", "state", "attempts", "reason")},
     }
 
 
@@ -104,13 +105,15 @@ def progress(record: Record) -> int:
     return min(99, int(100 * behind / sum(costs.values())))
 
 
-def _cost(context: RequestContext) -> dict[str, object]:
-    """Seconds of compute: predicted when it was accepted, and spent so far by the attempts that were recorded."""
-    spent: dict[str, float] = defaultdict(float)
-    for state in context.stages.values():
-        if state.timings.run_s:
-            spent[state.timings.device or "unknown"] += state.timings.run_s
-    return {"predicted_s": round(context.cost, 3), "device_s": {name: round(took, 3) for name, took in spent.items()}}
+def _cost(context: RequestContext, prices: Prices) -> dict[str, object]:
+    """Seconds of devices: predicted when it was accepted, and spent so far by the attempts that were recorded."""
+    took = spent(context)
+    money = prices.money(took)
+    return {
+        "predicted_s": round(context.cost, 3),
+        "device_s": {name: round(seconds, 3) for name, seconds in took.items()},
+        "money": None if money is None else round(money, 6),
+    }
 
 
 def _started(record: Record) -> float | None:

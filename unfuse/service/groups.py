@@ -22,6 +22,11 @@ def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> M
     return Meta(description=text, extra={"flag": flag, "secret": secret}, **limits)
 
 
+def says_seconds(text: str) -> Meta:
+    """The description of a time, which may be written with a unit. The field's name ends in _s, its flag does not."""
+    return Meta(description=text, extra={"flag": "--retention", "unit": "second"}, gt=0)
+
+
 def says_bytes(text: str, *, flag: str = "") -> Meta:
     """The description of a number of bytes, which may be written with a unit."""
     return Meta(description=text, extra={"flag": flag, "unit": "byte"}, ge=0, le=2**63 - 1)
@@ -63,6 +68,18 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
     ] = 2048
+    webhook_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, "
+            ".example for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may "
+            "lead too."
+        ),
+    ] = ()
+    webhook_secret: Annotated[
+        tuple[str, ...],
+        says("What webhooks are signed with, as `openssl rand -base64 32` makes it, or a file of it.", secret=True),
+    ] = ()
     queue: Annotated[
         str,
         says(
@@ -161,7 +178,16 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         says_bytes("Memory for encoder outputs that later requests may read, of all workers together; 0 keeps none."),
     ] = 256 << 20
-    retention_s: Annotated[float, says("Seconds that a request and its results are kept once over.", gt=0)] = 86400.0
+    retention_s: Annotated[
+        float, says_seconds("How long a request and its results are kept once over, like 90min, 24h or 7d.")
+    ] = 86400.0
+    results_limit: Annotated[
+        int, says_bytes("Bytes of results above which the oldest requests that are over go earlier; 0 sets no limit.")
+    ] = 0
+    price: Annotated[
+        tuple[str, ...],
+        says("KIND=AMOUNT/h: what an hour of a device costs, like cuda=1.20/h; of the kinds cpu, cuda, xpu and mps."),
+    ] = ()
     strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
         False
     )

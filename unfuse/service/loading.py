@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unfuse.arena.limits import readable_bytes
+from unfuse.models.hub import Brought
 
 STARTING, READY = "starting", "ready"
 IMPORTING = (-1, 0)
@@ -33,6 +34,8 @@ class Loading:
         match record:
             case {"event": "importing"}:
                 self._heard(worker, record, IMPORTING)
+            case {"event": "fetching", "done": int(done), "total": int(total), "rate": float(rate)}:
+                self._states[worker] = f"fetches {Brought('', done, total, rate)}"
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
                 self._heard(worker, record, (done, total))
             case {"event": "ready"}:

@@ -68,7 +68,7 @@ class Logs:
         record = read_record(line)
         if record:
             self.heard(worker, record)
-            if LEVELS[record["level"]] < LEVELS[self._level]:
+            if LEVELS[record["level"]] < LEVELS[self._level] or record.get("passing"):  # shown as what goes on
                 return
         text = line.decode(errors="replace").rstrip("\r\n")
         if self.text:

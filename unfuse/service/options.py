@@ -13,6 +13,7 @@ from unfuse.queues.base import Limits
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
 from unfuse.server.keys import Keys
+from unfuse.server.prices import Prices
 from unfuse.service.addresses import keys_folder, listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
@@ -35,6 +36,10 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        webhook_hosts=serve.webhook_hosts,
+        webhook_secrets=serve.webhook_secret,
+        prices=Prices(serve.price),
+        results_limit=serve.results_limit,
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),
         run_dir=settings.run_dir,

@@ -32,6 +32,8 @@ from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.keys import Keys as ApiKeys
+from unfuse.server.prices import Prices
+from unfuse.server.webhooks import Webhooks
 from unfuse.service.layout import Means
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
@@ -50,6 +52,9 @@ DRAIN_CHECK_S = 0.1
 
 FORGET_S = 60.0
 """Seconds between two rounds of deleting old requests and results."""
+
+BOUND_S = 10.0
+"""Seconds between two looks at the bytes of all results."""
 
 REMAINS_S = 10.0
 """Seconds between two searches for what dead workers left in durable stores."""
@@ -80,6 +85,10 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     keys: ApiKeys
     access: Access
     bounds: Bounds
+    webhook_hosts: tuple[str, ...]
+    webhook_secrets: tuple[str, ...]
+    prices: Prices
+    results_limit: int
     queue: str
     places: Places
     run_dir: str
@@ -111,6 +120,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 def plan(options: ServeOptions) -> Plan:
     """The plan for these options. Raises ConfigError for models that cannot be served, or do not fit."""
     found = devices(options.device_memory)
+    for kind in options.prices.unseen([device.name for device in found]):
+        log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
     planned = plan_for(options.models, options.revision, options.workers, found, options.means)
     if planned.refusal:
         raise ConfigError(planned.refusal)
@@ -148,18 +159,25 @@ class Service:
             port = listener.getsockname()[1]
             scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
+            webhooks = Webhooks(options.webhook_hosts, options.webhook_secrets, options.prices)
+            stack.push_async_callback(webhooks.close)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access, cancels=options.cancels, reuses=options.reuses,
+                access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
+                prices=options.prices,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            webhooks.start(scheduler)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
             stack.push_async_callback(background.close)
             background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
+            if options.results_limit:
+                bound = partial(_bound, scheduler.queue, results, options.results_limit)
+                background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
             launcher = LocalLauncher(self._specs(), self._logs.relay, forks=self._forked())
@@ -266,6 +284,21 @@ async def _forget(queue: TaskQueue, results: ResultStore, retention: float) -> N
     with contextlib.suppress(TransientError):
         await queue.forget(before)
     await asyncio.to_thread(results.forget, before)
+
+
+async def _bound(queue: TaskQueue, results: ResultStore, limit: int) -> None:
+    """Delete the oldest requests that are over, with their results, while these take more than `limit` bytes.
+
+    Who reads a result meanwhile gets all of it, since a file that is open stays.
+    """
+    await asyncio.sleep(BOUND_S)
+    kept = await asyncio.to_thread(results.kept)
+    too_many = sum(nbytes for _, nbytes in kept.values()) - limit
+    for request in await queue.over(list(kept)) if too_many > 0 else ():
+        if too_many > 0:
+            await asyncio.to_thread(results.delete, request)  # first, since it makes room
+            await queue.drop(request)
+            too_many -= kept[request][1]
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:

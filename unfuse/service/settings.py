@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -17,11 +17,14 @@ import msgspec
 from unfuse.core.errors import UsageError
 from unfuse.core.nearest import nearest
 from unfuse.service.groups import Settings
-from unfuse.service.size import Size
+from unfuse.service.size import Size, seconds_in
 
 PREFIX = "UNFUSE_"
 DEFAULT, FILE, ENVIRONMENT, FLAG = "default", "file", "environment", "flag"
 
+
+PARSED: Mapping[str, Callable[[str], float]] = {"byte": Size.parse, "second": seconds_in}
+"""What reads numbers that are written with a unit, by that unit."""
 
 GONE = {
     "fault.": "transfers that fail on purpose are an engine: UNFUSE_TRANSFER__ENGINE=unfuse.testing.transfer_faults:"
@@ -39,9 +42,15 @@ class Field(msgspec.Struct, frozen=True):
     description: str
     flag: str
     """Its flag, in the verbs that have one for it."""
-    in_bytes: bool
+    unit: str
+    """byte or second, of a number that may be written with a unit; else ""."""
     secret: bool
     """Whether its value must not be shown."""
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether it is a number of bytes."""
+        return self.unit == "byte"
 
     @property
     def variable(self) -> str:
@@ -66,7 +75,7 @@ def _fields(kind: type[msgspec.Struct], prefix: str = "") -> Iterable[Field]:
             flag = said.get("flag") or f"--{field.name.replace('_', '-')}"
             yield Field(
                 prefix + field.name, hints[field.name], field.default, meta.description, flag,
-                in_bytes="unit" in said, secret=bool(said.get("secret")),
+                unit=str(said.get("unit", "")), secret=bool(said.get("secret")),
             )  # fmt: skip
 
 
@@ -152,7 +161,8 @@ def _convert(field: Field, value: Any, origin: str) -> Any:
     if isinstance(field.default, tuple) and isinstance(value, str):
         value = [part.strip() for part in value.split(",") if part.strip()]
     try:
-        given = Size.parse(value) if field.in_bytes and isinstance(value, str) else value
+        parse = PARSED.get(field.unit)
+        given = parse(value) if parse and isinstance(value, str) else value
         return msgspec.convert(given, field.type, strict=not isinstance(given, str))
     except (ValueError, msgspec.ValidationError) as error:
         shown = "" if field.secret else f" {value!r}"

@@ -1,4 +1,4 @@
-"""Reads and writes numbers of bytes as people do."""
+"""Reads and writes numbers of bytes, and times, as people do."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ class Size(int):
         if not match or match[2] not in _UNITS:
             raise ValueError(f"{text!r} is not a size: write bytes, or a number with KiB, MiB, GiB or TiB")
         return int(Decimal(match[1]) * _UNITS[match[2]])
+
+
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+def seconds_in(text: str) -> float:
+    """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError when it is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if not match or match[2] not in _SECONDS:
+        raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, min, h or d")
+    return float(match[1]) * _SECONDS[match[2]]

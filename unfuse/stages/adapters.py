@@ -137,6 +137,33 @@ class Adapters:
                 tensor.data = tensor.data.to(self._device)
 
 
+class PipelineAdapters(Adapters):
+    """Those of a whole pipeline, put where its own loader puts them, text encoders too."""
+
+    def _load(self, name: str, id: str) -> None:
+        from safetensors import SafetensorError
+
+        file, pipeline = self._loras.file(name, id), self._transformer
+        while len(self._loaded) >= self._most:
+            pipeline.delete_adapters(self._loaded.pop(0))
+        how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
+        try:
+            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
+                pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
+            self._loras.file(name, id)  # it was not changed while it was read
+        except (*BROKEN, SafetensorError) as error:
+            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
+        if not adapted & {"transformer", "unet"}:
+            if adapted:
+                pipeline.delete_adapters(id)
+            raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
+        for part in pipeline.components.values():
+            for key, tensor in part.named_parameters() if hasattr(part, "named_parameters") else ():
+                if id in key.split("."):
+                    tensor.data = tensor.data.to(self._device)
+
+
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
     """Why these tensors are not an adapter of this transformer, in words; "" if they are."""
     layers = dict(transformer.named_modules())

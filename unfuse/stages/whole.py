@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL.Image import Image
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError
 from unfuse.core.plan import Params
+from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
 from unfuse.stages.image_encode import UPLOAD, read_picture
 from unfuse.stages.media import encode, need_format
@@ -100,8 +102,11 @@ class Whole(SteppedStage[Running]):
 
     kind = "whole"
 
-    def __init__(self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool) -> None:
-        self._pipeline, self._takes = pipeline, takes
+    def __init__(
+        self, pipeline: Any, takes: Mapping[str, str], device: torch.device, draws_there: bool,
+        loras: Adapters | None = None, max_pixels: int = 0,
+    ) -> None:  # fmt: skip
+        self._pipeline, self._takes, self._loras, self._max_pixels = pipeline, takes, loras, max_pixels
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._generator_device = device if draws_there else torch.device("cpu")
         self.uploads = (UPLOAD,) if UPLOAD in self._takes else ()
@@ -111,6 +116,8 @@ class Whole(SteppedStage[Running]):
         """Raise PermanentError unless seed and format are there, and the picture that the model starts from."""
         need(task.params, "seed", int)
         need_format(need(task.params, "output_format", str))
+        if "lora_id" in task.params and self._loras is None:
+            raise PermanentError("this worker serves no loras: start its server with --loras FOLDER too")
         if self.uploads and UPLOAD not in task.uploads:
             raise PermanentError(f"upload {UPLOAD} is missing")
 
@@ -124,7 +131,7 @@ class Whole(SteppedStage[Running]):
         params = task.params
         said = ((own, params.get(name)) for own, name in self._takes.items())
         given: dict[str, Any] = {own: value for own, value in said if value is not None}
-        given |= {UPLOAD: read_picture(task.uploads[UPLOAD])} if self.uploads else {}
+        given |= {UPLOAD: self._picture(task.uploads[UPLOAD])} if self.uploads else {}
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
         running = Running(params, Call(lambda rest: None), max(1, _count(params)))
         running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))
@@ -156,6 +163,8 @@ class Whole(SteppedStage[Running]):
 
     def _stepped(self, state: Running) -> Running | Exception:
         try:
+            if self._loras is not None:
+                self._loras.use(state.params)
             state.call.go_on()
         except REFUSALS as error:
             return PermanentError(f"the pipeline does not take this: {' '.join(str(error).split())}")
@@ -181,6 +190,14 @@ class Whole(SteppedStage[Running]):
         elif "callback_steps" in self._known:
             given |= {"callback": lambda *_: reached(own) and None, "callback_steps": 1}
         return own(**given, output_type="np")
+
+    def _picture(self, upload: bytes) -> Image:
+        """The picture of a request, by which the result has its size where none can be asked for."""
+        picture = read_picture(upload)
+        if "width" not in self._takes and picture.width * picture.height > self._max_pixels:
+            size, most = f"{picture.width}x{picture.height}", f"{self._max_pixels} pixels are the most"
+            raise PermanentError(f"the picture is {size}, and so is what is made of it: {most}; send a smaller one")
+        return picture
 
     def _own(self) -> Any:
         """A pipeline like this one, of the same weights."""

@@ -85,14 +85,19 @@ class ResultStore(ABC):
         with _unavailable():
             self._blobs.drop(_folder(request))
 
-    def forget(self, before: float) -> list[str]:
-        """Delete the results of requests whose last one is older than the Unix time `before`. Returns their ids."""
-        last: dict[str, float] = {}
+    def kept(self) -> dict[str, tuple[float, int]]:
+        """Of each request that has something here: the Unix time of the last of it, and bytes; oldest first."""
+        found: dict[str, tuple[float, int]] = {}
         with _unavailable():
             for entry in self._blobs.entries():
                 if REQUEST_ID.fullmatch(entry.folder):
-                    last[entry.folder] = max(entry.modified, last.get(entry.folder, 0.0))
-        old = [request for request, modified in last.items() if modified < before]
+                    last, nbytes = found.get(entry.folder, (0.0, 0))
+                    found[entry.folder] = max(entry.modified, last), nbytes + entry.nbytes
+        return dict(sorted(found.items(), key=lambda item: item[1]))
+
+    def forget(self, before: float) -> list[str]:
+        """Delete the results of requests whose last one is older than the Unix time `before`. Returns their ids."""
+        old = [request for request, (modified, _) in self.kept().items() if modified < before]
         for request in old:
             self.delete(request)
         return old

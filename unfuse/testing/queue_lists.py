@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from unfuse.core.errors import NotFound
-from unfuse.core.request import REQUEST_MOVES, Record
+from unfuse.core.request import REQUEST_MOVES, Record, Webhook
 from unfuse.queues.base import Filter, TaskQueue
 from unfuse.testing.clock import ManualClock
 from unfuse.testing.queue_samples import LIMITS, TTL, change, done, raised, request, submitted, task, wanted
@@ -19,14 +19,17 @@ ASKED: dict[str, tuple[Any, ...]] = {
     "status": tuple(REQUEST_MOVES),
     "dead": (True, False),
     "video": (True, False),
+    "unheard": (True, False),
 }
 """What is asked of each field, within each tenant."""
 
 
 async def every_filter_finds_what_there_is(queue: TaskQueue, clock: ManualClock) -> None:
     """Alone and within a tenant, in both orders, in any pages, while requests run, end, are looked at and are gone."""
+    fields: dict[str, Any]
     for number, name in enumerate(("a", "video_b", "c", "video_d", "e", "video_f", "g", "h")):
         fields = {"tenant": "tu"[number // 2 % 2], "fingerprint": "xyz"[number % 3], "idempotency_key": "k" * number}
+        fields |= {"webhook": Webhook("http://h")} if name in "ceg" else {}
         await queue.submit(request(name, **fields), [task(name)], [], LIMITS)
     await check_lists(queue)
     leases = await queue.lease("w", wanted("p", slots=4), TTL)
@@ -37,7 +40,8 @@ async def every_filter_finds_what_there_is(queue: TaskQueue, clock: ManualClock)
     for name, status, dead in (("c", "failed", True), ("video_d", "cancelled", False), ("e", "completed", False)):
         await queue.commit(change(await queue.load(name), status=status, dead=dead, completed_at=5.0))
     await check_lists(queue)
-    await queue.commit(change(await queue.load("c"), dead=False))
+    heard = Webhook("http://h", state="heard", attempts=1)
+    await queue.commit(change(await queue.load("c"), dead=False, webhook=heard))
     await queue.drop("e")
     await check_lists(queue)
     await queue.forget(6.0)

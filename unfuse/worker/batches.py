@@ -88,11 +88,12 @@ class Batches:
     def _place(self, job: Job) -> tuple[int, bool, bool, int]:
         """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
         forward as they can, and slots bound how long they wait. Pools take turns, those of texts whatever they end: for
-        a long prompt would wait until no text is written.
+        a long prompt would wait until no text is written. So does what has made its only step in vain: a prompt for
+        which there is no room would keep texts from making some.
         """
         task, steps = job.lease.task, job.stage.progress(job.state)[1]
         soon = task.final or job.stage.texts is not None
-        return -job.priority, steps > 1, not soon, self._turns.get(task.pool, 0)
+        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.pool, 0)
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""

@@ -52,6 +52,7 @@ class ComputeProcess:
         self._child: Child | None = None
         self._channel: ParentChannel | None = None
         self._logging: asyncio.Task[None] | None = None
+        self._halted_s = 0.0
         self.killed_for = ""
         """Why it was killed, if it was killed on purpose."""
         self.log = ""
@@ -75,7 +76,7 @@ class ComputeProcess:
         environment = os.environ | compute_environment(self._load.compute.threads)
         begun = await begin(environment, self._fork_server)
         self._child, self._channel = begun.child, await ParentChannel.open(begun.channel)
-        self.killed_for = self.log = ""
+        self.killed_for, self.log, self._halted_s = "", "", 0.0
         self._logging = asyncio.create_task(self._keep_log(begun.log))
         await self._channel.send(msgspec.structs.replace(self._load, rendezvous=rendezvous))
         while True:
@@ -129,6 +130,16 @@ class ComputeProcess:
         took, most = readable_bytes(taken), readable_bytes(limit)
         return f"killed, because it took {took} of memory, and --memory-limit allows {most}"
 
+    def halted(self, since_s: float) -> str:
+        """The reason to kill it if it is a rank that was stopped at each look for longer than ranks wait, else "".
+
+        The last look was `since_s` seconds ago. Others may wait for it outside of exchanges, which have a limit.
+        """
+        is_stopped = self._load.ranks > 1 and self.pid is not None and _is_stopped(self.pid)
+        self._halted_s = self._halted_s + since_s if is_stopped else 0.0
+        limit = self._load.compute.collective_s
+        return f"killed, because it was stopped for {limit:g} s (--collective-s)" if self._halted_s > limit else ""
+
     async def last_words(self) -> str:
         """Wait for its end, and say how it ended; `log` has the end of its standard error then."""
         if not self._child:
@@ -174,3 +185,10 @@ def _own_memory(pid: int) -> int:
         if found := re.search(r"^RssAnon:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
             return int(found[1]) * 1024
     return 0
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process (SIGSTOP)."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

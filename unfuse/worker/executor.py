@@ -60,9 +60,9 @@ class Executor:
     All processes get the tasks; the first one decides the turns, which are passed on to the others here, and answers
     for all. When one dies, all are ended and started again. `report` is called with everything that happens to a task,
     and with Ready after a restart. Tasks that a dead process had begun are reported as crashed, others as handed back.
-    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, or if its own memory exceeds
-    `memory_limit` bytes (0: any). A task that must run alone waits here until nothing else runs, and later tasks wait
-    for its end. Processes are forked where there is a `fork_server`.
+    A process is killed if the first one has tasks and sends nothing for `stall_s` seconds, if its own memory exceeds
+    `memory_limit` bytes (0: any) then, or if it is one of several and stopped. A task that must run alone waits here
+    until nothing else runs, and later tasks wait for its end. Processes are forked where there is a `fork_server`.
     """
 
     def __init__(
@@ -82,6 +82,7 @@ class Executor:
         self._begun: set[Claim] = set()
         self._unwritten: set[Claim] = set()
         self._heard_at = 0.0
+        self._watching: asyncio.Task[None] | None = None
         self.ready = False
         self.shares: dict[str, Sharing] = {}
         """How requests share forwards, by pool, as far as that is known."""
@@ -115,6 +116,7 @@ class Executor:
 
     async def start(self) -> Ready:
         """Start and load all processes. Returns the Ready of the first. Raises ConfigError if one cannot load."""
+        self._watching = self._watching or self._background.forever("watching compute", self._watch)
         meeting = Path(self._run_dir, f".ranks.{secrets.token_hex(8)}")
         starting = [asyncio.create_task(process.start(str(meeting))) for process in self._processes]
         try:
@@ -133,15 +135,11 @@ class Executor:
     async def serve(self) -> None:
         """Report what the first process sends, for ever; when one dies, report that and restart all."""
         while True:
-            watching = self._background.forever("watching compute", self._watch)
-            try:
-                dead = await self._pump()
-                self.ready = False
-                await self._restart_after(dead)
-                log.info("starting compute again")
-                await self._report(await self._start_again())
-            finally:
-                watching.cancel()
+            dead = await self._pump()
+            self.ready = False
+            await self._restart_after(dead)
+            log.info("starting compute again")
+            await self._report(await self._start_again())
 
     async def _start_again(self) -> Ready:
         """Restart processes that have loaded before; try again until that succeeds, or ranks are `lost`."""
@@ -172,6 +170,8 @@ class Executor:
     async def close(self) -> None:
         """End the processes at once."""
         self.ready = False
+        if self._watching:
+            self._watching.cancel()
         await self._end()
         self.passing.close()
 
@@ -266,8 +266,9 @@ class Executor:
         slept = time.monotonic()
         await asyncio.sleep(WATCH_S)
         self._heard_at += max(0.0, time.monotonic() - slept - WATCH_S)  # time in which this process was stopped
-        for process in self._processes if self._given else ():
-            if reason := self._stalled() or process.excess(self._memory_limit):
+        for process in self._processes:
+            busy = self._stalled() or process.excess(self._memory_limit) if self._given else ""
+            if reason := process.halted(WATCH_S) or busy:
                 process.kill(reason)
 
     def _stalled(self) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
+import structlog
 
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import USUAL_BATCH
@@ -13,10 +14,13 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.core.plan import Choice, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
-from unfuse.models import card_of, resolve_source
+from unfuse.models import fetch
+from unfuse.models.hub import Brought
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
+
+log = structlog.get_logger(__name__)
 
 Models = tuple[tuple[str, str, str], ...]
 """Models as (name, source, dtype). After `fetch_models`, the source is a folder of this machine."""
@@ -99,15 +103,13 @@ def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: Tens
 
 def fetch_models(models: Models, choice: Choice) -> tuple[tuple[ModelCard, ...], Models]:
     """Download the components of the chosen stages where needed. Returns the models' cards, and models with folders."""
-    cards, folders = [], []
-    for name, source, dtype in models:
-        folder = resolve_source(source, components=())
-        card = card_of(name, folder, dtype)
-        stages = [stage for stage in card.pipeline.stages if choice.takes(stage)]
-        resolve_source(card.source, components={component for stage in stages for component in stage.components})
-        cards.append(card)
-        folders.append((name, str(folder), dtype))
-    return tuple(cards), tuple(folders)
+    found = [(*fetch(name, choice, source, dtype=dtype, tell=_tell), dtype) for name, source, dtype in models]
+    return tuple(card for card, _, _ in found), tuple((card.name, str(folder), dtype) for card, folder, dtype in found)
+
+
+def _tell(brought: Brought) -> None:
+    """Log how far a download is; who shows that in one place need not show each line."""
+    log.info("fetching", passing=True, **msgspec.structs.asdict(brought))
 
 
 def pools_of(cards: Sequence[ModelCard], choice: Choice, resources: Collection[str] = ()) -> tuple[str, ...]:

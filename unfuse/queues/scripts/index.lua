@@ -11,10 +11,11 @@ end
 
 -- The keys of all headings that `Filter.heading` may ask for these facts under, but ALL and ACTIVE: who stores a
 -- request keeps those.
-local function headings(number, tenant, status, over, dead, video, fingerprint)
+local function headings(number, tenant, status, over, dead, video, fingerprint, unheard)
   local fields, keys = {{'status', status}}, {heading_key(tenant, '', '')}
   if dead == '1' then fields[#fields + 1] = {'dead', '1'} end
   if video == '1' then fields[#fields + 1] = {'video', '1'} end
+  if unheard == '1' then fields[#fields + 1] = {'unheard', '1'} end
   for _, field in ipairs(fields) do
     keys[#keys + 1] = heading_key(nil, field[1], field[2])
     keys[#keys + 1] = heading_key(tenant, field[1], field[2])
@@ -24,7 +25,7 @@ local function headings(number, tenant, status, over, dead, video, fingerprint)
   return keys
 end
 
-local FACTS = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key'}
+local FACTS = {'number', 'tenant', 'status', 'over', 'dead', 'fingerprint', 'idempotency_key', 'unheard'}
 
 -- What may be asked of a request, as text; nothing of one that is gone, or is none. Its status is the one that is shown;
 -- it is looked for where it is not known whether something of the request is leased.
@@ -33,6 +34,7 @@ local function facts(id, is_leased)
   if values.err or not values[1] then return end
   local fact = {video = string.sub(id, 1, #A.video_id) == A.video_id and '1' or '0'}
   for i, field in ipairs(FACTS) do fact[field] = values[i] or '' end
+  if fact.unheard == '' then fact.unheard = '0' end -- an earlier version stored it
   local is_unknown = is_leased == nil and fact.status == 'queued'
   for _, stage in ipairs(is_unknown and sound(call, 'ZRANGE', stages_key(id), 0, -1) or {}) do
     is_leased = is_leased or sound(call, 'HEXISTS', task_key(name_of(id, stage)), 'worker') == 1
@@ -44,7 +46,8 @@ end
 -- Lists a request as these facts say, and one that has none, since it is gone, nowhere.
 local function relist(id, fact)
   local before, was = call('HGET', LISTED, id), {}
-  local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint}
+  local after = fact and {fact.number, fact.tenant, fact.status, fact.over, fact.dead, fact.video, fact.fingerprint,
+    fact.unheard == '1' and '1' or nil} -- nothing is added for most, so that what an earlier version listed is the same
   local packed = after and cmsgpack.pack(after)
   if packed == before then return end
   local listed_by = before and sound(cmsgpack.unpack, before)

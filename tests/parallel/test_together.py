@@ -1,0 +1,95 @@
+"""Weights in memory that the first rank fills and the others open: here ranks are threads, with files of their own."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from unfuse.core.errors import ConfigError
+from unfuse.parallel.weights import together
+
+RANKS, WAIT_S = 3, 20.0
+
+
+class Rank:
+    """One of the ranks of a test."""
+
+    said = [b""] * RANKS
+
+    def __init__(self, rank: int, barrier: threading.Barrier) -> None:
+        self.rank, self._barrier = rank, barrier
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        self.said[self.rank] = own
+        self._barrier.wait(WAIT_S)
+        found = [*self.said]
+        self._barrier.wait(WAIT_S)
+        return found
+
+
+def on_all(load: Callable[[], dict[str, torch.Tensor]]) -> list[Any]:
+    """What each rank has of it: tensors, None where it is to load for itself, or the reason why there is nothing."""
+    barrier = threading.Barrier(RANKS)
+
+    def one(rank: int) -> Any:
+        try:
+            with together(Rank(rank, barrier), load) as file:  # type: ignore[arg-type]
+                return load_file(file) if file else None
+        except ConfigError as error:
+            return str(error)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(RANKS) as ranks:
+        found = [*ranks.map(one, range(RANKS))]
+    assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
+    return found
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    time.sleep(0.2)  # the others wait
+    odd, even = torch.arange(3, dtype=torch.bfloat16), torch.arange(64.0).view(8, 8)
+    return {"odd": odd, "even": even, "even.again": even, "count": torch.tensor(5), "none": torch.zeros(0, 4)}
+
+
+def test_all_have_what_the_first_one_made_once_each() -> None:
+    wanted = tensors()
+    del wanted["even.again"]
+    for found in on_all(tensors):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], one) and found[name].dtype == one.dtype for name, one in wanted.items())
+
+
+def test_where_the_first_one_gives_nothing_each_loads_for_itself() -> None:
+    assert on_all(dict) == [None] * RANKS
+
+
+def test_all_say_why_the_first_one_could_not() -> None:
+    def fails() -> dict[str, torch.Tensor]:
+        raise ValueError("weights lack proj_out")
+
+    assert on_all(fails) == ["weights lack proj_out"] * RANKS
+
+
+def test_where_one_may_not_open_it_each_loads_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, once = os.open, iter([True])
+
+    def refused(path: Any, *more: Any) -> int:
+        if str(path).startswith("/proc/") and next(once, False):
+            raise PermissionError(path)
+        return opened(path, *more)
+
+    monkeypatch.setattr(os, "open", refused)
+    assert on_all(tensors) == [None] * RANKS
+
+
+def test_what_a_first_one_that_ended_left_is_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unfuse.parallel.weights._fill", lambda file, load: None)
+    assert on_all(tensors) == ["the first rank ended while it loaded weights"] * RANKS

@@ -1,0 +1,92 @@
+"""What requests cost: whose part of a device is whose, and what prices make of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import ExecutionPlan
+from unfuse.core.request import RequestContext, StageState, Timings
+from unfuse.server.gateway import Gateway
+from unfuse.server.keys import Keys
+from unfuse.server.prices import FREE, Prices, spent
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def context(tenant: str = "ada", **timings: Timings) -> RequestContext:
+    stages = {name: StageState("done", attempt=1, timings=one) for name, one in timings.items()}
+    return RequestContext("req_" + "0" * 32, "m", {}, ExecutionPlan(()), stages, tenant, status="completed")
+
+
+def test_who_shares_a_forward_has_a_part_and_who_is_spread_has_all_devices() -> None:
+    asked = context(
+        alone=Timings(run_s=2.0, device="cpu"),
+        shared=Timings(run_s=8.0, batch=4.0, device=H100),
+        spread=Timings(run_s=3.0, batch=1.0, device=H100, devices=2),
+        cached=Timings(),
+        old=Timings(run_s=1.0),
+    )
+    assert spent(asked) == {"cpu": 2.0, H100: 8.0, "unknown": 1.0}
+
+
+def test_prices_are_an_hour_s_and_what_has_none_costs_nothing() -> None:
+    took = {"cpu": 1800.0, H100: 7200.0, "xpu": 3600.0, "unknown": 9.0}
+    assert Prices(["cuda=1.20/h", "cpu=0.5/h"]).money(took) == pytest.approx(2.4 + 0.25)
+    assert Prices(["xpu=3/h"]).money(took) == pytest.approx(3.0)
+    assert Prices(["mps=3/h"]).money(took) == 0.0
+    assert FREE.money(took) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("cuda", "write KIND=AMOUNT/h, like cuda=1.20/h"),
+        ("cuda=1.20", "write KIND=AMOUNT/h"),
+        ("cuda=-1/h", "write KIND=AMOUNT/h"),
+        ("cuda=nan/h", "write KIND=AMOUNT/h"),
+        ("cdua=1/h", "no devices of the kind cdua; did you mean cuda"),
+        ("quantum=1/h", "there are cpu, cuda, xpu, mps"),
+    ],
+)
+def test_a_price_for_what_does_not_exist_is_refused(given: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Prices([given])
+
+
+def test_a_price_for_what_is_not_here_is_told() -> None:
+    assert Prices(["cuda=1/h", "cpu=1/h"]).unseen(["cpu"]) == ["cuda"]
+    assert Prices(["cuda=1/h"]).unseen(["cpu", "cuda:0", "cuda:1"]) == []
+
+
+class Nobody:
+    """What a gateway asks of a scheduler that has nothing to do."""
+
+    queue = None
+
+    class observers:
+        @staticmethod
+        def add(*_: Any) -> None:
+            return
+
+
+def test_metrics_add_up_by_tenant_model_and_device() -> None:
+    gateway = Gateway(Nobody(), None, Keys(["ada k", "bob b"]), {}, prices=Prices(["cpu=3600/h"]))  # type: ignore[arg-type]
+    for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
+        gateway.ended(context(tenant, s=Timings(run_s=seconds, device="cpu")))
+    page = generate_latest(gateway.metrics._registry).decode()
+    sums = {
+        (sample.name, sample.labels["tenant"]): sample.value
+        for family in text_string_to_metric_families(page) for sample in family.samples
+        if sample.name in ("unfuse_device_seconds_total", "unfuse_money_total")
+    }  # fmt: skip
+    by_tenant = {"ada": 2.5, "bob": 4.0, "other": 1.0}
+    assert sums == {
+        (name, tenant): value
+        for name in ("unfuse_device_seconds_total", "unfuse_money_total")
+        for tenant, value in by_tenant.items()
+    }

@@ -1,0 +1,267 @@
+"""Webhooks: who is told what, signed; targets that fail, hang or lie; and where none may lead."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from standardwebhooks.webhooks import WebhookVerificationError
+
+from tests.server.served import BROKEN, SECRET, Served, serve, until
+from tools.cards import IDLE, PICTURES
+from tools.receiver import Receiver, saying
+from tools.redis_server import RedisServer
+from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
+from unfuse.server.targets import Targets
+from unfuse.server.webhooks import Webhooks
+
+URL = "/v1/images/generations"
+HERE = ("127.0.0.0/8",)
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    found = Receiver()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses that are short, so that nobody waits for them."""
+    monkeypatch.setattr("unfuse.scheduler.notices.PAUSES_S", (0.01, 0.01))
+    monkeypatch.setattr("unfuse.scheduler.notices.TAKEN_S", 2.0)
+    monkeypatch.setattr("unfuse.server.webhooks.REVIEW_S", 0.1)
+    monkeypatch.setattr("unfuse.server.targets.CALL_S", 1.0)
+
+
+def asked(served: Served, url: str, model: str = PICTURES.name, **more: Any) -> httpx2.Response:
+    body = {"model": model, "prompt": "a circle", "webhook": url, **more}
+    return httpx2.post(served.url + URL, json=body, headers={"prefer": "respond-async"}, trust_env=False, timeout=60)
+
+
+def shown(served: Served, request: str) -> dict[str, Any]:
+    return dict(httpx2.get(f"{served.url}/v1/requests/{request}", trust_env=False, timeout=60).json()["webhook"])
+
+
+def ended(served: Served, request: str, state: str) -> dict[str, Any]:
+    until(lambda: shown(served, request)["state"] == state)
+    return shown(served, request)
+
+
+def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, receiver: Receiver) -> None:
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        done, failed = (asked(served, receiver.url, prompt=prompt).json()["id"] for prompt in ("a circle", BROKEN))
+        cancelled = asked(served, receiver.url, IDLE.name).json()["id"]
+        assert shown(served, cancelled) == {"url": receiver.url, "state": "waiting", "attempts": 0, "reason": ""}
+        httpx2.post(f"{served.url}/v1/requests/{cancelled}/cancel", trust_env=False)
+        for request in (done, failed, cancelled):
+            assert ended(served, request, "heard")["attempts"] == 1
+        told = {message["data"]["id"]: message for message in receiver.verified(SECRET)}
+        kinds = {id: message["type"] for id, message in told.items()}
+        assert kinds == {done: "request.completed", failed: "request.failed", cancelled: "request.cancelled"}
+        assert told[failed]["data"]["error"]["message"] == "the circle is broken"
+        link = told[done]["data"]["result"][0]["url"]
+        assert httpx2.get(link, trust_env=False).content.startswith(b"\x89PNG"), "links lead back to the gateway"
+        assert all(headers["webhook-id"] in told for headers, _ in receiver.calls)
+        page = httpx2.get(f"{served.url}/metrics", trust_env=False).text
+        assert 'unfuse_webhooks_total{outcome="heard"} 3.0' in page
+
+
+def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:
+    receiver.answers = [saying(b"HTTP/1.1 500 Oh\r\ncontent-length: 0\r\n\r\n"), saying(b"garbage\r\n\r\n")]
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        request = asked(served, receiver.url).json()["id"]
+        assert ended(served, request, "heard") == {"url": receiver.url, "state": "heard", "attempts": 3, "reason": ""}
+        assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [request] * 3
+        assert {headers["webhook-id"] for headers, _ in receiver.calls} == {request}
+
+
+@pytest.mark.parametrize(("status", "attempts"), [(503, 3), (410, 1)])
+def test_a_webhook_is_given_up_after_the_last_attempt_or_when_it_says_so(
+    tmp_path: Path, receiver: Receiver, status: int, attempts: int
+) -> None:
+    receiver.answers = [saying(b"HTTP/1.1 %d No\r\ncontent-length: 0\r\n\r\n" % status)] * 9
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        end = ended(served, asked(served, receiver.url).json()["id"], "given_up")
+    assert (end["attempts"], end["reason"]) == (attempts, f"it answered {status}")
+    assert len(receiver.calls) == attempts
+
+
+def test_targets_that_hang_or_lie_hold_up_no_other(tmp_path: Path, receiver: Receiver) -> None:
+    """Given a target that never answers, one that redirects, and one that answers without end, then each fails within
+    its time, nothing is read or followed, and another one is told at once."""
+    other, elsewhere = Receiver("127.0.0.2"), Receiver("127.0.0.3")
+    poured: list[int] = []
+
+    def pour(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000\r\n\r\n")
+        try:
+            for _ in range(1000):
+                poured.append(connection.send(bytes(1_000_000)))
+        except OSError:
+            return
+
+    receiver.answers = [receiver.hang] * 20
+    other.answers = [pour, saying(f"HTTP/1.1 307 X\r\nlocation: {elsewhere.url}\r\n\r\n".encode())]
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        hanging = [asked(served, receiver.url).json()["id"] for _ in range(6)]
+        until(lambda: len(receiver.calls) == 4)
+        assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 1, "its body is not read"
+        assert ended(served, asked(served, other.url).json()["id"], "heard")["attempts"] == 2
+        for request in hanging:
+            assert "did not answer within 1 s" in ended(served, request, "given_up")["reason"]
+    assert sum(poured) < 100_000_000
+    assert elsewhere.calls == []
+
+
+def test_a_name_that_leads_elsewhere_when_it_is_called_is_not_followed(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, looked_up = socket.getaddrinfo, list[str]()
+
+    def rebound(host: str, *rest: Any, **more: Any) -> Any:
+        if host == "hooks.example":
+            looked_up.append(host)
+        return real("127.0.0.1" if host == "hooks.example" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebound)
+    with serve(tmp_path, webhook_hosts=("hooks.example",)) as served:
+        request = asked(served, f"http://hooks.example:{receiver.port}/").json()["id"]
+        assert "leads to 127.0.0.1, which may not be called" in ended(served, request, "given_up")["reason"]
+    assert receiver.calls == []
+    with serve(tmp_path / "allowed", webhook_hosts=("hooks.example", *HERE)) as served:
+        looked_up.clear()
+        request = asked(served, f"http://hooks.example:{receiver.port}/").json()["id"]
+        assert ended(served, request, "heard")["attempts"] == 1
+    assert looked_up == ["hooks.example"], "what was looked at is what was connected to"
+    assert receiver.calls[0][0]["host"] == f"hooks.example:{receiver.port}"
+
+
+def test_a_gateway_goes_on_with_what_another_left_untold(
+    tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a gateway that ended while it told, when one begins over the same queue, then it tells once more."""
+    monkeypatch.setattr("unfuse.server.targets.CALL_S", 600.0)
+    receiver.answers = [receiver.hang]
+    queue = f"sqlite:{tmp_path}/queue.db"
+    with serve(tmp_path, webhook_hosts=HERE, queue=queue) as served:
+        request = asked(served, receiver.url).json()["id"]
+        until(lambda: len(receiver.calls) == 1)
+    with serve(tmp_path, webhook_hosts=HERE, queue=queue, works=False) as served:
+        assert ended(served, request, "heard")["attempts"] == 2
+    assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [request] * 2
+
+
+@pytest.mark.slow
+def test_of_several_gateways_one_tells(tmp_path: Path, receiver: Receiver) -> None:
+    server = RedisServer(tmp_path)
+    try:
+        with (
+            serve(tmp_path, webhook_hosts=HERE, queue=server.url) as one,
+            serve(tmp_path, webhook_hosts=HERE, queue=server.url, works=False),
+        ):
+            ids = [asked(one, receiver.url).json()["id"] for _ in range(12)]
+            for request in ids:
+                assert ended(one, request, "heard")["attempts"] == 1
+        assert sorted(message["data"]["id"] for message in receiver.verified(SECRET)) == sorted(ids)
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://hooks.example/", "hooks.example", "//hooks.example", "http:///path", "http://user@hooks.example/",
+        "http://hooks.example/#x", "http://hooks.example:0/", "http://hooks.example:99999/", "http://hooks.example:x/",
+        "http://höoks.example/", "http://hooks.example\\@evil/", "http://hooks.example/a b", "http://hooks.example/\n",
+        "http://[::1/", "http://hooks.example.evil/", "http://evilhooks.example/", "http://example/",
+        "http://127.0.0.1/", "http://10.1.2.3/", "http://[::ffff:10.0.0.1]/", "http://169.254.169.254/latest",
+        "http://2130706433/", "http://8.8.8.8/", "http://[fd00::1]/",
+    ],
+)  # fmt: skip
+def test_an_address_that_is_none_or_not_allowed_is_refused(url: str) -> None:
+    with pytest.raises(InvalidParameter) as refused:
+        Targets(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
+    assert refused.value.param == "webhook"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://hooks.example/done", "http://HOOKS.example:8080", "https://a.b.sub.example/?x=1", "http://sub.example",
+        "http://192.168.7.9/x",
+    ],
+)  # fmt: skip
+def test_an_allowed_address_is_accepted(url: str) -> None:
+    Targets(["hooks.example", ".sub.example", "192.168.7.0/24"]).require(url)
+
+
+def test_any_host_means_any_of_the_internet() -> None:
+    targets = Targets(["*"])
+    for url in ("http://8.8.8.8/", "https://anything.example/", "http://[2001:4860:4860::8888]/"):
+        targets.require(url)
+    for url in ("http://127.0.0.1/", "http://[::1]/", "http://192.168.1.1/", "http://[64:ff9b::7f00:1]/"):
+        with pytest.raises(InvalidParameter):
+            targets.require(url)
+    inner = ("::ffff:127.0.0.1", "64:ff9b::a00:1", "2002:7f00:1::")
+    for address in ("10.0.0.1", *inner, "224.0.1.1", "0.0.0.0", "fe80::1%lo", ""):
+        assert not targets.check(address), address
+    assert targets.check("8.8.8.8") and targets.check("64:ff9b::808:808")
+
+
+async def test_names_that_stand_for_this_machine_by_other_spellings_are_not_called(receiver: Receiver) -> None:
+    targets = Targets(["*"])
+    for name in ("127.1", "2130706433", "0x7f000001", "localhost"):
+        with pytest.raises(TransientError, match="may not be called"):
+            await targets.call(f"http://{name}:{receiver.port}/", {}, b"")
+    assert receiver.calls == []
+
+
+def test_a_webhook_is_refused_where_none_may_be_called(tmp_path: Path) -> None:
+    with serve(tmp_path) as served:
+        answer = asked(served, "https://hooks.example/")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "webhook")
+        assert "--webhook-hosts" in answer.json()["error"]["message"]
+        assert httpx2.get(f"{served.url}/v1/requests", trust_env=False).json()["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("hosts", "secrets", "said"),
+    [
+        (("hooks.example",), (), "needs --webhook-secret"),
+        (("http://hooks.example",), (SECRET,), "write names like"),
+        ((), ("short",), "no base64|shorter than"),
+        ((), ("whsec_MfKQ9r8G",), "shorter than 24 bytes"),
+        ((), ("no base 64 at all, but long enough",), "no base64"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_told_at_the_start(
+    hosts: tuple[str, ...], secrets: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        Webhooks(hosts, secrets)
+    assert not any(secret in str(refused.value) for secret in secrets)
+
+
+def test_secrets_may_be_files_and_several_while_one_is_changed(tmp_path: Path, receiver: Receiver) -> None:
+    file, next_one = tmp_path / "secret", "whsec_" + "QUJD" * 8
+    file.write_text(f"{SECRET}\n")
+    with serve(tmp_path, webhook_hosts=HERE, webhook_secrets=[str(file), next_one]) as served:
+        ended(served, asked(served, receiver.url).json()["id"], "heard")
+    assert receiver.verified(SECRET) == receiver.verified(next_one)
+    with pytest.raises(WebhookVerificationError):
+        receiver.verified("whsec_" + "QUJE" * 8)
+
+
+def test_a_retried_dead_request_is_told_of_anew(tmp_path: Path, receiver: Receiver) -> None:
+    with serve(tmp_path, webhook_hosts=HERE) as served:
+        first = asked(served, receiver.url, prompt="a poisonous circle").json()["id"]
+        ended(served, first, "heard")
+        again = httpx2.post(f"{served.url}/v1/dead/{first}/retry", trust_env=False, timeout=60).json()["id"]
+        ended(served, again, "heard")
+        assert [message["data"]["id"] for message in receiver.verified(SECRET)] == [first, again]

@@ -1,0 +1,166 @@
+"""Where webhooks may lead, and how they are called, so that nobody has the server call what only it can reach."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_network
+from urllib.parse import SplitResult, urlsplit
+
+import httpcore2
+from typing_extensions import override
+
+from unfuse.core.errors import ConfigError, InvalidParameter, TransientError
+from unfuse.server.access import ANY, address_of
+
+CALL_S = 10.0
+"""The longest that a target has, from looking up its name to the head of its answer. The rest is not read."""
+
+STANDARD_PORTS = {"http": 80, "https": 443}
+LOOKUPS = 8
+"""How many names are looked up at one time."""
+
+TRANSLATED = ip_network("64:ff9b::/96")
+"""IPv6 addresses that stand for the IPv4 address at their end."""
+
+
+class Targets:
+    """The hosts that may be called: names (`.domain` for all below it, `*` for any), and addresses or networks.
+
+    A name may lead to an address of the internet, or to one of those networks. Raises ConfigError for what is neither.
+    """
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        self._names = frozenset(entry.lower() for entry in allowed if not _is_network(entry))
+        self._networks = [ip_network(entry) for entry in allowed if _is_network(entry)]
+        self._pool = httpcore2.AsyncConnectionPool(
+            ssl.create_default_context() if allowed else None,
+            max_connections=None,
+            max_keepalive_connections=0,
+            network_backend=_Checked(self.check),
+        )
+        for name in self._names:
+            if not name.isascii() or not name.strip(".") or set(name) & set("/:@ ?#"):
+                raise ConfigError(f"--webhook-hosts {name}: write names like hooks.example or .example, networks, or *")
+
+    def __bool__(self) -> bool:
+        return bool(self._names or self._networks)
+
+    def require(self, url: str) -> None:
+        """Raise InvalidParameter for an address that may not be called, as far as it tells itself."""
+        if not self:
+            message = "webhook: this server calls nobody, start it with --webhook-hosts and --webhook-secret"
+            raise InvalidParameter(message, "webhook")
+        host = _parts(url).hostname or ""
+        above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
+        if (address := address_of(host)) is not None:
+            allowed = self._may_be_called(address) and (ANY in self._names or self._is_named(address))
+        else:
+            allowed = not self._names.isdisjoint([ANY, host, f".{host}", *above])
+        if not allowed:
+            message = f"webhook: {host[:80]} may not be called, whoever runs the server can add it to --webhook-hosts"
+            raise InvalidParameter(message, "webhook")
+
+    def check(self, address: str) -> bool:
+        """Whether this address may be connected to, whichever name led there."""
+        found = address_of(address.partition("%")[0])
+        return found is not None and self._may_be_called(found)
+
+    async def call(self, url: str, headers: Mapping[str, str], body: bytes) -> int:
+        """Post something, and return the status of the answer. Redirects are not followed.
+
+        Raises TransientError for a target that cannot be reached, or does not answer in time.
+        """
+        parts = _parts(url)
+        host, scheme = parts.hostname or "", parts.scheme
+        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        port = parts.port or STANDARD_PORTS[scheme]
+        where = httpcore2.URL(scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode())
+        sent = {"host": parts.netloc, "content-length": str(len(body)), "connection": "close", **headers}
+        try:
+            async with asyncio.timeout(CALL_S):
+                async with self._pool.stream("POST", where, headers=[*sent.items()], content=body) as answer:
+                    return int(answer.status)
+        except TimeoutError as error:
+            raise TransientError(f"it did not answer within {CALL_S:g} s") from error
+        except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
+            raise TransientError(str(error) or type(error).__name__) from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._pool.aclose()
+
+    def _is_named(self, address: IPv4Address | IPv6Address) -> bool:
+        return any(address in network for network in self._networks)
+
+    def _may_be_called(self, address: IPv4Address | IPv6Address) -> bool:
+        return self._is_named(address) or _is_public(address)
+
+
+class _Checked(httpcore2.AsyncNetworkBackend):
+    """Connects to the address that was looked at, and to no other that the same name may stand for a moment later."""
+
+    def __init__(self, check: Callable[[str], bool]) -> None:
+        self._check, self._real = check, httpcore2.AnyIOBackend()
+        self._lookups = ThreadPoolExecutor(LOOKUPS, "lookup")  # of its own: one that hangs keeps no other work waiting
+
+    @override
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
+    ) -> httpcore2.AsyncNetworkStream:
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._lookups, look_up)
+        addresses = list(dict.fromkeys(str(one[4][0]) for one in found))
+        if not (may := [address for address in addresses if self._check(address)]):
+            raise httpcore2.ConnectError(f"{host} leads to {', '.join(addresses[:4])}, which may not be called")
+        for address in may[:-1]:
+            with suppress(httpcore2.ConnectError):
+                return await self._real.connect_tcp(address, port, timeout, local_address, socket_options)
+        return await self._real.connect_tcp(may[-1], port, timeout, local_address, socket_options)
+
+
+def host_of(url: str) -> str:
+    """The host of an address that was checked before."""
+    return urlsplit(url).hostname or ""
+
+
+def _parts(url: str) -> SplitResult:
+    """The parts of an address of a webhook. Raises InvalidParameter."""
+    try:
+        parts = urlsplit(url)
+        is_plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
+        is_clean = "@" not in parts.netloc and not parts.fragment and parts.port != 0
+        if is_plain and is_clean and parts.scheme in STANDARD_PORTS and parts.hostname:
+            return parts
+    except ValueError:
+        pass
+    raise InvalidParameter("webhook must be an address like https://hooks.example/done, without user and #", "webhook")
+
+
+def _is_network(entry: str) -> bool:
+    try:
+        ip_network(entry)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_public(address: IPv4Address | IPv6Address) -> bool:
+    """Whether an address is one of the internet, and stands for no other that is not."""
+    if isinstance(address, IPv6Address):
+        inner = address.sixtofour or (address.teredo and address.teredo[1])
+        if address in TRANSLATED:
+            inner = IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner and not _is_public(inner):
+            return False
+    return address.is_global and not address.is_multicast

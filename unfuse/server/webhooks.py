@@ -1,0 +1,143 @@
+"""Tells webhooks that their requests are over, signed by the rules of Standard Webhooks, until they have heard it.
+
+What is left to tell is on the requests' contexts: any gateway goes on where another one stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import msgspec
+import structlog
+from standardwebhooks import Webhook as Signer
+
+from unfuse import __version__
+from unfuse.core.errors import ConfigError, InvalidParameter, NotFound, TransientError
+from unfuse.core.request import Record, RequestContext, Webhook
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.prices import FREE, Prices
+from unfuse.server.targets import Targets, host_of
+from unfuse.server.view import request_object
+from unfuse.supervision.supervisor import Supervisor
+
+REVIEW_S = 10.0
+"""Seconds between two looks for what other gateways left untold."""
+
+MOST = 1024
+"""How many requests one gateway tells of, or waits for, at one time. Others are found by a later look."""
+
+AT_ONCE, AT_ONCE_EACH = 64, 4
+"""How many calls are under way at one time, and to one host: one that hangs holds up nobody else."""
+
+LEAST_SECRET = 24
+"""The fewest bytes of a secret, by the rules of Standard Webhooks."""
+
+GONE = 410
+"""The status by which a target says that it never wants to hear of anything again."""
+
+log = structlog.get_logger(__name__)
+
+
+class Webhooks(Observer):
+    """The webhooks of one gateway. Raises ConfigError for secrets or hosts that cannot be used, or miss one another."""
+
+    def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
+        self._prices = prices
+        self.targets = Targets(targets)
+        self._signers = [_signer(secret) for secret in secrets]
+        if self.targets and not self._signers:
+            raise ConfigError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")
+        self._told: dict[str, asyncio.Task[None]] = {}
+        self._background = Supervisor()
+        self._all = asyncio.Semaphore(AT_ONCE)
+        self._hosts = WeakValueDictionary[str, asyncio.Semaphore]()
+
+    def start(self, scheduler: Scheduler) -> None:
+        """Begin to tell what there is to tell, and what this scheduler ends."""
+        if self.targets:
+            self._scheduler, self._notices = scheduler, scheduler.notices
+            scheduler.observers.add(self)
+            self._background.forever("looking for webhooks that have not heard", self._review)
+
+    async def close(self) -> None:
+        """End it. What is not told yet others tell, or this one when it begins again."""
+        await self._background.close()
+        await self.targets.close()
+
+    def ended(self, context: RequestContext) -> None:
+        """Have the webhook of a request that is over told."""
+        if context.unheard and context.id not in self._told and len(self._told) < MOST:
+            self._told[context.id] = self._background.once("telling a webhook", lambda: self._tell(context))
+            self._told[context.id].add_done_callback(lambda _: self._told.pop(context.id, None))
+
+    async def _review(self) -> None:
+        async for context in self._notices.unheard():
+            self.ended(context)
+        await asyncio.sleep(REVIEW_S)
+
+    async def _tell(self, context: RequestContext) -> None:
+        """Tell one webhook, as often as is needed, unless others do."""
+        with suppress(NotFound):
+            while context.unheard and context.webhook:
+                await asyncio.sleep(max(0.0, context.webhook.next_at - self._scheduler.clock.wall()))
+                each = self._hosts.setdefault(host_of(context.webhook.url), asyncio.Semaphore(AT_ONCE_EACH))
+                async with each, self._all:
+                    context, is_ours = await self._notices.take(context.id)
+                    if is_ours and context.webhook:
+                        context = await self._attempt(context, context.webhook)
+
+    async def _attempt(self, context: RequestContext, webhook: Webhook) -> RequestContext:
+        """Call it once, and record what came of it."""
+        reason, status = "", 0
+        try:
+            self.targets.require(webhook.url)
+            status = await self.targets.call(webhook.url, *self._message(context, webhook))
+        except (InvalidParameter, TransientError) as error:
+            reason = str(error)
+        told = {"request": context.id, "host": host_of(webhook.url), "attempt": webhook.attempts}
+        if 200 <= status < 300:
+            log.info("webhook heard", **told)
+            self._scheduler.observers.tell(Observer.told, "heard")
+            return await self._notices.heard(context.id)
+        reason = reason or f"it answered {status}" + " (redirects are not followed)" * (300 <= status < 400)
+        context = await self._notices.failed(context.id, reason, for_good=status == GONE)
+        state = context.webhook.state if context.webhook else ""
+        log.warning("webhook failed", **told, reason=reason, state=state)
+        self._scheduler.observers.tell(Observer.told, "given_up" if state == "given_up" else "failed")
+        return context
+
+    def _message(self, context: RequestContext, webhook: Webhook) -> tuple[dict[str, str], bytes]:
+        """The headers and the body: what happened, and the request as its tenant sees it."""
+        happened = context.status if context.status in ("completed", "cancelled") else "failed"
+        at = datetime.fromtimestamp(context.completed_at or 0.0, UTC).isoformat()
+        data = request_object(Record(context), webhook.base, prices=self._prices)
+        body = msgspec.json.encode({"type": f"request.{happened}", "timestamp": at, "data": data})
+        now = datetime.fromtimestamp(self._scheduler.clock.wall(), UTC)
+        signatures = [signer.sign(context.id, now, body.decode()) for signer in self._signers]
+        return {
+            "content-type": "application/json",
+            "user-agent": f"unfuse/{__version__}",
+            "webhook-id": context.id,
+            "webhook-timestamp": str(int(now.timestamp())),
+            "webhook-signature": " ".join(signatures),
+        }, body
+
+
+def _signer(secret: str) -> Signer:
+    """What signs by a secret, or by that in a file. Raises ConfigError, which does not tell it."""
+    try:
+        told = Path(secret).read_text().strip() if os.path.isfile(secret) else secret
+        coded = told.removeprefix("whsec_")
+        if len(base64.b64decode(coded + "=" * (-len(coded) % 4), validate=True)) >= LEAST_SECRET:
+            return Signer(told)
+    except (OSError, ValueError) as error:
+        raise ConfigError("--webhook-secret is no base64, as `openssl rand -base64 32` makes it") from error
+    raise ConfigError(f"--webhook-secret is shorter than {LEAST_SECRET} bytes: make one by `openssl rand -base64 32`")
