@@ -33,6 +33,13 @@ def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: 
         assert (mine == theirs) == (one[: number * CHUNK] == other[: number * CHUNK])
 
 
+def test_beginnings_are_other_ones_where_something_else_is_shown() -> None:
+    ids = [1] * (4 * CHUNK)
+    plain, one, other = (beginnings(ids, shown) for shown in ("", "a", "b"))
+    assert len({*plain, *one, *other}) == 9
+    assert one == beginnings(ids, "a")
+
+
 def test_of_a_very_long_prompt_only_so_many_are_told() -> None:
     found = beginnings([1] * (CHUNK * (MOST_SHARED + 3)))
     assert len(found) == MOST_SHARED == len({*found})

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_language_model(tmp_path_factory.mktemp("model") / "tiny", positions=1024)
 
 
-@pytest.fixture(scope="module", params=["language=1 --loop overlapped", "prefill=1,decode=1"])
+@pytest.fixture(scope="module", params=["language=1", "prefill=1,decode=1 --loop normal"])
 def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(
         tmp_path_factory.mktemp("serve"),

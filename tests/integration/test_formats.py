@@ -23,6 +23,7 @@ from tests.schemas import SCHEMAS
 from tools.server import Server, environment, serving, unfuse, until
 from tools.tiny_language import make_language_model
 from unfuse.client import connect
+from unfuse.server.answers import ANSWERED
 
 PERSON = {
     "type": "object",
@@ -129,6 +130,13 @@ def test_a_model_calls_what_it_must(ai: openai.OpenAI) -> None:
     assert several.message.tool_calls and len({call.id for call in several.message.tool_calls}) == len(
         several.message.tool_calls
     )
+
+
+def test_a_reply_with_calls_is_as_the_api_says(server: Server) -> None:
+    said = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "tool_choice": "required", "max_tokens": 600, "seed": 1}
+    reply = server.post("/v1/chat/completions", said)
+    assert reply["choices"][0]["message"]["tool_calls"]
+    jsonschema_rs.validate(ANSWERED, reply)
 
 
 def test_calls_and_their_results_are_messages(ai: openai.OpenAI) -> None:

@@ -23,6 +23,7 @@ from PIL import Image
 from tests.integration.pictures import SHAPES
 from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
 from unfuse.core.spread import Spread
+from unfuse.worker.executor import RANKS_TRIED
 
 WAIT_S = "4"
 """Seconds that ranks wait for each other; one that is stopped holds up its requests for so long."""
@@ -182,6 +183,13 @@ def crashed_alone(server: Server, request: str) -> bool:
     return any(stage["crashes"] for stage in server.get(f"/v1/requests/{request}")["stages"])
 
 
+def may_fail(server: Server) -> bool:
+    """Whether ranks that do not start now are tried again: after the third time in turn there are fewer of them."""
+    failed = server.log().rpartition('"starting compute again"')[2].count('"compute did not start"')
+    served = '"event": "ended"' in server.log().rpartition('"compute did not start"')[2]
+    return served or failed < RANKS_TRIED - 1
+
+
 @pytest.mark.nightly
 def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
     chance = random.Random(7)
@@ -193,7 +201,8 @@ def test_fifty_ranks_killed_and_stopped_change_no_byte(tmp_path: Path) -> None:
                 seed = chance.randrange(3)
                 running[server.submit("a red circle on white", seed=seed, num_inference_steps=40)] = seed
             time.sleep(chance.uniform(0.0, 2.5))
-            if (found := compute_of_denoiser(server)) and not any(crashed_alone(server, one) for one in running):
+            spared = any(crashed_alone(server, one) for one in running) or not may_fail(server)
+            if (found := compute_of_denoiser(server)) and not spared:
                 os.kill(chance.choice(found).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
                 ended += 1
             for request in [one for one in running if server.get(f"/v1/requests/{one}")["status"] == "completed"]:

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from tools.tiny_language import KINDS, TEXT as SAID, make_language_model
+from unfuse.arena.arena import Arena
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import TEXT
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
@@ -27,8 +30,15 @@ from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
 from unfuse.stages.language import CHUNK, Decode, Prefill, Writing
+from unfuse.stores.checksums import checksums_of
+from unfuse.transfer.base import TransferOptions
+from unfuse.transfer.fake import FakeEngine
+from unfuse.transfer.session import Transfers
+from unfuse.transfer.sinks import Window
 
 MOST = 12
+TOKEN_BYTES = 512
+"""Of the keys and values of a tiny model."""
 
 
 class Model:
@@ -192,3 +202,48 @@ def test_what_is_made_again_in_an_exact_pool_has_the_same_bits(model: Model, wor
     for again in (split, given):
         for died in (1, 25):
             assert pieces_of(decode, again, *calm[:died]) == calm
+
+
+def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_path: Path, arena: Arena) -> None:
+    """Given keys and values of a long prompt in another arena, when a decoder takes them through a window, then it has
+    every one of them, and draws the token that it draws from the whole."""
+    tokens, options = 100_000, TransferOptions(insecure=True)
+    model = Model(make_language_model(tmp_path / "long", positions=tokens + 16))
+    _, decode = model.stages(2 * tokens + 64)
+    owner, reader = FakeEngine(options), FakeEngine(options)
+    transfers = Transfers({"fake": reader}, lambda _: {"fake": address}, options)
+    address = owner.serve(arena)
+    source = torch.Generator().manual_seed(1)
+    outline = decode._sequences.layout(tokens - 1).outline()
+    made = {name: torch.rand(shape, generator=source) for name, _, shape in outline}
+    data = torch.cat([made[name].flatten() for name in made]).view(torch.uint8).numpy()
+    extent = arena.create(data.nbytes, "req_a")
+    arena.writable(extent)[:] = data
+    arena.seal(extent.id)
+    whole = ObjectRef(
+        extent.id, "owner", "", "req_a", "prefill", 1, extent.generation, data.nbytes, (), checksums_of(data),
+        extent.key, 0.0,
+    )  # fmt: skip
+    given = task(model.card, torch.randint(3, 200, (tokens,), generator=source).tolist(), max_tokens=1)
+    window = Window(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
+    session, received = transfers.fetch(whole, window), decode.receive(given.params, 0)
+    for piece in window:
+        received.take(torch.from_numpy(piece))
+    session.result(60)
+    states = [
+        decode.start(StageInput(given.params, tensors, given.uploads, received=came))
+        for tensors, came in (({}, received), (made, None))
+    ]
+    assert [state.done for state in states] == [tokens - 1] * 2
+    for layer in range(2):
+        (keys, values), (others, more) = (state.kv.read(layer) for state in states)
+        assert torch.equal(keys, others) and torch.equal(values, more)
+    assert len({to_the_end(decode, [state])[0][0] for state in states}) == 1
+    transfers.close()
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena(64 << 20)
+    yield arena
+    arena.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import av
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -24,14 +25,14 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.plan import compile_plan
-from unfuse.core.text import packed
+from unfuse.core.text import CHUNK, beginnings, packed
 from unfuse.core.vision import Bounds, Vision
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.shown import read_shown
 from unfuse.stages.base import Stage, StageInput
-from unfuse.stages.language import CHUNK, Decode, Prefill
+from unfuse.stages.language import Decode, Prefill, Writing
 from unfuse.stages.media import Video
 from unfuse.stages.sight import Sight
 
@@ -46,6 +47,7 @@ class Chat:
         self.folder, self.card, self.messages = folder, card_of("m", folder), messages
         assert self.card.vision
         self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
+        self.begins = beginnings(self.ids, self.shown)
         given = {"messages": messages, "prompt_tokens": len(self.ids), "shown": self.shown, "temperature": 0}
         self.params, _ = check(self.card, {**given, "max_tokens": MOST, "seed": 1, **asked}, TEXT)
         self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())
@@ -78,8 +80,12 @@ def prefilled(prefill: Prefill, task: StageInput) -> dict[str, Any]:
 def decoded(decode: Decode, *tasks: StageInput) -> list[list[int]]:
     """The tokens of these, decoded together."""
     states = [decode.start(task) for task in tasks]
-    while any(decode.progress(state)[0] < decode.progress(state)[1] for state in states):
-        states = decode.step(states)  # type: ignore[assignment]  # none is an error
+    while any(len({*decode.progress(state)}) > 1 for state in states):
+        going = [number for number, state in enumerate(states) if len({*decode.progress(state)}) > 1]
+        for number, state in zip(going, decode.step([states[number] for number in going]), strict=True):
+            assert isinstance(state, Writing)
+            decode.grown(state)
+            states[number] = state
     for state in states:
         decode.let_go(state)
     return [state.ids[state.prompt :] for state in states]
@@ -232,6 +238,35 @@ def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
     assert decoded(decode, chat.task(made, *recorded)) == [calm]
 
 
+def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed(
+    folder: Path, pictures: list[Path]
+) -> None:
+    """Given two prompts that show the same and end differently, and one of the same tokens that shows another picture,
+    then the second one goes on from the chunks of the first one, with the tokens that it gets without, and the third
+    one shares nothing."""
+    first, second = pictures
+    asked = messages(pictures)
+    other = draw(first.with_name("other.png"), *SIZES[0], 77)
+    begins, goes_on = Chat(folder, asked), Chat(folder, [*asked, {"role": "user", "content": WORDS}])
+    differs = Chat(folder, messages([other, second]))
+    assert differs.ids == begins.ids and len(begins.begins) == (len(begins.ids) - 1) // CHUNK > 0
+    assert goes_on.begins[: len(begins.begins)] == begins.begins
+    assert not {*differs.begins} & {*begins.begins}
+    stages = begins.stages("exact")
+    prefill, made = stages["prefill"], begins.encoded(stages["vision_encode"])
+    state, portions = prefill.start(begins.task(made)), []
+    while len({*prefill.progress(state)}) > 1:
+        (state,) = prefill.step([state])
+        portions += [dict(prefill.portion(state, number)) for number in prefill.kept(state)]
+    prefill.let_go(state)
+    task = goes_on.task(made)
+    found = msgspec.structs.replace(task, prefix=tuple(portions[: len(begins.begins)]))
+    assert prefill.start(found).done == CHUNK * len(begins.begins)
+    whole, shared = (prefilled(prefill, one) for one in (task, found))
+    assert all(whole[name].equal(shared[name]) for name in whole)
+    assert decoded(stages["decode"], goes_on.task(made | shared)) == decoded(stages["decode"], task)
+
+
 def test_each_worker_has_the_weights_of_its_part_alone(folder: Path, pictures: list[Path]) -> None:
     stages = Chat(folder, messages(pictures)).stages()
     whole = getattr(transformers, card_kind(folder)).from_pretrained(folder).state_dict()
@@ -292,6 +327,24 @@ def test_what_was_not_encoded_or_is_of_another_size_is_refused(folder: Path, pic
             with pytest.raises(PermanentError, match="missing, or of another size"):
                 stages[stage].start(chat.task(wrong))
     assert stages["decode"].texts.load().used == 0 and stages["decode"].texts.load().prompts == 0
+
+
+def test_a_model_says_in_either_of_two_files_and_spellings_how_large_videos_are(tmp_path: Path) -> None:
+    """Given a folder as the first of these models were published, with one file for pictures and videos, and the
+    language's configuration around the vision's, then it is read as transformers reads it."""
+    made = make_vision_model(tmp_path / "tiny")
+    assert card_of("m", made).vision.videos == Bounds(16 * 784, 128 * 784)  # type: ignore[union-attr]
+    (made / "video_preprocessor_config.json").unlink()
+    file = made / "preprocessor_config.json"
+    said = {name: value for name, value in json.loads(file.read_text()).items() if name != "size"}
+    file.write_text(json.dumps({**said, "min_pixels": 3136, "max_pixels": 12_845_056}))
+    config = json.loads((made / "config.json").read_text())
+    speaks = config.pop("text_config")
+    speaks["rope_scaling"] = {"type": "mrope", "mrope_section": speaks.pop("rope_parameters")["mrope_section"]}
+    (made / "config.json").write_text(json.dumps({**speaks, **config}))
+    card = card_of("m", made)
+    assert card.vision and card.limits["max_tokens"] == 2048
+    assert card.vision.videos == card.vision.pictures == Bounds(3136, 12_845_056)
 
 
 def test_a_model_without_a_picture_processor_is_refused(tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
         name: {
             value for family in families.values() for sample in family.samples for value in [sample.labels.get(name)]
         }
-        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine")
+        for name in ("model", "stage", "pool", "outcome", "backend", "role", "engine", "tenant", "device")
     }
     assert labels["model"] <= {PICTURES.name, IDLE.name, None}
     assert labels["stage"] <= {"text_encode", "denoise", "vae_decode", None}
@@ -262,8 +262,10 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["backend"] == {"shared_memory", None}
     assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
     assert labels["engine"] <= {"tcp", None}
+    assert labels["tenant"] <= {"default", None}
+    assert labels["device"] <= {"unknown", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert names <= {*labels, "le"}
+    assert names <= {*labels, "le", "state"}
 
 
 def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:

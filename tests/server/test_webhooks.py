@@ -69,7 +69,7 @@ def test_completed_failed_and_cancelled_are_told_and_signed(tmp_path: Path, rece
         assert httpx2.get(link, trust_env=False).content.startswith(b"\x89PNG"), "links lead back to the gateway"
         assert all(headers["webhook-id"] in told for headers, _ in receiver.calls)
         page = httpx2.get(f"{served.url}/metrics", trust_env=False).text
-        assert 'unfuse_webhooks_total{outcome="heard"} 3.0' in page
+        assert 'unfuse_webhooks_total{state="heard"} 3.0' in page
 
 
 def test_what_fails_is_told_again_with_the_same_id(tmp_path: Path, receiver: Receiver) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from unfuse.cli.main import run
-from unfuse.core.errors import NotFound, UsageError
+from unfuse.core.errors import NotFound, TransientError, UsageError
 from unfuse.queues.memory import MemoryQueue
 from unfuse.service import service
 from unfuse.service.disk_use import disk_use
@@ -114,5 +114,23 @@ async def test_the_oldest_results_go_above_the_limit_and_are_read_to_their_end(
     with pytest.raises(NotFound):
         await queue.load(id_of(1))
     assert await kept(tmp_path, queue, 1) == [0], "what is not over stays"
+    assert (await queue.load(id_of(0))).context.id == id_of(0)
+    await queue.close()
+
+
+async def test_a_queue_that_has_no_room_keeps_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a disk that is full, so that the queue can forget nothing, then results go all the same."""
+    monkeypatch.setattr(service, "BOUND_S", 0.0)
+    queue, results = MemoryQueue(ManualClock()), open_results(f"disk:{tmp_path}")
+    for number in range(4):
+        record = await queue.submit(request(id_of(number)), [task(id_of(number))], [], LIMITS)
+        results.put(id_of(number), 0, "image/png", bytes(1000))
+        await queue.commit(change(record, status="completed", completed_at=float(number)))
+
+    async def full(_: str) -> None:
+        raise TransientError("the disk is full")
+
+    monkeypatch.setattr(queue, "drop", full)
+    assert await kept(tmp_path, queue, 500) == []
     assert (await queue.load(id_of(0))).context.id == id_of(0)
     await queue.close()

@@ -14,6 +14,7 @@ import pytest
 
 from tests.models.hub import serve
 from tests.worker import outside
+from tools.tiny_vision import make_vision_model
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import Pipeline
@@ -61,6 +62,18 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
     assert 4 * transformer.parameters < file.stat().st_size < transformer.files
     assert vae.memory == 4 * vae.parameters
     assert (tokenizer.memory, tokenizer.files > 0) == (0, True)
+
+
+def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(tmp_path: Path) -> None:
+    folder = make_vision_model(tmp_path / "tiny")
+    (model,) = look_into([str(folder)], "", wanted("float32,vision=bfloat16"), HOST)
+    language, vision = (model.components[name] for name in ("language", "vision"))
+    (file,) = folder.glob("*.safetensors")
+    header = 16_384
+    assert 0 < file.stat().st_size - 4 * (language.parameters + vision.parameters) < header
+    assert (language.memory, vision.memory) == (4 * language.parameters, 2 * vision.parameters)
+    parts = {role: [(part.component, part.once) for part in held] for role, held in needs([model]).items()}
+    assert parts == {"vision": [("vision", True)], "prefill": [("language", True)], "decode": [("language", True)]}
 
 
 def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:

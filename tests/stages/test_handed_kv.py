@@ -123,6 +123,8 @@ def test_the_heads_of_one_layer_and_chunk_are_one_range_each() -> None:
     layout = KvLayout(LAYERS, HEADS, WIDTH, torch.float32, 600)
     unit = torch.empty(layout.unit(CHUNK))
     assert all(unit[head:].is_contiguous() for head in range(HEADS))
+    whole = KvWriter(filled(600)[0], layout).finish()
+    assert layout.fits({"pictures": unit, **whole}) and not layout.fits({CHUNKS: whole[CHUNKS]})
     assert not layout.fits({}) and not layout.fits({CHUNKS: unit, REST: unit})
 
 

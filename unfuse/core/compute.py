@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 Batching = Literal["auto", "exact", "batched"]
-Loop = Literal["auto", "normal", "overlapped"]
+Loop = Literal["normal", "overlapped"]
 Offload = Literal["none", "model", "sequential"]
 
 USUAL_BATCH = 8
@@ -76,10 +76,10 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     loop: Annotated[
         Loop,
         Meta(
-            description="Of texts: normal tells of a token before the next one is computed, overlapped meanwhile, in a "
-            "thread of its own. Tokens are the same. auto is overlapped on a GPU and normal on a CPU."
+            description="Of texts: overlapped tells of a token while the next one is computed, in a thread of its own, "
+            "normal before that. Tokens are the same."
         ),
-    ] = "auto"
+    ] = "overlapped"
     guidance_halves: Annotated[
         Literal["auto", "apart", "fused"],
         Meta(
@@ -102,10 +102,6 @@ class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The settings that change a result's bytes, by name: all workers of one scheduler must agree on them."""
         batching = "exact" if self.batching == "auto" else self.batching
         return {"batching": batching, "noise-device": self.noise_device, "vae": self.vae}
-
-    def overlaps(self, device: str) -> bool:
-        """Whether the loop is overlapped on this device."""
-        return self.loop == "overlapped" or (self.loop == "auto" and device.startswith("cuda"))
 
     @property
     def fused(self) -> bool:

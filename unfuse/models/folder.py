@@ -25,6 +25,10 @@ INDEX = "model_index.json"
 CONFIG = "config.json"
 WHOLE = "model"
 """The component of a model that has no other."""
+LANGUAGE, VISION = "language", "vision"
+"""The components of a model of transformers that sees: parts of one class, which lie in the same files."""
+SEES = "visual."
+"""What names of the tensors have that are the vision's."""
 CONFIGS = {
     "scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json",
     "image_processor": "preprocessor_config.json", "feature_extractor": "preprocessor_config.json",
@@ -98,7 +102,7 @@ class ModelFolder:
     """Reads a model's folder. Every method raises ConfigError, naming the file, when what it needs is not there.
 
     `hub` is the name and the commit of a model in the hub library's cache, None of a plain folder. A model of
-    transformers is one component, `WHOLE`, whose files lie in the folder itself.
+    transformers is one component, `WHOLE`, or `LANGUAGE` and `VISION` where it sees; files lie in the folder itself.
     """
 
     def __init__(self, path: Path) -> None:
@@ -133,7 +137,7 @@ class ModelFolder:
     def components(self) -> list[str]:
         """The names of its components."""
         if self.is_whole:
-            return [WHOLE]
+            return [LANGUAGE, VISION] if "vision_config" in self.config(WHOLE) else [WHOLE]
         pairs = ((name, entry) for name, entry in self.index().items() if isinstance(entry, list) and len(entry) == 2)
         return [
             name for name, entry in pairs if not name.startswith("_") and all(isinstance(one, str) for one in entry)
@@ -205,7 +209,10 @@ class ModelFolder:
     def tensors(self, component: str) -> dict[str, tuple[str, int]]:
         """A component's tensors: dtype (F32, BF16, ...) and elements by name, as the headers of its files have them."""
         files = self.weight_names(component)
-        return {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
+        found = {name: tensor for file in files for name, tensor in self._tensors(component, file).items()}
+        if component not in (LANGUAGE, VISION):
+            return found
+        return {name: tensor for name, tensor in found.items() if (SEES in name) == (component == VISION)}
 
     def has(self, component: str, dtype: str) -> bool:
         """Whether files have all of a component's floats in that dtype, so that processes map them."""
@@ -231,7 +238,7 @@ class ModelFolder:
 
     def at(self, component: str) -> str:
         """Where the files of a component lie in the folder: "name/", or "" for the folder itself."""
-        return "" if component == WHOLE and self.is_whole else f"{component}/"
+        return "" if component in (WHOLE, LANGUAGE, VISION) and self.is_whole else f"{component}/"
 
     def lacking(self, components: Iterable[str]) -> dict[str, HubFile]:
         """The weights of these components that the hub lists and that are not on this disk, by path."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,24 +40,25 @@ DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 class LanguageFamily(Family):
-    """Each is one component, which prefill and decode both load whole."""
+    """Each is one component, which prefill and decode both load whole; that comes first among its `parts`."""
 
     libraries = ("transformers",)
     batches = True
+    parts: tuple[str, ...] = (WHOLE,)
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         model = files_of(folder)
-        dtypes = choose_dtypes(dtype, (WHOLE,))
+        dtypes = choose_dtypes(dtype, self.parts)
         config = self.speaks(model)
         with model.reading("model"):
             limits = TextLimits(int(config["max_position_embeddings"]), int(config["vocab_size"]))
-            pipeline, vision = self.pipeline(model, WIDTHS[dtypes[WHOLE]]), self.vision(model)
+            pipeline, vision = self.pipeline(model, dtypes), self.vision(model)
         if reason := refusal(config, sees=vision is not None):
             raise ConfigError(f"model {folder} cannot be served: {reason}")
         limits = _bounded(limits, Serving.read(model.home).limits)
         weights = weights_ids(model, pipeline, "language")
-        kv = f"kv:{weights[WHOLE][:12]}:{dtypes[WHOLE]}"
+        kv = f"kv:{weights[self.parts[0]][:12]}:{dtypes[self.parts[0]]}"
         own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
         pipeline = Pipeline(
             tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
@@ -78,10 +80,12 @@ class LanguageFamily(Family):
         """The configuration of what speaks in it."""
         return model.config(WHOLE)
 
-    def pipeline(self, model: ModelFolder, width: int) -> Pipeline:
-        """Its stages; numbers have so many bytes."""
-        each = bytes_per_token(self.speaks(model), width)
-        return Pipeline((replace(PREFILL, room=Room(4096, each, 1, ("prompt_tokens",))), DECODE))
+    def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
+        """Its stages; `dtypes` are those of its parts."""
+        parts = self.parts[:1]
+        each = bytes_per_token(self.speaks(model), WIDTHS[dtypes[parts[0]]])
+        prefill = replace(PREFILL, components=parts, room=Room(4096, each, 1, ("prompt_tokens",)))
+        return Pipeline((prefill, replace(DECODE, components=parts)))
 
     def vision(self, model: ModelFolder) -> Vision | None:
         """What it makes of pictures, if it sees any."""
@@ -93,7 +97,7 @@ class LanguageFamily(Family):
         from unfuse.models.tokenizer import ChatTokenizer
         from unfuse.stages.language import Decode, Prefill
 
-        shared, key = runtime.shared, (folder, runtime.dtypes[WHOLE])
+        shared, key = runtime.shared, (folder, runtime.dtypes[self.parts[0]])
         if key not in shared:
             grammars = Grammars(str(folder), patient=runtime.mesh is not None)
             shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), grammars
@@ -121,7 +125,7 @@ class LanguageFamily(Family):
     def room(self, folder: Path, runtime: Runtime) -> int:
         """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text."""
         files = files_of(folder)
-        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[WHOLE]])
+        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]])
         most = int(self.card("", folder).limits["max_tokens"]) + BLOCK
         room = runtime.kv or _usual(runtime.device, most * each)
         if room < most * each:

@@ -6,7 +6,7 @@ picture, embeddings and deepstack features, is what a prompt has in place of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.medium import Room
-from unfuse.core.object_ref import ALIGNMENT
+from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.vision import Bounds, Grid, Vision
 from unfuse.models.base import Loader, Report, Runtime
-from unfuse.models.folder import CONFIGS, WHOLE, ModelFolder
+from unfuse.models.folder import CONFIGS, LANGUAGE, SEES, VISION, WHOLE, ModelFolder
 from unfuse.models.language import LanguageFamily
 from unfuse.stages.specs import VISION_ENCODE
 
@@ -40,7 +40,9 @@ TIMED = ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"
 
 
 class VisionLanguage(LanguageFamily):
-    """Three stages of one component, of which each loads its part."""
+    """Prefill and decode load what speaks, vision encoding what sees."""
+
+    parts = (LANGUAGE, VISION)
 
     @override
     def speaks(self, model: ModelFolder) -> dict[str, Any]:
@@ -48,13 +50,13 @@ class VisionLanguage(LanguageFamily):
         return dict(config.get("text_config") or config)
 
     @override
-    def pipeline(self, model: ModelFolder, width: int) -> Pipeline:
+    def pipeline(self, model: ModelFolder, dtypes: Mapping[str, str]) -> Pipeline:
         sees = model.config(WHOLE)["vision_config"]
         layers = 1 + len(sees.get("deepstack_visual_indexes") or ())
-        each = int(sees["out_hidden_size"]) * width * layers
-        prefill, decode = super().pipeline(model, width).stages
+        each = int(sees["out_hidden_size"]) * WIDTHS[dtypes[VISION]] * layers
+        prefill, decode = super().pipeline(model, dtypes).stages
         return Pipeline((
-            replace(VISION_ENCODE, room=Room(4096 + layers * ALIGNMENT, each, 1, ("tokens",))),
+            replace(VISION_ENCODE, components=(VISION,), room=Room(4096 + layers * ALIGNMENT, each, 1, ("tokens",))),
             replace(prefill, inputs=VISION_ENCODE.outputs),
             replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
         ))  # fmt: skip
@@ -62,7 +64,8 @@ class VisionLanguage(LanguageFamily):
     @override
     def vision(self, model: ModelFolder) -> Vision:
         config, sees = model.config(WHOLE), model.config(WHOLE)["vision_config"]
-        pictures, videos, timed = model.beside(PROCESSOR), model.beside(VIDEOS), model.kind in TIMED
+        pictures, timed = model.beside(PROCESSOR), model.kind in TIMED
+        videos = model.beside(VIDEOS) or pictures
         if not pictures:
             raise ConfigError(f"model {model.path} has no {PROCESSOR}, which says how pictures are prepared")
         patch, merge = int(sees["patch_size"]), int(sees.get("spatial_merge_size", 2))
@@ -100,7 +103,7 @@ class VisionLanguage(LanguageFamily):
         from unfuse.stages.sequences import open_model
 
         files = ModelFolder(folder)
-        model = _loader(files, runtime, report).model(WHOLE, _speaking)
+        model = _loader(files, runtime, report).model(LANGUAGE, _speaking)
         deep = len(files.config(WHOLE)["vision_config"].get("deepstack_visual_indexes") or ())
         return open_model(model, runtime.device, self.room(folder, runtime), self.vision(files), deep)
 
@@ -119,7 +122,7 @@ class Tower:
 
         files = ModelFolder(folder)
         loader = _loader(files, runtime, report)
-        self._tower, self._device = loader.model(WHOLE, _seeing).model.visual, loader.device
+        self._tower, self._device = loader.model(VISION, _seeing).model.visual, loader.device
         self._processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
         self._vision, self._said = FAMILY.vision(files), self._processor.to_dict() | files.beside(VIDEOS)
 
@@ -171,7 +174,7 @@ class Tower:
 
 
 def _loader(files: ModelFolder, runtime: Runtime, report: Report | None) -> Loader:
-    return Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report)
+    return Loader(files, dict.fromkeys((LANGUAGE, VISION), ("transformers", files.kind)), runtime, report)
 
 
 def _bounds(said: dict[str, Any], least: int, most: int) -> Bounds:
@@ -187,7 +190,7 @@ def _speaking(whole: Any) -> Any:
     def leave_out(model: Any) -> None:
         model.model.visual = None
 
-    return _part(whole, leave_out, r"visual\.")
+    return _part(whole, leave_out, SEES)
 
 
 def _seeing(whole: Any) -> Any:
@@ -196,11 +199,11 @@ def _seeing(whole: Any) -> Any:
     def leave_out(model: Any) -> None:
         model.model.language_model = model.lm_head = None
 
-    return _part(whole, leave_out, r"language_model\.", "lm_head", tied={})
+    return _part(whole, leave_out, "language_model", "lm_head", _tied_weights_keys={})
 
 
-def _part(whole: Any, leave_out: Callable[[Any], None], *unexpected: str, **has: Any) -> Any:
-    """A class that makes the model without a part, whose weights nobody reads then.
+def _part(whole: Any, leave_out: Callable[[Any], None], *unread: str, **more: Any) -> Any:
+    """A class that makes the model without a part, whose weights are `unread` then, as regular expressions.
 
     transformers finds out by name and module of a class what files call its weights: so it has those of the whole.
     """
@@ -209,9 +212,8 @@ def _part(whole: Any, leave_out: Callable[[Any], None], *unexpected: str, **has:
         whole.__init__(model, config)
         leave_out(model)
 
-    tied = {"_tied_weights_keys": has["tied"]} if has else {}
-    own = {"__init__": make, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unexpected]}
-    return type(whole.__name__, (whole,), {**own, **tied})
+    own = {"__init__": make, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unread]}
+    return type(whole.__name__, (whole,), {**own, **more})
 
 
 FAMILY = VisionLanguage()

@@ -59,7 +59,7 @@ class Metrics:
             )
         ]
         self._costs = CostMetrics(self._registry)
-        self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["outcome"], registry=self._registry)
+        self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["state"], registry=self._registry)
         self._active = self._gauge("requests_active", "Requests that are not over")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
         self._arenas = {

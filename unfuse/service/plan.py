@@ -29,7 +29,7 @@ from unfuse.launch.placement import (
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
-from unfuse.models.folder import WHOLE, ModelFolder
+from unfuse.models.folder import ModelFolder
 from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
@@ -197,9 +197,9 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
     found: dict[str, tuple[Part, ...]] = {}
     for users in pools.values():
         stage, model = next(iter(users.values()))
-        held = (model.components[name] for name in stage.components)
+        held, once = (model.components[name] for name in stage.components), files_of(model.folder).is_whole
         parts = tuple(
-            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, one.name == WHOLE)
+            Part(one.name, one.dtype, one.memory, tuple(users), one.mapped, one.shared, once)
             for one in held
             if one.memory
         )

@@ -296,9 +296,10 @@ async def _bound(queue: TaskQueue, results: ResultStore, limit: int) -> None:
     too_many = sum(nbytes for _, nbytes in kept.values()) - limit
     for request in await queue.over(list(kept)) if too_many > 0 else ():
         if too_many > 0:
-            await asyncio.to_thread(results.delete, request)  # first, since it makes room
-            await queue.drop(request)
+            await asyncio.to_thread(results.delete, request)
             too_many -= kept[request][1]
+            with contextlib.suppress(TransientError):  # of a full disk: there is more room now, and retention follows
+                await queue.drop(request)
 
 
 async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None:

@@ -49,9 +49,11 @@ class KvLayout:
         ]
 
     def fits(self, tensors: Mapping[str, Tensor | None]) -> bool:
-        """Whether these are the tensors of such an object."""
-        found = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items() if tensor is not None}
-        return found == {name: (self.dtype, shape) for name, _, shape in self.outline()}
+        """Whether those of such an object are among these tensors."""
+        found = [
+            (tensor.dtype, tuple(tensor.shape)) for tensor in map(tensors.get, (CHUNKS, REST)) if tensor is not None
+        ]
+        return found == [(self.dtype, shape) for _, _, shape in self.outline()]
 
     def read(self, tensors: Mapping[str, Any]) -> Iterator[tuple[int, int, Tensor]]:
         """The units in their order, each as (first token, layer, what it has)."""

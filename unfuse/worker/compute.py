@@ -90,7 +90,7 @@ def compute(descriptor: int) -> None:
     StepLoop(
         stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
-        load.compute.overlaps(device),
+        load.compute.loop == "overlapped",
     ).run()  # fmt: skip
 
 

@@ -43,8 +43,10 @@ from unfuse.worker.pairs import ComputePairs
 from unfuse.worker.passing import Passing
 
 RESTART_S = 1.0
-RANKS_TRIED = 3
 """Seconds before a restart that failed is tried again."""
+
+RANKS_TRIED = 3
+"""So many restarts in turn may fail before ranks are lost."""
 
 WATCH_S = 0.5
 """Seconds between two checks of compute processes that have tasks."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, TransientError
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
+from unfuse.core.pool import declared
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.session import Transfers
@@ -31,6 +32,8 @@ class Passing:
     def __init__(self, tokens: int, send: Callable[[Arrived | Cancel], Awaitable[bool]]) -> None:
         self._tokens, self._send, self._loop = tokens, send, asyncio.get_running_loop()
         self._waiting: dict[Claim, asyncio.Future[None]] = {}
+        self.inputs = frozenset[tuple[str, str]]()
+        """What can pass: the declared pools of tasks, each with the stage that makes such an input of theirs."""
         self._drains = ThreadPoolExecutor(MOST, "input-window")
 
     def window(self, task: Task, ref: ObjectRef) -> int:
@@ -39,7 +42,8 @@ class Passing:
         At least a chunk, since only chunks can be verified.
         """
         tokens = task.params.get("prompt_tokens")
-        if not isinstance(tokens, int) or not 0 < self._tokens < tokens or not task.needs:
+        takes = (declared(task.pool), ref.stage.partition(".")[0]) in self.inputs
+        if not takes or not isinstance(tokens, int) or not 0 < self._tokens < tokens:
             return 0
         return max(ref.nbytes * self._tokens // tokens, min(chunk_bytes(ref.nbytes), ref.nbytes))
 

@@ -167,6 +167,7 @@ class Worker:
         watch = options.stall_s, options.memory_limit
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
         objects.copies.passing = executor.passing
+        executor.passing.inputs = served.pieces
         started = await executor.start()
         self._device = started.device
         self._holding.resources |= started.resources

@@ -1,0 +1,66 @@
+"""What passes into the compute process in pieces, and what becomes of that when the process is gone."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from tests.core.test_object_ref import ref
+from unfuse.core.errors import TransientError
+from unfuse.core.object_ref import CHUNK_BYTES
+from unfuse.core.task import Lease, Task
+from unfuse.worker.compute_messages import Arrived, Cancel, Taken
+from unfuse.worker.passing import Passing
+
+KV = replace(ref(8 * CHUNK_BYTES), stage="prefill")
+TASK = Task("req_a", "decode.0", 1, "decode:abc:float32@12", "decode", "m", {"prompt_tokens": 100}, (KV,))
+ARRIVED = Arrived(Lease(TASK, "w", b"t", 0.0), KV, 0, 0, 10)
+
+
+class Process:
+    def __init__(self, there: bool = True) -> None:
+        self.there, self.sent = there, list[Arrived | Cancel]()
+
+    async def send(self, message: Arrived | Cancel) -> bool:
+        self.sent.append(message)
+        return self.there
+
+
+async def test_only_what_a_stage_takes_so_and_is_longer_than_the_buffer_comes_in_pieces() -> None:
+    """Given a buffer of fifty tokens, then a prompt of a hundred has a window of a half of its bytes, or a chunk if
+    that is more; a shorter prompt, an input that another stage has made, and a buffer of any length have none."""
+    passing = Passing(50, Process().send)
+    passing.inputs = frozenset({("decode:abc:float32", "prefill")})
+    assert passing.window(TASK, KV) == 4 * CHUNK_BYTES
+    assert passing.window(replace(TASK, params={"prompt_tokens": 5000}), KV) == CHUNK_BYTES
+    assert passing.window(replace(TASK, params={"prompt_tokens": 50}), KV) == 0
+    assert passing.window(TASK, replace(KV, stage="vision_encode.0")) == 0
+    assert passing.window(replace(TASK, params={}), KV) == 0
+    endless = Passing(0, Process().send)
+    endless.inputs = passing.inputs
+    assert endless.window(TASK, KV) == 0
+    for one in (passing, endless):
+        one.close()
+
+
+async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> None:
+    """Given a process that is not there, one that cannot take it, and one that dies, then each is an error that passes;
+    what is dropped is told to the process."""
+    gone, process = Passing(50, Process(there=False).send), Process()
+    with pytest.raises(TransientError, match="no compute process runs"):
+        await gone._pass(ARRIVED)
+    passing = Passing(50, process.send)
+    answers = (
+        ("no room", lambda: passing.heard(Taken(ARRIVED.lease.claim, "no room"))),
+        ("ended", passing.lost),
+    )
+    for says, happens in answers:
+        passing._loop.call_later(0.01, happens)
+        with pytest.raises(TransientError, match=says):
+            await passing._pass(ARRIVED)
+    passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim))
+    await passing._pass(ARRIVED)
+    await passing.drop(ARRIVED.lease.claim)
+    assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]
+    for one in (gone, passing):
+        one.close()
