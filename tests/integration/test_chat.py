@@ -37,6 +37,8 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
         *request.param.split(),
         "--kv",
         "8MiB",
+        "--threads",
+        "1",
     ) as server:
         yield server.ready()
 
@@ -166,7 +168,7 @@ def test_a_stream_goes_on_after_the_server_was_killed(folder: Path, tmp_path: Pa
     each token once."""
     asked = {**GREEDY, "max_tokens": 300, "logit_bias": {"2": -100, "0": -100}}
     with (
-        serving(tmp_path, str(folder), "--workers", "language=1", "--kv", "8MiB") as server,
+        serving(tmp_path, str(folder), "--workers", "language=1", "--kv", "8MiB", "--threads", "1") as server,
         connect(server.ready().url) as client,
     ):
         calm = "".join(client.chat(ASKED, **asked))
