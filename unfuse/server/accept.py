@@ -118,6 +118,7 @@ class Call:
         asked, card = await self._model(fields.get("model"), picture is not None)
         uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
+            await gateway.fetching.fetch(card, fields)
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
         params, n = check(card, fields, self.medium, strict=gateway.strict)

@@ -18,6 +18,7 @@ from unfuse.server.answers import EVENT
 from unfuse.server.auth import KEYED, Lasting, caller_of
 from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
+from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
 from unfuse.server.prices import FREE, Prices
@@ -42,6 +43,7 @@ def create_app(
     reuses: bool = False,
     webhooks: Webhooks | None = None,
     prices: Prices = FREE,
+    fetching: Fetching | None = None,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
@@ -51,7 +53,7 @@ def create_app(
     may run, by medium (image, video); 0 or none: any number. `store` is the kind of place where workers keep outputs.
     Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels` ends
     requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks` nobody
-    is told of the ends of requests; without `prices` they cost no money.
+    is told of the ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = keys or Keys(), dict(names or {})
@@ -69,6 +71,7 @@ def create_app(
         reuses,
         webhooks,
         prices,
+        fetching,
     )
     app.state.reading = Reading()
     guards = [Depends(caller_of), *([Depends(KEYED)] if keys else [])]

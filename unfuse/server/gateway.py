@@ -25,6 +25,7 @@ from unfuse.core.request import Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
+from unfuse.server.fetching import Fetching
 from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.prices import FREE, Prices
@@ -67,6 +68,7 @@ class Gateway(Observer):
         reuses: bool = False,
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
+        fetching: Fetching | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -74,7 +76,7 @@ class Gateway(Observer):
         self.keys = keys
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
-        self.trials = Trials(self.metrics.texts)
+        self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
         self._names, self._standard, self.strict = names, standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels

@@ -161,7 +161,12 @@ def _url(value: object) -> object:
     return value.get("url") if isinstance(value, Mapping) else value
 
 
-def _data_url(name: str, url: object) -> str:
+def _data_url(name: str, url: object) -> str | bytes:
+    """A data: URL, or what was fetched in the place of another one."""
+    if isinstance(url, bytes):
+        return url
     if not isinstance(url, str) or url[:5].lower() != "data:":
-        raise InvalidParameter(f"{name} must be a data: URL, for nothing is fetched here: not {printable(url)}")
+        raise InvalidParameter(
+            f"{name} must be a data: URL, nothing is fetched here but pictures of --image-hosts: not {printable(url)}"
+        )
     return url

@@ -1,13 +1,13 @@
-"""Where webhooks may lead, and how they are called, so that nobody has the server call what only it can reach."""
+"""Which addresses of clients are called, and how, so that nobody has the server call what only it can reach."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_network
 from urllib.parse import SplitResult, urlsplit
@@ -21,6 +21,7 @@ from unfuse.server.access import ANY, address_of
 CALL_S = 10.0
 """The longest that a target has, from looking up its name to the head of its answer. The rest is not read."""
 
+HTTP_OK = 200
 STANDARD_PORTS = {"http": 80, "https": 443}
 LOOKUPS = 8
 """How many names are looked up at one time."""
@@ -32,10 +33,19 @@ TRANSLATED = ip_network("64:ff9b::/96")
 class Targets:
     """The hosts that may be called: names (`.domain` for all below it, `*` for any), and addresses or networks.
 
-    A name may lead to an address of the internet, or to one of those networks. Raises ConfigError for what is neither.
+    A name may lead to an address of the internet, or to one of those networks. Addresses come in the parameter `param`,
+    and `flag` allows hosts. Raises ConfigError for what is neither.
     """
 
-    def __init__(self, allowed: Sequence[str]) -> None:
+    def __init__(
+        self,
+        allowed: Sequence[str],
+        param: str = "webhook",
+        flag: str = "--webhook-hosts",
+        done: str = "called",
+        needs: str = "",
+    ) -> None:
+        self._param, self._flag, self._done, self._needs = param, flag, done, needs
         self._names = frozenset(entry.lower() for entry in allowed if not _is_network(entry))
         self._networks = [ip_network(entry) for entry in allowed if _is_network(entry)]
         self._pool = httpcore2.AsyncConnectionPool(
@@ -46,7 +56,7 @@ class Targets:
         )
         for name in self._names:
             if not name.isascii() or not name.strip(".") or set(name) & set("/:@ ?#"):
-                raise ConfigError(f"--webhook-hosts {name}: write names like hooks.example or .example, networks, or *")
+                raise ConfigError(f"{flag} {name}: write names like hooks.example or .example, networks, or *")
 
     def __bool__(self) -> bool:
         return bool(self._names or self._networks)
@@ -54,17 +64,17 @@ class Targets:
     def require(self, url: str) -> None:
         """Raise InvalidParameter for an address that may not be called, as far as it tells itself."""
         if not self:
-            message = "webhook: this server calls nobody, start it with --webhook-hosts and --webhook-secret"
-            raise InvalidParameter(message, "webhook")
-        host = _parts(url).hostname or ""
+            message = f"{self._param}: nobody is {self._done} by this server, start it with {self._flag}{self._needs}"
+            raise InvalidParameter(message, self._param)
+        host = self._parts(url).hostname or ""
         above = [host[dot:] for dot in range(len(host)) if host[dot] == "."]
         if (address := address_of(host)) is not None:
             allowed = self._may_be_called(address) and (ANY in self._names or self._is_named(address))
         else:
             allowed = not self._names.isdisjoint([ANY, host, f".{host}", *above])
         if not allowed:
-            message = f"webhook: {host[:80]} may not be called, whoever runs the server can add it to --webhook-hosts"
-            raise InvalidParameter(message, "webhook")
+            message = f"{self._param}: {host[:80]} may not be {self._done}"
+            raise InvalidParameter(f"{message}, whoever runs the server can add it to {self._flag}", self._param)
 
     def check(self, address: str) -> bool:
         """Whether this address may be connected to, whichever name led there."""
@@ -76,16 +86,38 @@ class Targets:
 
         Raises TransientError for a target that cannot be reached, or does not answer in time.
         """
-        parts = _parts(url)
+        async with self._answer("POST", url, {"content-length": str(len(body)), **headers}, body) as answer:
+            return int(answer.status)
+
+    async def read(self, url: str, most: int) -> bytes:
+        """Get what is there, of at most so many bytes. Redirects are not followed.
+
+        Raises TransientError for a target that cannot be reached, does not answer in time, or has something else.
+        """
+        data = bytearray()
+        async with self._answer("GET", url, {"accept": "image/*"}) as answer:
+            if answer.status != HTTP_OK:
+                raise TransientError(f"the answer is {answer.status}, and only {HTTP_OK} is read")
+            async for piece in answer.aiter_stream():
+                data += piece
+                if len(data) > most:
+                    raise TransientError(f"it has more than {most} bytes")
+        return bytes(data)
+
+    @asynccontextmanager
+    async def _answer(
+        self, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> AsyncIterator[httpcore2.Response]:
+        parts = self._parts(url)
         host, scheme = parts.hostname or "", parts.scheme
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         port = parts.port or STANDARD_PORTS[scheme]
         where = httpcore2.URL(scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode())
-        sent = {"host": parts.netloc, "content-length": str(len(body)), "connection": "close", **headers}
+        sent = {"host": parts.netloc, "connection": "close", **headers}
         try:
             async with asyncio.timeout(CALL_S):
-                async with self._pool.stream("POST", where, headers=[*sent.items()], content=body) as answer:
-                    return int(answer.status)
+                async with self._pool.stream(method, where, headers=[*sent.items()], content=body) as answer:
+                    yield answer
         except TimeoutError as error:
             raise TransientError(f"it did not answer within {CALL_S:g} s") from error
         except (httpcore2.NetworkError, httpcore2.ProtocolError, httpcore2.TimeoutException, OSError) as error:
@@ -94,6 +126,19 @@ class Targets:
     async def close(self) -> None:
         """Close the connections."""
         await self._pool.aclose()
+
+    def _parts(self, url: str) -> SplitResult:
+        """The parts of an address. Raises InvalidParameter."""
+        try:
+            parts = urlsplit(url)
+            is_plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
+            is_clean = "@" not in parts.netloc and not parts.fragment and parts.port != 0
+            if is_plain and is_clean and parts.scheme in STANDARD_PORTS and parts.hostname:
+                return parts
+        except ValueError:
+            pass
+        message = f"{self._param} must be an address like https://hooks.example/done, without user and #"
+        raise InvalidParameter(message, self._param)
 
     def _is_named(self, address: IPv4Address | IPv6Address) -> bool:
         return any(address in network for network in self._networks)
@@ -132,19 +177,6 @@ class _Checked(httpcore2.AsyncNetworkBackend):
 def host_of(url: str) -> str:
     """The host of an address that was checked before."""
     return urlsplit(url).hostname or ""
-
-
-def _parts(url: str) -> SplitResult:
-    """The parts of an address of a webhook. Raises InvalidParameter."""
-    try:
-        parts = urlsplit(url)
-        is_plain = url.isascii() and url.isprintable() and " " not in url and "\\" not in url
-        is_clean = "@" not in parts.netloc and not parts.fragment and parts.port != 0
-        if is_plain and is_clean and parts.scheme in STANDARD_PORTS and parts.hostname:
-            return parts
-    except ValueError:
-        pass
-    raise InvalidParameter("webhook must be an address like https://hooks.example/done, without user and #", "webhook")
 
 
 def _is_network(entry: str) -> bool:

@@ -51,7 +51,7 @@ class Webhooks(Observer):
 
     def __init__(self, targets: Sequence[str] = (), secrets: Sequence[str] = (), prices: Prices = FREE) -> None:
         self._prices = prices
-        self.targets = Targets(targets)
+        self.targets = Targets(targets, needs=" and --webhook-secret")
         self._signers = [_signer(secret) for secret in secrets]
         if self.targets and not self._signers:
             raise ConfigError("--webhook-hosts needs --webhook-secret: make one by `openssl rand -base64 32`")

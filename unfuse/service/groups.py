@@ -68,6 +68,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
     ] = 2048
+    image_hosts: Annotated[
+        tuple[str, ...],
+        says(
+            "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and * "
+            "as for --webhook-hosts."
+        ),
+    ] = ()
     webhook_hosts: Annotated[
         tuple[str, ...],
         says(

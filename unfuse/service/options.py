@@ -26,7 +26,6 @@ from unfuse.worker.checkpoints import Policy
 def options(loaded: Loaded) -> ServeOptions:
     """The options of a service for these settings."""
     settings, serve = loaded.settings, loaded.settings.serve
-    listen = listens(settings)
     return ServeOptions(
         models=serve.models,
         revision=serve.revision,
@@ -36,6 +35,7 @@ def options(loaded: Loaded) -> ServeOptions:
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
+        image_hosts=serve.image_hosts,
         webhook_hosts=serve.webhook_hosts,
         webhook_secrets=serve.webhook_secret,
         prices=Prices(serve.price),
@@ -43,7 +43,7 @@ def options(loaded: Loaded) -> ServeOptions:
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),
         run_dir=settings.run_dir,
-        listen=listen,
+        listen=listens(settings),
         trust=trust(settings, "scheduler"),
         worker_environment={
             FIELDS[name].variable: FIELDS[name].written(value)

@@ -31,6 +31,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.fetching import Fetching
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
@@ -85,6 +86,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     keys: ApiKeys
     access: Access
     bounds: Bounds
+    image_hosts: tuple[str, ...]
     webhook_hosts: tuple[str, ...]
     webhook_secrets: tuple[str, ...]
     prices: Prices
@@ -160,13 +162,15 @@ class Service:
             scheduler = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
             webhooks = Webhooks(options.webhook_hosts, options.webhook_secrets, options.prices)
+            fetching = Fetching(options.image_hosts)
             stack.push_async_callback(webhooks.close)
+            stack.push_async_callback(fetching.close)
             app = create_app(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
-                prices=options.prices,
+                prices=options.prices, fetching=fetching,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))

@@ -1,0 +1,166 @@
+"""Pictures in messages by their address: fetched from hosts that are allowed, and from no other."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from PIL import Image
+
+from tests.server.composed import composed
+from tools.tiny_language import make_language_model
+from tools.tiny_vision import KINDS, make_vision_model
+
+pytestmark = pytest.mark.slow
+
+
+def png(width: int = 64, height: int = 96) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), (9, 90, 200)).save(file, "PNG")
+    return file.getvalue()
+
+
+class Host(BaseHTTPRequestHandler):
+    """A host of pictures, and of what is none."""
+
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        if self.path == "/moved":
+            self.send_response(302)
+            self.send_header("location", "/sky.png")
+            self.end_headers()
+        elif self.path == "/slow":
+            self.server.over.wait(20)  # type: ignore[attr-defined]
+        elif self.path == "/endless":
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(b"\0" * (1 << 20))
+            except OSError:
+                return
+        elif self.path in ("/sky.png", "/text"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(png() if self.path == "/sky.png" else b"<html>")
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def host() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Host)
+    server.asked, server.over = [], threading.Event()  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.over.set()  # type: ignore[attr-defined]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    return str(make_vision_model(root / "sees", KINDS[1])), str(make_language_model(root / "blind"))
+
+
+@pytest.fixture(scope="module")
+def ai(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    own = {
+        "models": folders,
+        "served_model_name": ("sees", "blind"),
+        "image_hosts": ("127.0.0.0/8", "pictures.example"),
+    }
+    with composed(tmp_path_factory.mktemp("served"), **own) as port:
+        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+
+
+def asked(ai: openai.OpenAI, url: str, model: str = "sees") -> dict[str, Any]:
+    """The request that a chat becomes which shows what is there."""
+    messages: Any = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    answer = ai.chat.completions.with_raw_response.create(
+        model=model, messages=messages, extra_headers={"prefer": "respond-async"}
+    )
+    made: dict[str, Any] = json.loads(answer.content)
+    return made
+
+
+def refused(ai: openai.OpenAI, url: str, model: str = "sees") -> str:
+    with pytest.raises(openai.BadRequestError) as error:
+        asked(ai, url, model)
+    return str(error.value)
+
+
+def test_a_picture_of_an_allowed_host_is_what_it_is_as_a_data_url(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+    named = asked(ai, f"http://127.0.0.1:{host.server_port}/sky.png")
+    sent = asked(ai, f"data:image/png;base64,{base64.b64encode(png()).decode()}")
+    assert json.loads(named["params"]["shown"]) == json.loads(sent["params"]["shown"])
+    assert named["params"]["prompt_tokens"] == sent["params"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("/moved", "the answer is 302"), ("/none.png", "the answer is 404"), ("/text", "is not a PNG, JPEG or WebP"),
+        ("/endless", "more than"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_fetched_is_said(ai: openai.OpenAI, host: ThreadingHTTPServer, path: str, says: str) -> None:
+    assert says in refused(ai, f"http://127.0.0.1:{host.server_port}{path}")
+
+
+def test_a_host_that_hangs_is_given_up(
+    ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unfuse.server.targets.CALL_S", 0.5)
+    assert "did not answer within 0.5 s" in refused(ai, f"http://127.0.0.1:{host.server_port}/slow")
+
+
+def test_a_name_that_leads_where_nobody_may_go_is_not_followed(
+    ai: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a host that is allowed by name, when its name leads to a private address, then nothing connects to that."""
+    found = [(0, 0, 0, "", ("10.1.2.3", 80))]
+    monkeypatch.setattr("unfuse.server.targets.socket.getaddrinfo", lambda *_, **__: found)
+    assert "10.1.2.3, which may not be called" in refused(ai, "http://pictures.example/sky.png")
+
+
+@pytest.mark.parametrize(
+    "url", ["http://169.254.169.254/latest", "http://other.example/a.png", "http://user@pictures.example/a.png"]
+)
+def test_other_hosts_are_refused_before_anybody_is_asked(ai: openai.OpenAI, url: str) -> None:
+    said = refused(ai, url)
+    assert "--image-hosts" in said or "without user" in said
+
+
+def test_for_a_model_that_sees_nothing_nothing_is_fetched(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+    before = [*host.asked]  # type: ignore[attr-defined]
+    refused(ai, f"http://127.0.0.1:{host.server_port}/sky.png", "blind")
+    assert host.asked == before  # type: ignore[attr-defined]
+
+
+def test_more_than_a_few_are_refused(ai: openai.OpenAI, host: ThreadingHTTPServer) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{host.server_port}/{n}"}} for n in range(17)]
+    with pytest.raises(openai.BadRequestError, match="at most 16"):
+        ai.chat.completions.create(model="sees", messages=[{"role": "user", "content": parts}])  # type: ignore[typeddict-item]
+
+
+def test_without_hosts_nothing_is_fetched(folders: tuple[str, str], tmp_path: Path, host: ThreadingHTTPServer) -> None:
+    before = [*host.asked]  # type: ignore[attr-defined]
+    with composed(tmp_path, models=folders[:1], served_model_name=("sees",)) as port:
+        own = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+        assert "--image-hosts" in refused(own, f"http://127.0.0.1:{host.server_port}/sky.png")
+    assert host.asked == before  # type: ignore[attr-defined]
