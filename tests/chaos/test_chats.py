@@ -1,7 +1,9 @@
-"""Chats whose prefills, decoders and gateways are killed: what clients saw, what is kept, and what nobody disturbed."""
+"""Chats whose workers and gateways are killed: what clients saw, what is kept, and what nobody disturbed."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import os
@@ -19,14 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.chaos.cluster import LEASE_S, RUN_DIR, Gateway, Process, Redis, until
 from tests.chaos.drill import Record
 from tools.server import unfuse
 from tools.tiny_language import TEXT, make_language_model
+from tools.tiny_vision import KINDS, make_vision_model
 
 SCALE = float(os.environ.get("CHAOS_SCALE", "0.2"))
 CHATS, KILLS, CLIENTS = math.ceil(100 * SCALE), math.ceil(30 * SCALE), 6
+SEEN, KILLS_OF_SEEN, PICTURES = math.ceil(60 * SCALE), math.ceil(20 * SCALE), 7
+"""Chats that show pictures, of which there are a few; and who is killed amid these."""
 ROLES = ("prefill", "prefill", "decode", "decode")
 MOST_ATTEMPTS = 2
 """Attempts at a stage beyond which its workers are left alone: leases that are lost are counted."""
@@ -36,10 +42,9 @@ Told = tuple[str, float]
 
 
 class System:
-    """Two gateways over one Redis, and two workers of each role, which know both."""
+    """Two gateways over one Redis, and workers of these roles, which know both."""
 
-    def __init__(self, folder: Path, batching: str) -> None:
-        model = make_language_model(folder / "tiny", positions=1024)
+    def __init__(self, folder: Path, batching: str, model: Path, roles: Sequence[str]) -> None:
         clean = {name: value for name, value in os.environ.items() if name == RUN_DIR or not name.startswith("UNFUSE_")}
         own = {"UNFUSE_DATA_DIR": str(folder), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         around = clean | own | {"UNFUSE_LEASE__TTL_S": str(LEASE_S)}
@@ -49,7 +54,7 @@ class System:
         self.gateways = [Gateway(f"serve-{n}", serve, folder / f"serve-{n}.log", around) for n in range(2)]
         at = [part for gateway in self.gateways for part in ("--scheduler", gateway.control)]
         self.workers = []
-        for number, role in enumerate(ROLES):
+        for number, role in enumerate(roles):
             flags = "--role", role, *at, "--arena", "32MiB", "--kv", "8MiB", "--threads", "1", "--batching", batching
             command = unfuse("worker", *flags)
             self.workers.append(Process(role, command, folder / f"{role}-{number}.log", around))
@@ -78,8 +83,8 @@ def present(gateway: Gateway) -> set[int]:
 
 
 @contextmanager
-def running(folder: Path, batching: str) -> Iterator[System]:
-    system = System(folder, batching)
+def running(folder: Path, batching: str, model: Path, roles: Sequence[str] = ROLES) -> Iterator[System]:
+    system = System(folder, batching, model, roles)
     try:
         until(system.ready, "everybody to be there")
         yield system
@@ -101,15 +106,26 @@ def asked(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def read(gateways: Sequence[Gateway], number: int, key: str) -> tuple[str, list[Told]]:
+def shown(number: int) -> dict[str, Any]:
+    """The same with one or two of a few pictures."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "the quick brown fox"}]
+    for picture in {number % PICTURES, number % 3}:
+        file = io.BytesIO()
+        Image.new("RGB", (64 + 32 * picture, 64), (30 * picture, 90, 200)).save(file, "PNG")
+        url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+        parts.insert(0, {"type": "image_url", "image_url": {"url": url}})
+    return {**asked(number), "messages": [{"role": "user", "content": parts}]}
+
+
+def read(gateways: Sequence[Gateway], body: dict[str, Any], key: str) -> tuple[str, list[Told]]:
     """A chat as a client has it that goes to another gateway whenever one breaks off: its request, and its tokens."""
     saw, last, id = list[Told](), "", ""
     for turn in range(10_000):
         headers = {"content-type": "application/json", "idempotency-key": key}
         headers |= {"last-event-id": last} if last else {}
-        url = f"{gateways[(number + turn) % len(gateways)].url}/v1/chat/completions"
+        url = f"{gateways[(body['seed'] + turn) % len(gateways)].url}/v1/chat/completions"
         try:
-            call = urllib.request.Request(url, json.dumps(asked(number)).encode(), headers)
+            call = urllib.request.Request(url, json.dumps(body).encode(), headers)
             with urllib.request.urlopen(call, timeout=60) as answer:
                 for line in answer:
                     if line.startswith(b"id: "):
@@ -127,12 +143,12 @@ def read(gateways: Sequence[Gateway], number: int, key: str) -> tuple[str, list[
         except (OSError, HTTPException):
             pass
         time.sleep(0.1)
-    raise AssertionError(f"chat {number} never ended")
+    raise AssertionError(f"chat {key} never ended")
 
 
-def read_all(system: System, run: str) -> list[tuple[str, list[Told]]]:
+def read_all(system: System, bodies: Sequence[dict[str, Any]], run: str) -> list[tuple[str, list[Told]]]:
     with ThreadPoolExecutor(CLIENTS) as clients:
-        return [*clients.map(lambda number: read(system.gateways, number, f"{run} {number}"), range(CHATS))]
+        return [*clients.map(lambda one: read(system.gateways, one, f"{run} {one['seed']}"), bodies)]
 
 
 def kill(system: System, rng: random.Random, kills: int, over: threading.Event) -> int:
@@ -145,33 +161,56 @@ def kill(system: System, rng: random.Random, kills: int, over: threading.Event) 
     return kills
 
 
-@pytest.mark.parametrize("batching", ["exact", pytest.param("batched", marks=pytest.mark.nightly)])
-def test_chats_lose_no_token_whoever_is_killed(batching: str, tmp_path: Path, record_property: Record) -> None:
-    """Given chats that are streamed, when prefills, decoders and gateways are killed amid them, then each client has
-    every token that is kept, once and in order; in exact pools they are those of a quiet run, to the last bit."""
+def drilled(system: System, bodies: Sequence[dict[str, Any]], kills: int, seed: int, exact: bool) -> list[Any]:
+    """Kill so many amid these chats, said again and again; hold what clients saw to what is kept, and where it is
+    `exact` to a quiet run. Returns the requests as the gateway shows them."""
+    calm = [told for _, told in read_all(system, bodies, "calm")]
+    over, rounds = threading.Event(), list[list[tuple[str, list[Told]]]]()
+    with ThreadPoolExecutor(1) as beside:
+        killing = beside.submit(kill, system, random.Random(seed), kills, over)
+        while not rounds or not killing.done():
+            rounds.append(read_all(system, bodies, f"round {len(rounds)}"))
+        over.set()
+        assert killing.result() == kills
+    until(system.ready, "everybody to be there")
+    for chats in rounds:
+        for (id, saw), quiet in zip(chats, calm, strict=True):
+            answer = json.loads(kept_of(system, id))
+            assert saw == [(text, logprob) for _, text, logprob, _ in answer["pieces"]]
+            assert not exact or saw == quiet
+    shown: list[Any] = (system.gateways[0].get("/v1/requests?limit=1000") or {})["data"]
+    assert {one["status"] for one in shown} == {"completed"}
+    return shown
+
+
+def kept_of(system: System, id: str) -> bytes:
+    with urllib.request.urlopen(f"{system.gateways[0].url}/v1/requests/{id}/result/0", timeout=60) as answer:
+        return bytes(answer.read())
+
+
+@pytest.fixture
+def seed(record_property: Record) -> int:
     seed = int(os.environ.get("CHAOS_SEED") or secrets.randbelow(10**6))
     record_property("seed", str(seed))
-    with running(tmp_path, batching) as system:
-        calm = [told for _, told in read_all(system, "calm")]
-        over, killed = threading.Event(), 0
-        with ThreadPoolExecutor(1) as beside:
-            killing = beside.submit(kill, system, random.Random(seed), KILLS, over)
-            rounds = []
-            while not rounds or not killing.done():
-                rounds.append(read_all(system, f"round {len(rounds)}"))
-            over.set()
-            killed = killing.result()
-        assert killed == KILLS
-        until(system.ready, "everybody to be there")
-        for chats in rounds:
-            for (id, saw), quiet in zip(chats, calm, strict=True):
-                (answer,) = (json.loads(kept) for kept in kept_of(system, id))
-                assert saw == [(text, logprob) for _, text, logprob, _ in answer["pieces"]]
-                assert batching != "exact" or saw == quiet
-        statuses = {one["status"] for one in (system.gateways[0].get("/v1/requests?limit=1000") or {})["data"]}
-        assert statuses == {"completed"}
+    return seed
 
 
-def kept_of(system: System, id: str) -> list[bytes]:
-    with urllib.request.urlopen(f"{system.gateways[0].url}/v1/requests/{id}/result/0", timeout=60) as answer:
-        return [answer.read()]
+@pytest.mark.parametrize("batching", ["exact", pytest.param("batched", marks=pytest.mark.nightly)])
+def test_chats_lose_no_token_whoever_is_killed(batching: str, tmp_path: Path, seed: int) -> None:
+    """Given chats that are streamed, when prefills, decoders and gateways are killed amid them, then each client has
+    every token that is kept, once and in order; in exact pools they are those of a quiet run, to the last bit."""
+    model = make_language_model(tmp_path / "tiny", positions=1024)
+    with running(tmp_path, batching, model) as system:
+        drilled(system, [asked(number) for number in range(CHATS)], KILLS, seed, batching == "exact")
+
+
+@pytest.mark.nightly
+def test_chats_that_show_pictures_lose_no_token_whoever_is_killed(tmp_path: Path, seed: int) -> None:
+    """Given chats that show pictures, when who encodes, prefills and decodes is killed amid them, then the same holds,
+    and pictures are encoded again only where that was lost."""
+    model = make_vision_model(tmp_path / "sees", KINDS[0])
+    with running(tmp_path, "exact", model, ("vision", "vision", *ROLES)) as system:
+        requests = drilled(system, [shown(number) for number in range(SEEN)], KILLS_OF_SEEN, seed, True)
+    encodes = [stage for one in requests for stage in one["stages"] if stage["name"].startswith("vision_encode")]
+    made = sum(stage["attempt"] for stage in encodes if not stage["cached"])
+    assert made <= PICTURES * (1 + KILLS_OF_SEEN) < len(encodes)
