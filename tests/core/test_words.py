@@ -62,8 +62,6 @@ def test_defaults_are_the_model_s_then_ours() -> None:
         ({"logit_bias": {str(n): 1 for n in range(MAX_BIASES + 1)}}, "logit_bias"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"response_format": "text"}, "response_format"),
         ({"prompt": "a circle"}, "prompt"),
     ],
 )

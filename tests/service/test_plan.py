@@ -64,6 +64,7 @@ def test_components_are_weighed_by_their_headers_in_the_dtype_they_are_served_in
     assert (tokenizer.memory, tokenizer.files > 0) == (0, True)
 
 
+@pytest.mark.slow
 def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(tmp_path: Path) -> None:
     folder = make_vision_model(tmp_path / "tiny")
     (model,) = look_into([str(folder)], "", wanted("float32,vision=bfloat16"), HOST)

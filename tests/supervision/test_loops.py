@@ -203,12 +203,14 @@ async def test_compute_is_heard_and_watched_on(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
         return step
 
-    process = SimpleNamespace(pid=1, receive=receive, excess=once(lambda limit: looked.set() or "", OSError(5, "io")))
+    look = once(lambda limit: looked.set() or "", OSError(5, "io"))
+    process = SimpleNamespace(pid=1, receive=receive, excess=look, halted=lambda seconds: "")
     executor: Any = Executor([], once(note, KeyError("x")))
     executor._given, executor._processes = {CLAIM: None}, [process]
     background = Supervisor()
     with capture_logs() as logs:
         background.forever("running compute", executor.serve)
+        background.forever("watching compute", executor._watch)
         await asyncio.gather(heard.wait(), looked.wait())
         await background.close()
         await executor._background.close()

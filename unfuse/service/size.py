@@ -32,7 +32,7 @@ _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 def seconds_in(text: str) -> float:
     """Parse a time: a number of seconds, or "90min", "24h", "7d". Raises ValueError when it is none."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)", text.strip().lower())
     if not match or match[2] not in _SECONDS:
         raise ValueError(f"{text!r} is not a time: write seconds, or a number with s, min, h or d")
     return float(match[1]) * _SECONDS[match[2]]
