@@ -56,7 +56,7 @@ def test_tokens_are_the_undivided_models_when_what_was_encoded_crosses_hosts(
         made = answered(chat)
         assert made.choices[0].message.content == whole["text"]
         assert made.usage.prompt_tokens == len(whole["prompt"])
-        assert moved(server).get("tcp", 0) > 0
+        until(lambda: moved(server).get("tcp", 0) > 0, "it to be told that something was pulled")
         assert answered(crowd).choices[0].message.content == crowded["text"]
         request = server.get("/v1/requests?limit=1")["data"][0]
         encoders = [stage["worker"] for stage in request["stages"] if stage["name"].startswith("vision_encode")]
