@@ -23,7 +23,7 @@ DAY = (
 
 EQUAL = {"ulysses", "cfg", "layers"}
 """What leaves every bit as it is; but under ulysses a product of a share of the tokens may take another kernel than
-one of all, which depends on the processor and on their numbers."""
+one of all, which depends on the processor and on their numbers. Krea 2 differs where these agree, too."""
 
 COPIES = {"shard", "cfg", "layers"}
 """What leaves every bit as it is where weights are copied: products take other kernels for weights that are mapped, by
@@ -58,7 +58,7 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
             if not np.array_equal(np.load(folder / f"{spread} {name}.npy"), copied):
                 wrong.append((spread, name, "not as copied"))
         alike = json.loads((folder / f"{spread} {name}.json").read_text())
-        if kinds <= EQUAL and alike:
+        if kinds <= EQUAL and alike and not ("ulysses" in kinds and name.startswith("krea")):
             right = np.array_equal(found, wanted)
         else:
             dtype = "bfloat16" if "bfloat16" in JOBS[name].dtype else "float32"
