@@ -9,6 +9,7 @@ are not the usual ones, and the text path is loud enough that another prompt mak
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,8 @@ def _wan(kind: str) -> Any:
     own = {"in_channels": CHANNELS, "rope_max_seq_len": 64 if kind == "wan-image-euler" else 32}
     if picture and not small:
         own |= {"in_channels": 2 * CHANNELS + 2}
+    if kind.endswith("even"):  # its numbers come in 32s
+        own |= {"attention_head_dim": 16}
     if sees:
         own |= {"image_dim": IMAGE_DIM, "added_kv_proj_dim": 24}
     transformer, low = (_wan_transformer(seed, own) for seed in (3, 23))
@@ -151,8 +154,8 @@ def _wan_transformer(seed: int, own: dict[str, Any]) -> Any:
     from diffusers import WanTransformer3DModel
 
     transformer = _seeded(seed, lambda: WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, out_channels=CHANNELS,
-        text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, **own,
+        patch_size=(1, 2, 2), num_attention_heads=2, out_channels=CHANNELS,
+        text_dim=TEXT_DIM, freq_dim=32, ffn_dim=48, num_layers=2, **{"attention_head_dim": 12, **own},
     ))  # fmt: skip
     _louder(
         text=(transformer.condition_embedder.text_embedder.linear_2.weight, 20),
@@ -361,6 +364,53 @@ def adapter(
     pipeline, file = getattr(diffusers, index["_class_name"]), f"{name}.safetensors"
     pipeline.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=file, **saved)
     return folder / file
+
+
+ORIGINAL = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1", "attn1": "self_attn", "attn2": "cross_attn",
+    "to_out.0": "o", "to_q": "q", "to_k": "k", "to_v": "v", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2",
+    "proj_out": "head.head", "norm2": "norm3",
+}  # fmt: skip
+"""What Wan's own names are for diffusers'."""
+
+
+def tuned(model: Path, folder: Path, *, original: bool = False, quantised: bool = False) -> Path:
+    """A copy of a Wan model whose transformer is one file: by Wan's own names, or GGUF with 8 bits where these fit."""
+    import numpy as np
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    (file,) = (folder / "transformer").glob("*.safetensors")
+    tensors, own = load_file(file), {}
+    file.unlink()
+    for key, tensor in tensors.items():
+        if original:
+            key = "head.modulation" if key == "scale_shift_table" else key.replace("scale_shift_table", "modulation")
+            for name, its in ORIGINAL.items():
+                key = key.replace(name, its)
+        own[key] = tensor
+    if not quantised:
+        save_file(own, folder / "transformer/tuned.safetensors")
+        return folder
+    from gguf import GGMLQuantizationType, GGUFWriter, quants
+
+    writer = GGUFWriter(folder / "transformer/tuned-Q8_0.gguf", "wan")
+    for key, tensor in own.items():
+        plain = tensor.float().numpy()
+        if plain.ndim == 2 and plain.shape[1] % 32 == 0:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(key, quants.quantize(plain, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(key, np.ascontiguousarray(plain))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder
 
 
 if __name__ == "__main__":

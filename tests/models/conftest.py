@@ -217,6 +217,14 @@ LORA_JOBS = [
 ]
 """With adapters, which the reference makes under `loras`."""
 
+FILES = [
+    Job("single", "wan-single", wan_params(20)),
+    Job("even", "wan-even", wan_params(20)),
+    Job("quantised", "wan-gguf", wan_params(20)),
+    Job("lora-quantised", "wan-gguf", wan_params(20, lora="even-plain:0.5", lora_scale=1.0)),
+]
+"""Of transformers that are one file in another tool's layout, and of one whose weights are such a file's too."""
+
 WIDE = {"width": 448, "num_inference_steps": 1}
 """Three tiles in a row of VAEs whose tiles are 256 pixels, of which the last is 64."""
 TILED = [
@@ -272,7 +280,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     def make(root: Path) -> None:
         draw_pictures(root)
         script = Path(__file__).with_name("undivided.py")
-        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *TILED]])
+        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *FILES, *TILED]])
         command = [sys.executable, "-I", str(script), str(root)]
         done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr

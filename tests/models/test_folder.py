@@ -181,9 +181,7 @@ PICKLES = "weights that are not safetensors: save the model anew with its librar
 @pytest.mark.parametrize(("name", "sentence"), [
     ("diffusion_pytorch_model.fp16.safetensors", "a variant, and only plain weights are served: save the model"),
     ("model.fp16-00001-of-00002.safetensors", "a variant, and only plain weights are served"),
-    ("wan_fp8_scaled.safetensors", "a checkpoint outside diffusers' layout: convert it by from_single_file"),
     ("pytorch_model.bin", PICKLES), ("model.ckpt", PICKLES), ("model.pt", PICKLES), ("model.pth", PICKLES),
-    ("model-Q8_0.gguf", r"quantised weights \(GGUF\), which are served of language models alone, and from a file"),
     ("pytorch_lora_weights.safetensors", r"an adapter \(LoRA\), which is not a model: serve its base model"),
     ("adapter_model.safetensors", r"an adapter \(LoRA\), .* and this with --loras FOLDER"),
 ])  # fmt: skip

@@ -27,7 +27,7 @@ from unfuse.models.modular import Modular
 from unfuse.stages.adapters import Loras
 from unfuse.stages.base import StageInput, SteppedStage
 
-JOBS = {job.name: job for job in c.LORA_JOBS}
+JOBS = {job.name: job for job in [*c.LORA_JOBS, c.FILES[-1]]}
 ONE = ComputeOptions(max_loras=1)
 SEQUENCE = [
     "lora-plain",

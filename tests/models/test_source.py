@@ -136,7 +136,7 @@ def test_a_source_that_is_nothing_is_refused_before_any_network(name: str) -> No
 
 
 @pytest.mark.parametrize(("name", "sentence"), [
-    ("flux1-dev.safetensors", r"a single file: flux1-dev\.safetensors, a checkpoint outside .* from_single_file"),
+    ("flux1-dev.safetensors", r"a single file: flux1-dev\.safetensors, a checkpoint outside .* in its component"),
     ("model.ckpt", r"a single file: model\.ckpt, weights that are not safetensors"),
     ("notes.md", "a single file: not the folder of a model"),
 ])  # fmt: skip
@@ -327,7 +327,7 @@ LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
 @pytest.mark.parametrize(("files", "sentence"), [
     (LORA, "model_index.json is not there, but pytorch_lora_weights.safetensors, an adapter (LoRA), which is not"),
     ({"adapter_config.json": b"{}", "adapter_model.safetensors": b""}, "but adapter_config.json, an adapter (LoRA)"),
-    ({"wan.Q4_K.gguf": b""}, "but wan.Q4_K.gguf, quantised weights (GGUF), which are served of language models alone"),
+    ({"wan.Q4_K.gguf": b""}, "but wan.Q4_K.gguf, quantised weights (GGUF), which are served of language models"),
     ({"ltx.safetensors": b"", "config.json": b"{}"}, "but ltx.safetensors, a checkpoint outside diffusers' layout"),
     ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is no model"),
     ({**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},

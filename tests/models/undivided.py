@@ -36,7 +36,14 @@ sys.path.append(str(Path(__file__).parents[2] / "tools"))
 import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
-from diffusers import DiffusionPipeline, FirstBlockCacheConfig, ModularPipeline  # noqa: E402
+from diffusers import (  # noqa: E402
+    DiffusionPipeline,
+    FirstBlockCacheConfig,
+    GGUFQuantizationConfig,
+    ModularPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from diffusers.utils import load_image  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -45,11 +52,21 @@ def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
     """All in one dtype but the VAE, which is float32 unless named: as its makers advise, and as unfuse has it."""
     whole, _, vae = dtype.partition(",vae=")
     dtypes = {"default": getattr(torch, whole), "vae": getattr(torch, vae or "float32")}
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtypes)
+    if files := [*folder.glob("transformer/tuned*")]:
+        transformer = single(*files, dtypes["default"])
+        pipe = WanPipeline.from_pretrained(folder, torch_dtype=dtypes, transformer=transformer)
+    else:
+        pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtypes)
     pipe.set_progress_bar_config(disable=True)
     decode = pipe.vae.decode  # FluxPipeline does not cast for a VAE of another dtype
     pipe.vae.decode = lambda latents, **options: decode(latents.to(pipe.vae.dtype), **options)
     return pipe
+
+
+def single(file: Path, dtype: torch.dtype) -> WanTransformer3DModel:
+    """The transformer, as diffusers loads it from the one file of another tool that a folder has for it."""
+    how = {"quantization_config": GGUFQuantizationConfig(compute_dtype=dtype)} if file.suffix == ".gguf" else {}
+    return WanTransformer3DModel.from_single_file(str(file), config=str(file.parent), torch_dtype=dtype, **how)
 
 
 def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarray]:
@@ -144,6 +161,10 @@ def main() -> None:
     for kind in tiny.KINDS:
         tiny.build(kind, root / kind, serving=False)
     adapters(root)
+    tiny.tuned(root / "wan", root / "wan-single", original=True)
+    tiny.build("wan-even", root / "wan-even", serving=False)
+    tiny.tuned(root / "wan-even", root / "wan-gguf", original=True, quantised=True)
+    tiny.adapter(root / "wan-even", root / "loras", "even-plain", 1)
     pipes = {}
     for job in json.load(sys.stdin):
         lora, scale = job["params"].get("lora"), job["params"].get("lora_scale")

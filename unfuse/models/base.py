@@ -28,6 +28,7 @@ from unfuse.models.encoders import ENCODERS, cut_of
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
 from unfuse.models.shared import Mapped, load_together
+from unfuse.models.single import load_single
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
 from unfuse.stages.base import Stage
@@ -187,6 +188,7 @@ class DiffusersFamily(Family):
             heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
             blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
         denoise = {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
+        denoise = {} if folder.is_quantised("transformer") else denoise
         ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
         for component, (_, kind) in self.components(folder).items():
             if kind in ENCODERS:
@@ -390,6 +392,8 @@ class Loader:
         try:
             if isinstance(self.folder, GgufModel):
                 return self.folder.load(kind, options["dtype"]), {"missing_keys": ()}
+            if (single := self.folder.single(component)) and path.is_relative_to(self.folder.path):
+                return load_single(kind, path / single, options["dtype"])
             return kind.from_pretrained(str(path), local_files_only=True, **options)
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             reason = " ".join(str(error).split())

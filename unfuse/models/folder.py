@@ -20,6 +20,8 @@ import msgspec
 import xxhash
 
 from unfuse.core.errors import ConfigError
+from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
+from unfuse.models.single import single_of
 
 INDEX = "model_index.json"
 CONFIG = "config.json"
@@ -52,15 +54,13 @@ _ADAPTER = "an adapter (LoRA), which is not a model: serve its base model, and t
 _PICKLE = "weights that are not safetensors: save the model anew with its library"
 UNSERVED = {
     ADAPTER: _ADAPTER, "adapter_model.*": _ADAPTER, "pytorch_lora_weights.*": _ADAPTER,
-    "*.gguf": "quantised weights (GGUF), which are served of language models alone, and from a file on this disk: "
-    "give such a file, or the model in its original precision",
+    "*.gguf": "quantised weights (GGUF), which are served of language models, and from a file on this disk: "
+    "give such a file, or put one of a denoiser in the place of the weights in its folder",
     "*model.*.safetensors": "a variant, and only plain weights are served: save the model without a variant",
-    "*.safetensors": "a checkpoint outside diffusers' layout: convert it by from_single_file and save_pretrained",
+    "*.safetensors": "a checkpoint outside diffusers' layout: put it in its component's folder, for the weights there",
     "*.bin": _PICKLE, "*.ckpt": _PICKLE, "*.pt": _PICKLE, "*.pth": _PICKLE,
 }  # fmt: skip
 """Files that are found in place of a model or its weights, and what is to be done."""
-
-REPAIR = "download or save the model again"
 
 PAUSES_S = (0.5, 1.0, 2.0)
 """Before a header is asked for again."""
@@ -186,10 +186,10 @@ class ModelFolder:
         if config.get("quantization_config"):
             reason = "is quantised (quantization_config), which is not served: give it in its original precision"
             raise ConfigError(f"model {self.path}: component {component} {reason}")
-        found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "")
+        found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "") or self.single(component)
         if not found and (instead := unserved(files)):
             raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
-        names = [found] if found.endswith(".safetensors") else ["*.safetensors"]
+        names = ["*.safetensors"] if not found or found.endswith(".json") else [found]
         if found.endswith(".json"):
             listing = self._json(f"{self.at(component)}{found}", f"component {component} is incomplete")
             shards = listing.get("weight_map")
@@ -201,6 +201,15 @@ class ModelFolder:
             if (self.path / self.at(component) / name).exists():
                 self._tensors(component, name)
         return names
+
+    def single(self, component: str) -> str:
+        """The one file of another tool from which a component is loaded; "" of one in its library's layout."""
+        ours = "_class_name" in self.config(component)
+        return single_of(self._inside(self.at(component).rstrip("/")), ADAPTER, *WEIGHTS) if ours else ""
+
+    def is_quantised(self, component: str) -> bool:
+        """Whether a component stays in memory as it lies in its file, which is GGUF."""
+        return self.single(component).endswith(GGUF)
 
     def size(self, component: str) -> int:
         """Bytes of a component's files."""
@@ -217,7 +226,7 @@ class ModelFolder:
     def has(self, component: str, dtype: str) -> bool:
         """Whether files have all of a component's floats in that dtype, so that processes map them."""
         kinds = {stored for stored, _ in self.tensors(component).values() if stored[0] not in "IU" and stored != "BOOL"}
-        return kinds == {STORED[dtype]}
+        return kinds == {STORED[dtype]} and not self.single(component)
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.
@@ -255,6 +264,9 @@ class ModelFolder:
     def _tensors(self, component: str, name: str) -> dict[str, tuple[str, int]]:
         """Those in a weight file, from its header: here, or at the hub."""
         file = self.path / self.at(component) / name
+        if file.suffix == GGUF:
+            stored = contents(file).tensors.items()
+            return {key: (f"GGUF {QUANTISED[one.kind][0]}", prod(one.shape)) for key, one in stored}
         if file.exists() or self.hub is None:
             found = {key: (str(one["dtype"]), prod(one["shape"])) for key, one in header(file).items()}
         else:

@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import REPAIR
+
+GGUF = ".gguf"
+"""The suffix of such files."""
+
+REPAIR = "download or save the model again"
 
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TEXT, ARRAY = 8, 9
 
 MAX_TENSORS = 1 << 16
-MAX_DIMENSIONS = 4
+MAX_DIMENSIONS = 5
 
 QUANTISED = {
     0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20),

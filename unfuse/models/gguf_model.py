@@ -12,13 +12,11 @@ import xxhash
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import REPAIR, SAMPLE_BYTES, SAMPLES, WHOLE, WHOLE_BYTES, ModelFolder
-from unfuse.models.gguf import QUANTISED, Contents, StoredTensor, contents
+from unfuse.models.folder import SAMPLE_BYTES, SAMPLES, WHOLE, WHOLE_BYTES, ModelFolder
+from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, Contents, StoredTensor, contents
 
 if TYPE_CHECKING:
     import torch
-
-SUFFIX = ".gguf"
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """Classes by `general.architecture`."""
@@ -181,7 +179,7 @@ class GgufModel(ModelFolder):
 
 def files_of(path: Path) -> ModelFolder:
     """Reads the model at a path: a folder, or a GGUF file."""
-    return GgufModel(path) if path.suffix == SUFFIX and path.is_file() else ModelFolder(path)
+    return GgufModel(path) if path.suffix == GGUF and path.is_file() else ModelFolder(path)
 
 
 def config_of(found: Contents) -> dict[str, Any]:

@@ -23,7 +23,8 @@ from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.defaults import SERVING, Serving
 from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.folder import WHOLE, ModelFolder
-from unfuse.models.gguf_model import SUFFIX, files_of
+from unfuse.models.gguf import GGUF
+from unfuse.models.gguf_model import files_of
 from unfuse.models.source import source_of
 from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL
@@ -119,7 +120,7 @@ class LanguageFamily(Family):
     def prepare(self, folder: Path) -> None:
         import_module("unfuse.stages.language")
         getattr(import_module("transformers"), files_of(folder).kind)
-        if folder.suffix == SUFFIX:
+        if folder.suffix == GGUF:
             import_module("gguf.quants")
 
     def room(self, folder: Path, runtime: Runtime) -> int:

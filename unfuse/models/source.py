@@ -9,7 +9,7 @@ from pathlib import Path
 
 from unfuse.core.errors import ConfigError
 from unfuse.models.folder import INDEX, PLAIN, ModelFolder, hub_errors, unserved
-from unfuse.models.gguf_model import SUFFIX as GGUF
+from unfuse.models.gguf import GGUF
 from unfuse.models.hub import Tell, bring
 from unfuse.models.names import PLANS, SUFFIX, hub_name
 

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from unfuse.core.errors import ConfigError, InvalidParameter
 from unfuse.models.chat_template import ChatTemplate, Message, plain
-from unfuse.models.folder import REPAIR
+from unfuse.models.gguf import REPAIR
 from unfuse.models.tokenizer_files import Parts, of_folder, of_gguf
 from unfuse.models.tool_messages import format_of, with_calls
 

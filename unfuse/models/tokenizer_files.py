@@ -10,8 +10,7 @@ import msgspec
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from unfuse.core.errors import ConfigError
-from unfuse.models.folder import REPAIR
-from unfuse.models.gguf import metadata
+from unfuse.models.gguf import REPAIR, metadata
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Tokens that templates may name."""

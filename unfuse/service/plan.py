@@ -169,8 +169,8 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
     shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
-    mapped = files.has(name, dtype)
-    return Component(name, kind, whole, files.size(name), dtype, whole * width, mapped, shared * width)
+    mapped, memory = files.has(name, dtype), files.size(name) if files.is_quantised(name) else whole * width
+    return Component(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
 
 
 def explicit_dtypes(card: ModelCard, spec: str, on_gpu: Collection[str]) -> dict[str, str]:

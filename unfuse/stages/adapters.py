@@ -195,7 +195,8 @@ def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
         down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
         if down is None or up is None or part not in ("A.weight", "B.weight", "B.bias"):
             return f"holds {key}, which is no half of a low-rank pair: only such are applied"
-        if down.shape[1:] != weight.shape[1:] or up.shape[:2] != (weight.shape[0], down.shape[0]):
+        own = getattr(weight, "quant_shape", weight.shape)
+        if down.shape[1:] != own[1:] or up.shape[:2] != (own[0], down.shape[0]):
             shapes = " and ".join(str(tuple(side.shape)) for side in (down, up))
-            return f"does not fit the model: {path} is {tuple(weight.shape)}, and the pair for it is {shapes}"
+            return f"does not fit the model: {path} is {tuple(own)}, and the pair for it is {shapes}"
     return "" if tensors else "is empty"
