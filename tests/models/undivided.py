@@ -47,7 +47,7 @@ def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
     pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtypes)
     pipe.set_progress_bar_config(disable=True)
     decode = pipe.vae.decode  # FluxPipeline does not cast for a VAE of another dtype
-    pipe.vae.decode = lambda latents, **options: decode(latents.to(pipe.vae.dtype), **options)
+    pipe.vae.decode = lambda latents, *given, **options: decode(latents.to(pipe.vae.dtype), *given, **options)
     return pipe
 
 
@@ -107,6 +107,15 @@ def adapters(root: Path) -> None:
         tiny.adapter(root / kind, loras, f"{kind}-alpha", 2, 3, 6.0, to_k=5)
         whole[kind] = load_file(loras / f"{kind}-plain.safetensors")
     tiny.adapter(root / "wan", loras, "wan-small", 3, 1)
+    for kind in ("sdxl", "sd3", "z-image", "ltx"):
+        tiny.adapter(root / kind, loras, f"{kind}-plain", 4)
+    plain = load_file(loras / "sdxl-plain.safetensors")
+    words = {"unet.": "lora_unet_", "lora_A": "LORA_DOWN", "lora_B": "LORA_UP", ".weight": "WEIGHT"}
+    kohya = {replaced(key, words): tensor for key, tensor in plain.items()}
+    ends = {"_LORA_DOWNWEIGHT": ".lora_down.weight", "_LORA_UPWEIGHT": ".lora_up.weight"}
+    kohya = {replaced(key.replace(".", "_"), ends): tensor for key, tensor in kohya.items()}
+    alphas = {key.replace("lora_up.weight", "alpha"): torch.tensor(2.0) for key in kohya if "lora_up" in key}
+    save_file(kohya | alphas, loras / "sdxl-kohya.safetensors")
     words = {"transformer.": "diffusion_model.", "attn1": "self_attn", "attn2": "cross_attn", "to_out.0": "o"}
     words |= {"to_q": "q", "to_k": "k", "to_v": "v", "lora_A": "lora_down", "lora_B": "lora_up"}
     original = {replaced(key, words): tensor for key, tensor in whole["wan"].items()}

@@ -33,7 +33,8 @@ MODELS = [
     ("wan-2.2", "transformer_2"), ("flux", "text_encoder"), ("flux", "text_encoder_2"), ("flux", "transformer"),
     ("hunyuan-video", "text_encoder"), ("hunyuan-video", "transformer"), ("qwen-image", "text_encoder"),
     ("qwen-image", "transformer"), ("klein", "text_encoder"), ("klein", "transformer"), ("krea", "text_encoder"),
-    ("krea", "transformer"),
+    ("krea", "transformer"), ("sd3", "text_encoder"), ("sd3", "text_encoder_3"), ("sd3-medium", "transformer"),
+    ("z-image", "text_encoder"), ("z-image", "transformer"), ("ltx", "transformer"), ("kontext", "transformer"),
 ]  # fmt: skip
 
 

@@ -19,11 +19,11 @@ from typing_extensions import override
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import Loader, with_encoders
+from unfuse.models.base import Loader
 from unfuse.models.flow_matching import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
-from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage
+from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 

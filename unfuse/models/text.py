@@ -1,19 +1,19 @@
-"""What families share about text: its stages, a tokenizer with its encoder, CLIP, when a negative prompt guides."""
+"""What families share about text: its stages and those behind, a tokenizer with its encoder, CLIP, negative prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from unfuse.core.media import Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, StageSpec
+from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader
 from unfuse.stages.base import need
 from unfuse.stages.guidance import NEGATIVE
-from unfuse.stages.specs import TEXT_ENCODE
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,16 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
         reads=("prompt", "negative_prompt", scale, "max_sequence_length"),
         shares=True,
     )
+
+
+def with_encoders(
+    encoders: Iterable[StageSpec], latents: Room, transformers: Iterable[str] = ("transformer",)
+) -> Pipeline:
+    """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
+    encoders = tuple(encoders)
+    inputs = tuple(name for encoder in encoders for name in encoder.outputs)
+    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents, shares=True)
+    return Pipeline((*encoders, denoise, VAE_DECODE))
 
 
 def true_cfg_scale(params: Params) -> float:

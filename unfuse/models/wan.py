@@ -20,10 +20,10 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import DiffusersFamily, Loader, with_encoders
+from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import T5_TOKENIZERS, text_stage
+from unfuse.models.text import T5_TOKENIZERS, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
