@@ -48,6 +48,8 @@ UNABLE = {
     "sdxl": {"ulysses", "ring", "tensor", "layers", "shard"},
     "sd3": {"layers"},
     "sd3-medium": {"layers", "ulysses", "ring"},
+    "ltx": {"tensor"},
+    "ltx-timed": {"tensor"},
 }
 """Kinds by which models cannot be spread."""
 

@@ -65,6 +65,8 @@ class FlowDenoiser:
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
     first = ""
+    scale = staticmethod(true_cfg_scale)
+    """What guides: the true guidance scale, of models that were not distilled with one."""
 
     def __init__(
         self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
@@ -78,8 +80,8 @@ class FlowDenoiser:
         self._sizes(params)
 
     def guidance(self, params: Params) -> float:
-        """By the true guidance scale: these models were not distilled with one."""
-        return true_cfg_scale(params)
+        """By that scale."""
+        return self.scale(params)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """Float32 (1, channels, frames, height, width)."""

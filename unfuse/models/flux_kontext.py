@@ -24,7 +24,7 @@ from unfuse.models.flux import Flux, FluxDenoiser
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, Packing
 from unfuse.models.text import with_encoders
-from unfuse.stages.base import Stage, StageInput, StageOutput
+from unfuse.stages.base import Stage
 from unfuse.stages.specs import IMAGE_ENCODE
 
 if TYPE_CHECKING:
@@ -111,21 +111,14 @@ class Kontext(Flux):
 
     @override
     def stage(self, kind: str, loader: Loader) -> Stage:
-        """References of other shapes have other sizes, so each is encoded by itself."""
+        """References of other shapes have other sizes."""
         from unfuse.stages.image_encode import ImageEncode
 
-        class EncodeEach(ImageEncode):
-            """One by one."""
-
-            @override
-            def batch_key(self, params: Params) -> None:
-                """Whatever is asked for."""
-
-            @override
-            def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-                return [output for task in batch for output in super(EncodeEach, self).run([task])]
-
-        return EncodeEach(Reference(loader)) if kind == IMAGE_ENCODE.kind else super().stage(kind, loader)
+        if kind != IMAGE_ENCODE.kind:
+            return super().stage(kind, loader)
+        stage = ImageEncode(Reference(loader))
+        stage.each = True
+        return stage
 
 
 FAMILY = Kontext()

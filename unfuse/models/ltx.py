@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,7 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import GuidedText
-from unfuse.models.text import T5_TOKENIZERS, text_stage, with_encoders
+from unfuse.models.text import T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import AWAY, guidance_scale
@@ -82,22 +82,20 @@ class Shape:
         return frames, need(params, "height", int) // self.spatial, need(params, "width", int) // self.spatial
 
 
-class LtxText(GuidedText):
-    """T5, which attends to the padding too; a TextEncoder."""
+class LtxText(T5Text):
+    """T5; a TextEncoder."""
 
+    @override
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); `prompt_mask` (texts, length) is 1.0 at a text's tokens."""
-        tokens, dtype = self._tokens(texts, length), self._encoder.dtype
-        return {
-            "prompt_embeds": self._encoder(tokens.input_ids)[0].to(dtype),
-            "prompt_mask": tokens.attention_mask.to(dtype),
-        }
+        """Beside embeddings `prompt_mask` (texts, length), which is 1.0 at a text's tokens."""
+        mask = self._tokens(texts, length).attention_mask.to(self._encoder.dtype)
+        return {**super().encode(texts, length), "prompt_mask": mask}
 
 
 class LtxDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser. Latents are (1, patches, channels)."""
 
-    first = AWAY
+    first, scale = AWAY, staticmethod(guidance_scale)
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
@@ -108,10 +106,6 @@ class LtxDenoiser(FlowDenoiser):
     def verify(self, params: Params) -> None:
         super().verify(params)
         need(params, "fps", int)
-
-    @override
-    def guidance(self, params: Params) -> float:
-        return guidance_scale(params)
 
     @override
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
@@ -184,7 +178,7 @@ class Ltx(DiffusersFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKLLTXVideo",)),
     }
-    text_encoders = {"text_encode": LtxText}
+    text_encoders = {"text_encode": partial(LtxText, guidance=guidance_scale)}
     denoiser = LtxDenoiser
     vae = LtxVae
     else_whole = True
@@ -195,13 +189,7 @@ class Ltx(DiffusersFamily):
         enter={"hidden_states": Along(1, ("tokens",))},
         follow={"image_rotary_emb": (Along(1, ("tokens",)),)},
         leave=(Along(1, ("tokens",)),),
-        matrices=Matrices(
-            outputs=("transformer_blocks.*.to_[qkv]", "transformer_blocks.*.net.0.proj"),
-            inputs=("transformer_blocks.*.to_out.0", "transformer_blocks.*.net.2"),
-            norms=("transformer_blocks.*.norm_[qk]",),
-            heads=("transformer_blocks.*.attn?.heads",),
-            divided=("num_attention_heads",),
-        ),
+        matrices=Matrices((), (), ()),
     )
 
     @override
@@ -210,6 +198,12 @@ class Ltx(DiffusersFamily):
         card = super().card(name, folder, dtype)
         vae = xxhash.xxh3_128_hexdigest(f"{card.weights['vae']} {card.dtypes['text_encoder']}".encode())
         return replace(card, weights={**card.weights, "vae": vae})
+
+    @override
+    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+        """Places are turned into all heads at once, which cannot be shared out as weights."""
+        found = super().denoiser_spreads(folder)
+        return {kind: found[kind] for kind in found if kind != "tensor"}
 
     @override
     def standard(self, folder: ModelFolder) -> Params:

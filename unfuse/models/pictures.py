@@ -49,21 +49,13 @@ def vae_of(folder: ModelFolder) -> tuple[int, int]:
         return int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1)
 
 
-class GuidedText(TruthfulText):
-    """A tokenizer and its text encoder, of a model that is guided by `guidance_scale`."""
-
-    @override
-    def guidance(self, params: Params) -> float:
-        return guidance_scale(params)
-
-
-class ProjectedClip(GuidedText):
+class ProjectedClip(TruthfulText):
     """CLIP's last hidden states but one, `names[0]` (texts, tokens, width), and where there is a second name what it
     projects of all (texts, projected). Texts have as many tokens as CLIP has, whatever the length. A TextEncoder.
     """
 
     def __init__(self, loader: Loader, names: Sequence[str], end: str = "") -> None:
-        super().__init__(loader, end)
+        super().__init__(loader, end, guidance_scale)
         self._names = names
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -76,9 +68,7 @@ class ProjectedClip(GuidedText):
 class GridDenoiser(FlowDenoiser):
     """A FlowDenoiser guided by `guidance_scale`, whose latents are a picture in the transformer's dtype."""
 
-    @override
-    def guidance(self, params: Params) -> float:
-        return guidance_scale(params)
+    scale = staticmethod(guidance_scale)
 
     @override
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -22,11 +22,11 @@ from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
 from unfuse.models.flow_matching import need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, GuidedText, ProjectedClip, vae_of
-from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, text_stage, with_encoders
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
+from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
-from unfuse.stages.guidance import AWAY
+from unfuse.stages.guidance import AWAY, guidance_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,13 +65,10 @@ class Shape(Grid):
         return shape
 
 
-class T5Text(GuidedText):
+class ThirdText(T5Text):
     """T5; a TextEncoder."""
 
-    def encode(self, texts: Any, length: int) -> dict[str, Tensor]:
-        """`prompt_embeds_3` (texts, length, text dim); it attends to the padding too."""
-        hidden = self._encoder(self._tokens(texts, length).input_ids)[0]
-        return {"prompt_embeds_3": hidden.to(self._encoder.dtype)}
+    name = "prompt_embeds_3"
 
 
 class Sd3Denoiser(GridDenoiser):
@@ -135,7 +132,7 @@ class Sd3(GridFamily):
     text_encoders = {
         "text_encode": partial(ProjectedClip, names=["prompt_embeds", "pooled_prompt_embeds"]),
         "text_encode_2": partial(ProjectedClip, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], end="_2"),
-        "text_encode_3": partial(T5Text, end="_3"),
+        "text_encode_3": partial(ThirdText, end="_3", guidance=guidance_scale),
     }
     denoiser = Sd3Denoiser
     shape = Shape.of

@@ -11,7 +11,7 @@ undivided.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
@@ -28,8 +28,8 @@ from unfuse.models.flow_matching import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
-from unfuse.stages.base import Stage, StageInput, StageOutput, need
-from unfuse.stages.guidance import AWAY, NEGATIVE
+from unfuse.stages.base import Stage, need
+from unfuse.stages.guidance import AWAY
 
 if TYPE_CHECKING:
     import torch
@@ -166,29 +166,13 @@ class Sdxl(GridFamily):
 
     @override
     def stage(self, kind: str, loader: Loader) -> Stage:
-        """Text encoding gives zeros for a negative prompt that is not there, unless model_index.json says otherwise."""
+        """Zeros stand for a negative prompt that is not there, unless model_index.json says otherwise."""
         from unfuse.stages.text_encode import TextEncode
 
-        if kind not in self.text_encoders or not loader.folder.index().get(ZEROS, True):
-            return super().stage(kind, loader)
-
-        class Zeroed(TextEncode):
-            """Guides away from zeros."""
-
-            @override
-            def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-                return [_zeroed(task, output) for task, output in zip(batch, super().run(batch), strict=True)]
-
-        return Zeroed(self.text_encoders[kind](loader), kind)
-
-
-def _zeroed(task: StageInput, output: StageOutput) -> StageOutput:
-    """What was made of a task's texts, with zeros for a negative prompt where there is none."""
-    if task.params.get("negative_prompt") is None:
-        for name, value in output.tensors.items():
-            if name.startswith(NEGATIVE) and value is not None:
-                value.zero_()
-    return output
+        stage = super().stage(kind, loader)
+        if isinstance(stage, TextEncode):
+            stage.zeros = bool(loader.folder.index().get(ZEROS, True))
+        return stage
 
 
 FAMILY = Sdxl()

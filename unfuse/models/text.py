@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -57,15 +57,14 @@ def true_cfg_scale(params: Params) -> float:
 
 
 class TruthfulText:
-    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names."""
+    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names.
 
-    def __init__(self, loader: Loader, end: str = "") -> None:
+    It guides by the true guidance scale, of models that were not distilled with one, unless another is given.
+    """
+
+    def __init__(self, loader: Loader, end: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
         self._tokenizer, self._encoder = loader.plain(f"tokenizer{end}"), loader.model(f"text_encoder{end}")
-        self._device = loader.device
-
-    def guidance(self, params: Params) -> float:
-        """By the true guidance scale: these models were not distilled with one."""
-        return true_cfg_scale(params)
+        self._device, self.guidance = loader.device, guidance
 
     def likeness(self, text: str, length: int) -> Hashable:
         """Nothing, as long as the encoder sees padding as it sees other tokens."""
@@ -75,6 +74,17 @@ class TruthfulText:
         """Ids and attention mask of the texts, cut or padded to so many tokens."""
         how = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
         return self._tokenizer(list(texts), **how).to(self._device)
+
+
+class T5Text(TruthfulText):
+    """T5; a TextEncoder."""
+
+    name = "prompt_embeds"
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """By its name (texts, length, text dim); it attends to the padding too."""
+        hidden = self._encoder(self._tokens(texts, length).input_ids, output_hidden_states=False)[0]
+        return {self.name: hidden.to(self._encoder.dtype)}
 
 
 class ClipText(TruthfulText):

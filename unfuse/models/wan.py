@@ -184,6 +184,8 @@ class WanDenoiser(FlowDenoiser):
     width), or with a timestep for each token the latents of the first frame.
     """
 
+    scale = staticmethod(guidance_scale)
+
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
@@ -201,10 +203,6 @@ class WanDenoiser(FlowDenoiser):
         super().verify(params)
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
-
-    @override
-    def guidance(self, params: Params) -> float:
-        return guidance_scale(params)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """Timesteps as the configuration spaces them."""

@@ -72,10 +72,6 @@ def beyond(params: Params) -> float:
 class ChatText(TruthfulText):
     """A language model's hidden states but one layer; a TextEncoder."""
 
-    @override
-    def guidance(self, params: Params) -> float:
-        return beyond(params)
-
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
         tokens = self._chat(texts, length)
@@ -102,16 +98,12 @@ class ChatText(TruthfulText):
 class ZImageDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
-    first = TOWARDS
+    first, scale = TOWARDS, staticmethod(beyond)
 
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
         self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
-
-    @override
-    def guidance(self, params: Params) -> float:
-        return beyond(params)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """The more patches, the longer it stays at high noise, where the configuration says so."""
@@ -152,7 +144,7 @@ class ZImage(GridFamily):
         "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
         "vae": ("diffusers", ("AutoencoderKL",)),
     }
-    text_encoders = {"text_encode": ChatText}
+    text_encoders = {"text_encode": partial(ChatText, guidance=beyond)}
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
     shape = Shape.of
