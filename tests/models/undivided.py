@@ -110,13 +110,7 @@ def adapters(root: Path) -> None:
     tiny.adapter(root / "wan", loras, "wan-small", 3, 1)
     for kind in ("sdxl", "sd3", "z-image", "ltx"):
         tiny.adapter(root / kind, loras, f"{kind}-plain", 4)
-    plain = load_file(loras / "sdxl-plain.safetensors")
-    words = {"unet.": "lora_unet_", "lora_A": "LORA_DOWN", "lora_B": "LORA_UP", ".weight": "WEIGHT"}
-    kohya = {replaced(key, words): tensor for key, tensor in plain.items()}
-    ends = {"_LORA_DOWNWEIGHT": ".lora_down.weight", "_LORA_UPWEIGHT": ".lora_up.weight"}
-    kohya = {replaced(key.replace(".", "_"), ends): tensor for key, tensor in kohya.items()}
-    alphas = {key.replace("lora_up.weight", "alpha"): torch.tensor(2.0) for key in kohya if "lora_up" in key}
-    save_file(kohya | alphas, loras / "sdxl-kohya.safetensors")
+    save_file(kohya_xl(load_file(loras / "sdxl-plain.safetensors")), loras / "sdxl-kohya.safetensors")
     words = {"transformer.": "diffusion_model.", "attn1": "self_attn", "attn2": "cross_attn", "to_out.0": "o"}
     words |= {"to_q": "q", "to_k": "k", "to_v": "v", "lora_A": "lora_down", "lora_B": "lora_up"}
     original = {replaced(key, words): tensor for key, tensor in whole["wan"].items()}
@@ -138,6 +132,17 @@ def kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made |= {f"{layers[1]}qkv.lora_up.weight": torch.cat(ups), f"{layers[1]}qkv.alpha": torch.tensor(3.0)}
         made |= {f"{layers[1]}proj.lora_down.weight": tensors[f"{layers[0]}out.0.lora_A.weight"].clone()}
         made |= {f"{layers[1]}proj.lora_up.weight": tensors[f"{layers[0]}out.0.lora_B.weight"]}
+    return made
+
+
+def kohya_xl(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These of SDXL as kohya's scripts name them, with an alpha."""
+    made = {}
+    for key, tensor in tensors.items():
+        layer, _, half = key.removesuffix(".weight").rpartition(".")
+        name = layer.replace("unet.", "lora_unet_").replace(".", "_")
+        made[f"{name}.lora_{'down' if half == 'lora_A' else 'up'}.weight"] = tensor
+        made[f"{name}.alpha"] = torch.tensor(2.0)
     return made
 
 
