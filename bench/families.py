@@ -26,7 +26,8 @@ from unfuse.models import card_of, find, resolve_source
 
 SHAPES = "unfuse/shapes"
 FAMILIES = (
-    SHAPES, "wan", "wan-image", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image", "klein", "krea",
+    SHAPES, "wan", "wan-image", "wan-2.2", "wan-2.2-5b", "flux", "hunyuan-video", "qwen-image", "klein", "krea", "sdxl",
+    "sd3", "z-image", "ltx", "kontext",
 )  # fmt: skip
 SPREADS = "ulysses:2", "ring:2", "tensor:2", "cfg:2", "layers:2", "shard:2"
 ENCODER = "tensor:2"

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
+LAYERS = {"num_layers": 2, "num_attention_heads": 2}
 
 KINDS = (
     "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
     "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
-    "klein", "klein-distilled", "krea", "krea-distilled",
+    "klein", "klein-distilled", "krea", "krea-distilled", "sdxl", "sd3", "sd3-medium", "z-image", "ltx", "ltx-timed",
+    "kontext",
 )  # fmt: skip
-PICTURES = ("flux", "qwen", "klein", "krea")
+PICTURES = ("flux", "qwen", "klein", "krea", "sd", "z", "kontext")
 """What the kinds begin with that make no videos."""
 
 SERVING = {"height": 32, "width": 32, "num_inference_steps": 4, "max_sequence_length": 24}
@@ -35,7 +37,8 @@ def build(kind: str, folder: Path, serving: bool = True) -> Path:
 
     with torch.random.fork_rng(devices=[]):
         families = {
-            "flux": _flux, "hunyuan": _hunyuan, "klein": _klein, "krea": _krea, "qwen": _qwen, "wan": _wan,
+            "flux": _flux, "hunyuan": _hunyuan, "klein": _klein, "krea": _krea, "kontext": _kontext, "ltx": _ltx,
+            "qwen": _qwen, "sd3": _sd3, "sdxl": _sdxl, "wan": _wan, "z": _z,
         }  # fmt: skip
         make = families[kind.partition("-")[0]]
         pipe = make(kind)
@@ -206,6 +209,16 @@ def _flux(kind: str) -> Any:
     return FluxPipeline(scheduler, vae, encoder, tokenizer, encoder_2, tokenizer_2, transformer)
 
 
+def _kontext(kind: str) -> Any:
+    """The encoders of FLUX.1, and a VAE of factor 16, since a reference has a megapixel."""
+    from diffusers import FluxKontextPipeline
+
+    flux = _flux("flux").components
+    vae = _vae(57, 5, use_quant_conv=False, use_post_quant_conv=False, scaling_factor=0.3611, shift_factor=0.1159)
+    del flux["image_encoder"], flux["feature_extractor"]
+    return FluxKontextPipeline(**{**flux, "vae": vae})
+
+
 def _hunyuan(kind: str) -> Any:
     from diffusers import (
         AutoencoderKLHunyuanVideo,
@@ -337,6 +350,129 @@ def _krea(kind: str) -> Any:
     return Krea2Pipeline(scheduler, _qwen_vae(), encoder, tokenizer, transformer, is_distilled=distilled)
 
 
+def _vae(seed: int, blocks: int = 3, **own: Any) -> Any:
+    from diffusers import AutoencoderKL
+
+    return _seeded(seed, lambda: AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * blocks, up_block_types=["UpDecoderBlock2D"] * blocks,
+        block_out_channels=[8, *[16] * (blocks - 1)], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
+        sample_size=48, **own,
+    ))  # fmt: skip
+
+
+def _unet(seed: int, **own: Any) -> Any:
+    from diffusers import UNet2DConditionModel
+
+    usual = {
+        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (16, 32),
+        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 24, "attention_head_dim": 4,
+    }  # fmt: skip
+    unet = _seeded(seed, lambda: UNet2DConditionModel(
+        sample_size=16, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=4,
+        **{**usual, **own},
+    ))  # fmt: skip
+    _louder(out=(unet.conv_out.weight, 3))
+    return unet
+
+
+def _t5(umt5: bool = False, width: int = TEXT_DIM) -> tuple[Any, Any]:
+    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
+
+    tokenizer = _bytes_tokenizer()
+    sizes = {"d_model": width, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    config, kind = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
+    return tokenizer, _seeded(31, lambda: kind(config(vocab_size=len(tokenizer), **sizes)))
+
+
+def _projected(seed: int, tokenizer: Any, width: int, projected: int) -> Any:
+    """CLIP with what it projects of all tokens."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    sizes = {"intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": projected}
+    ends = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    length = tokenizer.model_max_length
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer), hidden_size=width, max_position_embeddings=length, **sizes, **ends
+    )
+    return _seeded(seed, lambda: CLIPTextModelWithProjection(config))
+
+
+def _sdxl(kind: str) -> Any:
+    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
+
+    tokenizer, encoder = _clip()
+    second = _projected(35, tokenizer, 32, 16)
+    unet = _unet(36, addition_embed_type="text_time", addition_time_embed_dim=8, cross_attention_dim=POOLED_DIM + 32,
+        projection_class_embeddings_input_dim=16 + 6 * 8)  # fmt: skip
+    usual = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
+    scheduler = EulerDiscreteScheduler(timestep_spacing="leading", **usual)
+    return StableDiffusionXLPipeline(_vae(37), encoder, second, tokenizer, tokenizer, unet, scheduler)
+
+
+def _sd3(kind: str) -> Any:
+    """Of 3.5, large, or medium, in which the picture also sees itself alone."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    tokenizer, _ = _clip()
+    one, two = _projected(38, tokenizer, 24, 24), _projected(39, tokenizer, 32, 16)
+    tokenizer_3, three = _t5(width=64)
+    dual = (0,) if kind.endswith("medium") else ()
+    transformer = _seeded(40, lambda: SD3Transformer2DModel(
+        sample_size=16, patch_size=2, in_channels=CHANNELS, attention_head_dim=12, **LAYERS, caption_projection_dim=24,
+        joint_attention_dim=64, pooled_projection_dim=40, out_channels=CHANNELS, qk_norm="rms_norm",
+        dual_attention_layers=dual,
+    ))  # fmt: skip
+    _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
+    vae = _vae(41, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    return StableDiffusion3Pipeline(transformer, scheduler, vae, one, tokenizer, two, tokenizer, three, tokenizer_3)
+
+
+def _z(kind: str) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from transformers import Qwen3Config, Qwen3Model
+
+    tokenizer = _bytes_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}!"
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=TEXT_DIM, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=512, pad_token_id=0,
+        eos_token_id=1,
+    )  # fmt: skip
+    encoder = _seeded(54, lambda: Qwen3Model(config))
+    transformer = _seeded(55, lambda: ZImageTransformer2DModel(
+        in_channels=CHANNELS, dim=24, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=TEXT_DIM,
+        axes_dims=[4, 4, 4], axes_lens=[128, 64, 64],
+    ))  # fmt: skip
+    _louder(text=(transformer.cap_embedder[1].weight, 5), out=(transformer.all_final_layer["2-1"].linear.weight, 5))
+    vae = _vae(56, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.1159, scaling_factor=0.3611)
+    return ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
+
+
+def _ltx(kind: str) -> Any:
+    from diffusers import (
+        AutoencoderKLLTXVideo,
+        FlowMatchEulerDiscreteScheduler,
+        LTXPipeline,
+        LTXVideoTransformer3DModel,
+    )
+
+    tokenizer, encoder = _t5()
+    vae = _seeded(46, lambda: AutoencoderKLLTXVideo(
+        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
+        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1,) * 4, patch_size=1,
+        patch_size_t=1, encoder_causal=True, decoder_causal=False, timestep_conditioning=kind.endswith("timed"),
+    ))  # fmt: skip
+    transformer = _seeded(47, lambda: LTXVideoTransformer3DModel(
+        in_channels=8, out_channels=8, attention_head_dim=12, **LAYERS, cross_attention_dim=24,
+        caption_channels=TEXT_DIM,
+    ))  # fmt: skip
+    _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
+    return LTXPipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
+
+
 def adapter(
     model: Path, folder: Path, name: str, seed: int, rank: int = 4, alpha: float | None = None, **ranks: int
 ) -> Path:
@@ -350,8 +486,9 @@ def adapter(
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    index, config = (json.loads((model / f).read_text()) for f in ("model_index.json", "transformer/config.json"))
-    transformer = getattr(diffusers, config["_class_name"]).from_pretrained(model / "transformer")
+    index = json.loads((model / "model_index.json").read_text())
+    part = "unet" if "unet" in index else "transformer"
+    transformer = getattr(diffusers, index[part][1]).from_pretrained(model / part)
     how = LoraConfig(
         r=rank, lora_alpha=alpha or rank, rank_pattern=ranks, alpha_pattern={} if alpha else ranks,
         target_modules=["to_q", "to_k", "to_v", "to_out.0"],
@@ -360,9 +497,9 @@ def adapter(
         torch.manual_seed(seed)
         transformer.add_adapter(how)
         layers = {key: 0.5 * torch.randn_like(half) for key, half in get_peft_model_state_dict(transformer).items()}
-    saved = _collate_lora_metadata({"transformer": transformer}) if alpha else {}
+    saved = _collate_lora_metadata({part: transformer}) if alpha else {}
     pipeline, file = getattr(diffusers, index["_class_name"]), f"{name}.safetensors"
-    pipeline.save_lora_weights(folder, transformer_lora_layers=layers, weight_name=file, **saved)
+    pipeline.save_lora_weights(folder, **{f"{part}_lora_layers": layers}, weight_name=file, **saved)
     return folder / file
 
 

@@ -11,9 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tools.tiny import CHANNELS, SERVING, TEXT_DIM, _bytes_tokenizer, _clip, _louder, _seeded
-
-LAYERS = {"num_layers": 2, "num_attention_heads": 2}
+from tools.tiny import (
+    CHANNELS,
+    LAYERS,
+    SERVING,
+    TEXT_DIM,
+    _bytes_tokenizer,
+    _clip,
+    _louder,
+    _ltx,
+    _seeded,
+    _t5,
+    _unet,
+    _vae,
+)
 
 
 def build(kind: str, folder: Path, serving: bool = True) -> Path:
@@ -27,40 +38,6 @@ def build(kind: str, folder: Path, serving: bool = True) -> Path:
         own = {"num_frames": 9} if kind in VIDEOS else {}
         (folder / "serving.json").write_text(json.dumps({"defaults": {**SERVING, **own}}))
     return folder
-
-
-def _vae(seed: int, blocks: int = 3, **own: Any) -> Any:
-    from diffusers import AutoencoderKL
-
-    return _seeded(seed, lambda: AutoencoderKL(
-        down_block_types=["DownEncoderBlock2D"] * blocks, up_block_types=["UpDecoderBlock2D"] * blocks,
-        block_out_channels=[8, *[16] * (blocks - 1)], layers_per_block=1, norm_num_groups=4, latent_channels=CHANNELS,
-        sample_size=48, **own,
-    ))  # fmt: skip
-
-
-def _unet(seed: int, **own: Any) -> Any:
-    from diffusers import UNet2DConditionModel
-
-    usual = {
-        "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"), "block_out_channels": (16, 32),
-        "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"), "cross_attention_dim": 24, "attention_head_dim": 4,
-    }  # fmt: skip
-    unet = _seeded(seed, lambda: UNet2DConditionModel(
-        sample_size=16, in_channels=CHANNELS, out_channels=CHANNELS, layers_per_block=1, norm_num_groups=4,
-        **{**usual, **own},
-    ))  # fmt: skip
-    _louder(out=(unet.conv_out.weight, 3))
-    return unet
-
-
-def _t5(umt5: bool = False, width: int = TEXT_DIM) -> tuple[Any, Any]:
-    from transformers import T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
-
-    tokenizer = _bytes_tokenizer()
-    sizes = {"d_model": width, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-    config, kind = (UMT5Config, UMT5EncoderModel) if umt5 else (T5Config, T5EncoderModel)
-    return tokenizer, _seeded(31, lambda: kind(config(vocab_size=len(tokenizer), **sizes)))
 
 
 def _gemma() -> tuple[Any, Any]:
@@ -83,38 +60,6 @@ def _sd(kind: str) -> Any:
     return getattr(diffusers, kind)(
         _vae(33), encoder, tokenizer, _unet(34), scheduler, None, None, requires_safety_checker=False
     )
-
-
-def _sdxl() -> Any:
-    from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    tokenizer, encoder = _clip()
-    config = CLIPTextConfig(**{**encoder.config.to_dict(), "architectures": None})
-    second = _seeded(35, lambda: CLIPTextModelWithProjection(config))
-    unet = _unet(36, addition_embed_type="text_time", addition_time_embed_dim=8, cross_attention_dim=48,
-        projection_class_embeddings_input_dim=24 + 6 * 8)  # fmt: skip
-    return StableDiffusionXLPipeline(
-        _vae(37), encoder, second, tokenizer, tokenizer, unet, EulerDiscreteScheduler(timestep_spacing="leading")
-    )
-
-
-def _sd3() -> Any:
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    tokenizer, encoder = _clip()
-    config = CLIPTextConfig(**{**encoder.config.to_dict(), "architectures": None})
-    one, two = (_seeded(seed, lambda: CLIPTextModelWithProjection(config)) for seed in (38, 39))
-    tokenizer_3, three = _t5(width=48)
-    transformer = _seeded(40, lambda: SD3Transformer2DModel(
-        sample_size=16, patch_size=2, in_channels=CHANNELS, attention_head_dim=12, **LAYERS, caption_projection_dim=24,
-        joint_attention_dim=48, pooled_projection_dim=48, out_channels=CHANNELS,
-    ))  # fmt: skip
-    _louder(text=(transformer.context_embedder.weight, 5), out=(transformer.proj_out.weight, 5))
-    vae = _vae(41, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
-    return StableDiffusion3Pipeline(transformer, scheduler, vae, one, tokenizer, two, tokenizer, three, tokenizer_3)
 
 
 def _pixart(kind: str, seed: int) -> Any:
@@ -149,28 +94,10 @@ def _sana() -> Any:
     return SanaPipeline(tokenizer, encoder, vae, transformer, DPMSolverMultistepScheduler(**flow))
 
 
-def _ltx() -> Any:
-    from diffusers import (
-        AutoencoderKLLTXVideo,
-        FlowMatchEulerDiscreteScheduler,
-        LTXPipeline,
-        LTXVideoTransformer3DModel,
-    )
+def _ltx_image() -> Any:
+    from diffusers import LTXImageToVideoPipeline
 
-    tokenizer, encoder = _t5()
-    vae = _seeded(46, lambda: AutoencoderKLLTXVideo(
-        latent_channels=8, block_out_channels=(8, 8, 8, 8), decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False), decoder_spatio_temporal_scaling=(True, True, False, False),
-        decoder_inject_noise=(False,) * 5, upsample_residual=(False,) * 4, upsample_factor=(1,) * 4, patch_size=1,
-        patch_size_t=1, encoder_causal=True, decoder_causal=False,
-    ))  # fmt: skip
-    transformer = _seeded(47, lambda: LTXVideoTransformer3DModel(
-        in_channels=8, out_channels=8, attention_head_dim=12, **LAYERS, cross_attention_dim=24,
-        caption_channels=TEXT_DIM,
-    ))  # fmt: skip
-    _louder(text=(transformer.caption_projection.linear_1.weight, 5), out=(transformer.proj_out.weight, 5))
-    return LTXPipeline(FlowMatchEulerDiscreteScheduler(shift=3.0), vae, encoder, tokenizer, transformer)
+    return LTXImageToVideoPipeline(**_ltx("ltx").components)
 
 
 def _cogvideox() -> Any:
@@ -222,17 +149,15 @@ def _lumina2() -> Any:
 KINDS: dict[str, Callable[[], Any]] = {
     "sd": lambda: _sd("StableDiffusionPipeline"),
     "sd-image": lambda: _sd("StableDiffusionImg2ImgPipeline"),
-    "sdxl": _sdxl,
-    "sd3": _sd3,
     "pixart-alpha": lambda: _pixart("PixArtAlphaPipeline", 42),
     "pixart-sigma": lambda: _pixart("PixArtSigmaPipeline", 62),
     "sana": _sana,
-    "ltx": _ltx,
+    "ltx-image": _ltx_image,
     "cogvideox": _cogvideox,
     "auraflow": _auraflow,
     "lumina2": _lumina2,
 }
-VIDEOS = ("ltx", "cogvideox")
+VIDEOS = ("cogvideox", "ltx-image")
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from tools.tiny import SERVING, build
 
 KINDS = (
     "flux", "flux-schnell", "wan-image", "wan", "wan-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
-    "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea",
+    "wan-2.2-5b-image", "hunyuan-video", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image", "ltx", "kontext",
 )  # fmt: skip
 
-"""Three processes load thirteen models, which takes long where much else runs."""
+"""Three processes load eighteen models, which takes long where much else runs."""
 
 PLAIN = {"prompt": "a red circle", "seed": 3}
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -48,9 +48,25 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "klein": [PLAIN],
     "krea": [{**PLAIN, "negative_prompt": "blurred", "size": "48x24"}],
     "qwen-image": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
+    "sdxl": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
+    "sd3": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
+    "z-image": [PLAIN, {"prompt": "a ring", "seed": 5, "negative_prompt": "blurred", "size": "48x24"}],
+    "ltx": [{**PLAIN, "num_frames": 5, "fps": 12}],
+    "kontext": [{**PLAIN, "image": "wall.jpg", "size": "64x32"}],
 }
 TRUE_CFG = {kind: {"true_cfg_scale": 3.0} for kind in ("flux", "hunyuan-video", "qwen-image")}
 """What serving.json sets for some models, so that their negative prompts guide."""
+PICTURED = ("kontext",)
+"""Those that make a picture of a picture."""
+
+
+def called(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+    """What an undivided pipeline is called with for the parameters of a request."""
+    if kind == "sdxl":
+        return {name: value for name, value in given.items() if name != "max_sequence_length"}
+    if kind == "ltx":
+        return {**{name: value for name, value in given.items() if name != "fps"}, "frame_rate": given["fps"]}
+    return given | ({"max_area": given["width"] * given["height"]} if kind in PICTURED else {})
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +87,7 @@ def expected(folder: Path) -> dict[str, list[list[str]]]:
     for kind, case in kinds:
         width, height = map(int, case.get("size", "32x32").split("x"))
         given = {name: value for name, value in case.items() if name != "size"} | {"width": width, "height": height}
-        arguments.append({"model": kind, **SERVING, **TRUE_CFG.get(kind, {}), **given})
+        arguments.append({"model": kind, **called(kind, {**SERVING, **TRUE_CFG.get(kind, {}), **given})})
     found: dict[str, list[list[str]]] = {kind: [] for kind in CASES}
     for (kind, _), frames in zip(kinds, undivided(Path(), folder, arguments), strict=True):
         found[kind].append(frames)
@@ -99,7 +115,9 @@ def frames(server: Server, request: str) -> list[str]:
     return [digest(file) for file in files]
 
 
-@pytest.mark.parametrize("kind", ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea"])
+@pytest.mark.parametrize(
+    "kind", ["flux", "flux-schnell", "wan-euler", "qwen-image", "klein", "krea", "sdxl", "sd3", "z-image"]
+)
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(
     kind: str, server: Server, expected: dict[str, list[list[str]]]
 ) -> None:
@@ -122,6 +140,12 @@ def test_videos_have_the_pixels_of_the_undivided_pipeline(
 
 def submitted(kind: str, case: dict[str, Any], server: Server, client: openai.OpenAI, folder: Path) -> str:
     """Ask for a picture, or for a video as pictures without loss; returns the request's id."""
+    if kind in PICTURED:
+        given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
+        reply = client.images.edit(
+            model=kind, prompt=case["prompt"], image=folder / case["image"], size=case["size"], extra_body=given
+        )
+        return str((reply.model_extra or {})["id"])
     if "num_frames" not in case:
         return server.submit(model=kind, **case)
     given = {name: str(value) for name, value in case.items() if name not in ("prompt", "size", "image")}
@@ -133,11 +157,21 @@ def submitted(kind: str, case: dict[str, Any], server: Server, client: openai.Op
     return str(video.id)
 
 
+def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
+    server: Server, client: openai.OpenAI, folder: Path, expected: dict[str, list[list[str]]]
+) -> None:
+    for kind in PICTURED:
+        requests = [submitted(kind, case, server, client, folder) for case in CASES[kind]]
+        assert [frames(server, request) for request in requests] == expected[kind]
+
+
 BY_DAY = ("flux", "wan-image")
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
-@pytest.mark.parametrize("kind", [k if k in BY_DAY else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [k if k in BY_DAY else pytest.param(k, marks=pytest.mark.nightly) for k in KINDS if k not in PICTURED]
+)
 def test_sixteen_at_once_have_the_bytes_that_each_has_alone(
     kind: str, server: Server, client: openai.OpenAI, folder: Path
 ) -> None:
@@ -183,13 +217,18 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -
     pools = [(pool["id"].split(":")[0], sorted(pool["models"])) for pool in server.get("/v1/pools")["data"]]
 
     flux, alone = ["flux", "flux-schnell"], [["hunyuan-video"], ["klein"], ["krea"], ["qwen-image"]]
+    alone += [["ltx"], ["sd3"], ["sdxl"], ["z-image"]]
     wan = [kind for kind in sorted(KINDS) if kind.startswith("wan")]
     small = [[kind] for kind in wan if "5b" in kind]
     large = [kind for kind in wan if "5b" not in kind]
-    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == sorted([flux, wan, *alone])
-    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == sorted([flux, large, *small, *alone])
-    assert sorted(models for kind, models in pools if kind == "text_encode_2") == [flux, alone[0]]
-    pictured = [["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
+    assert [models for kind, models in sorted(pools) if kind == "text_encode"] == sorted(
+        [[*flux, "kontext"], wan, *alone]
+    )
+    decode = sorted([flux, large, *small, ["kontext"], *alone])
+    assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == decode
+    second = [[*flux, "kontext"], ["hunyuan-video"], ["sd3"], ["sdxl"]]
+    assert sorted(models for kind, models in pools if kind == "text_encode_2") == second
+    pictured = [["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
     assert sorted(models for kind, models in pools if kind == "image_encode") == pictured
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
 

@@ -19,9 +19,9 @@ from tools.server import Server, environment, serving, unfuse
 from tools.tiny import SERVING, adapter
 from tools.tiny_whole import KINDS, VIDEOS, build
 
-BY_DAY = ("sd", "sd3", "ltx", "sd-image")
+BY_DAY = ("sd", "auraflow", "cogvideox", "sd-image")
 FROM_TEXT = BY_DAY[:3]
-BY_NIGHT = tuple(kind for kind in KINDS if kind not in BY_DAY)
+BY_NIGHT = tuple(kind for kind in KINDS if kind not in BY_DAY and not kind.endswith("-image"))
 
 OWN = {
     "pixart-alpha": {"height": 256, "width": 256, "num_inference_steps": 2},
@@ -46,11 +46,11 @@ def defaults(kind: str) -> dict[str, Any]:
 def served(root: Path, kinds: tuple[str, ...]) -> Iterator[Server]:
     for kind in kinds:
         build(kind, root / kind)
-        if kind == "sd3":
+        if kind == "auraflow":
             adapter(root / kind, root / "loras", "made", 1)
         (root / kind / "serving.json").write_text(json.dumps({"defaults": defaults(kind)}))
     names = [argument for kind in kinds for argument in ("--served-model-name", kind)]
-    names += ["--loras", str(root / "loras")] if "sd3" in kinds else []
+    names += ["--loras", str(root / "loras")] if "auraflow" in kinds else []
     with serving(
         root, *(str(root / kind) for kind in kinds), *names, "--arena", "64MiB", OMP_NUM_THREADS="1"
     ) as server:
@@ -73,7 +73,7 @@ def server_by_night(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 def calls(kind: str) -> list[dict[str, Any]]:
     """What diffusers' own pipeline is called with for each of CASES."""
-    known = {"sd": {"max_sequence_length"}, "pixart-alpha": {"max_sequence_length"}, "sdxl": {"max_sequence_length"}}
+    known = {"sd": {"max_sequence_length"}, "pixart-alpha": {"max_sequence_length"}}
     usual = {name: value for name, value in defaults(kind).items() if name not in known.get(kind, ())}
     return [{"model": kind, **usual, **case} for case in CASES]
 
@@ -112,7 +112,7 @@ def test_what_is_made_is_what_the_call_makes_of_others(server_by_night: Server) 
 
 def test_its_steps_are_told_of(server: Server) -> None:
     """Of few that take long enough, not all: steps are told of at most ten times a second."""
-    request = submitted(server, "sd3", {"prompt": "a star", "seed": 1, "num_inference_steps": 40})
+    request = submitted(server, "auraflow", {"prompt": "a star", "seed": 1, "num_inference_steps": 40})
 
     told = [(event["step"], event["steps"]) for event in server.events(request) if event["type"] == "progress"]
     assert told[-1] == (40, 40) and {steps for _, steps in told} == {40}
@@ -122,13 +122,13 @@ def test_its_steps_are_told_of(server: Server) -> None:
 
 
 def test_a_cancelled_one_ends_at_its_next_step_and_others_go_on(server: Server) -> None:
-    alone = frames(server, submitted(server, "sd3", CASES[0]))
-    request = submitted(server, "sd3", {"prompt": "a star", "seed": 1, "num_inference_steps": 1000})
+    alone = frames(server, submitted(server, "auraflow", CASES[0]))
+    request = submitted(server, "auraflow", {"prompt": "a star", "seed": 1, "num_inference_steps": 1000})
     assert any(event["type"] == "progress" for event in server.events(request))
 
     server.post(f"/v1/requests/{request}/cancel", {})
     assert server.finished(request)["status"] == "cancelled"
-    assert frames(server, submitted(server, "sd3", CASES[0])) == alone
+    assert frames(server, submitted(server, "auraflow", CASES[0])) == alone
 
 
 def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Server) -> None:
@@ -150,7 +150,7 @@ def test_an_urgent_one_overtakes_one_that_runs_and_both_are_as_alone(server: Ser
         ("sd", {"preview_every": 1}, "takes no preview_every: leave it out"),
         ("sd", {"size": "36x32"}, "must be a multiple of 8"),
         ("sd", {"guidance_scale_2": 1.0}, "unknown parameter 'guidance_scale_2'"),
-        ("sd3", {"lora": "any"}, "no lora 'any' is there; there are made"),
+        ("auraflow", {"lora": "any"}, "no lora 'any' is there; there are made"),
     ],
 )
 def test_what_its_call_does_not_take_is_refused(server: Server, kind: str, asked: dict[str, Any], reason: str) -> None:
@@ -166,14 +166,14 @@ def test_why_it_is_not_split_is_said_in_a_line(server: Server) -> None:
 def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server: Server) -> None:
     """Given a request with it, and one without, which are amid their calls at one time."""
     cases = [{**CASES[0], "num_inference_steps": 20, "lora": "made", "lora_scale": 0.5}, CASES[0]]
-    (call, _), file = calls("sd3"), server.folder / "loras" / "made.safetensors"
+    (call, _), file = calls("auraflow"), server.folder / "loras" / "made.safetensors"
     with_it, without = undivided(
         Path(), server.folder, [{**call, "num_inference_steps": 20, "loras": [[str(file), 0.5]]}, call]
     )
 
-    first = submitted(server, "sd3", cases[0])
+    first = submitted(server, "auraflow", cases[0])
     assert any(event["type"] == "progress" for event in server.events(first))
-    second = submitted(server, "sd3", {**cases[1], "priority": 5})
+    second = submitted(server, "auraflow", {**cases[1], "priority": 5})
     assert [frames(server, first), frames(server, second)] == [with_it, without]
 
 
@@ -201,8 +201,8 @@ def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
 
 def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server: Server) -> None:
     case = {**CASES[0], "num_inference_steps": 60}
-    alone = frames(server, submitted(server, "sd3", case))
-    request = submitted(server, "sd3", case)
+    alone = frames(server, submitted(server, "auraflow", case))
+    request = submitted(server, "auraflow", case)
     assert any(event["type"] == "progress" for event in server.events(request))
 
     server.compute_of(request, "whole.0").kill()
@@ -212,11 +212,11 @@ def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server:
 
 
 def test_doctor_says_that_it_is_not_split_and_why(server: Server) -> None:
-    model = str(server.folder / "sd3")
+    model = str(server.folder / "auraflow")
     told = [
         subprocess.run(unfuse("doctor", model, *more), env=environment(server.folder), capture_output=True, check=True)
         for more in ((), ("--json",))
     ]
 
-    assert f"{model} is not split: unfuse has no stages for StableDiffusion3Pipeline" in told[0].stdout.decode()
-    assert "StableDiffusion3Pipeline" in json.loads(told[1].stdout)["undivided"][model]
+    assert f"{model} is not split: unfuse has no stages for AuraFlowPipeline" in told[0].stdout.decode()
+    assert "AuraFlowPipeline" in json.loads(told[1].stdout)["undivided"][model]

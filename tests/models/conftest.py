@@ -68,6 +68,20 @@ def block_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> d
     return wan_params(seed, prompt, **{"negative_prompt": None, "guidance_scale": 4.0, **given})
 
 
+def ltx_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    rate = given.get("fps", 25)
+    return guided_params(seed, prompt, **{"num_frames": 5, "fps": rate, "frame_rate": rate, **given})
+
+
+def kontext_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    found = flux_params(seed, prompt, **{"image": "wall.jpg", **given})
+    return {**found, "max_area": found["width"] * found["height"]}
+
+
+def guided_params(seed: int = 0, prompt: str = "a red circle", **given: Any) -> dict[str, Any]:
+    return wan_params(seed, prompt, **{"negative_prompt": None, **given})
+
+
 ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\ttabs\x1c "
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
@@ -184,6 +198,48 @@ JOBS = [
     Job("krea-distilled", "krea-distilled", block_params(4, height=48, guidance_scale=0.0)),
 ]
 
+FURTHER = [
+    Job("xl-image", "sdxl", guided_params()),
+    Job("xl-seed", "sdxl", guided_params(1)),
+    Job("xl-prompt", "sdxl", guided_params(prompt="b", num_inference_steps=7)),
+    Job("xl-negative", "sdxl", guided_params(negative_prompt="blurred", guidance_scale=3.0)),
+    Job("xl-empty-negative", "sdxl", guided_params(negative_prompt="")),
+    Job("xl-unguided", "sdxl", guided_params(2, ODD, guidance_scale=1.0, height=16, width=72, num_inference_steps=1)),
+    Job("xl-half", "sdxl", guided_params(3, LONG, width=48, negative_prompt="b"), HALF),
+    Job("three-image", "sd3", guided_params()),
+    Job("three-seed", "sd3", guided_params(1)),
+    Job("three-prompt", "sd3", guided_params(prompt="b", num_inference_steps=6)),
+    Job("three-negative", "sd3", guided_params(negative_prompt="blurred", guidance_scale=3.0)),
+    Job("three-unguided", "sd3", guided_params(2, ODD, guidance_scale=1.0, height=16, width=72)),
+    Job("three-long", "sd3", guided_params(4, LONG, max_sequence_length=16, height=48, num_inference_steps=1)),
+    Job("three-half", "sd3", guided_params(3, width=48, negative_prompt="b"), HALF),
+    Job("three-medium", "sd3-medium", guided_params(5, width=24)),
+    Job("z-image", "z-image", guided_params()),
+    Job("z-seed", "z-image", guided_params(1)),
+    Job("z-prompt", "z-image", guided_params(prompt="b", num_inference_steps=6)),
+    Job("z-negative", "z-image", guided_params(negative_prompt=LONG, max_sequence_length=64, guidance_scale=0.5)),
+    Job("z-unguided", "z-image", guided_params(2, ODD, guidance_scale=0.0, height=16, width=72)),
+    Job("z-long", "z-image", guided_params(4, LONG, max_sequence_length=16, height=48, num_inference_steps=1)),
+    Job("z-half", "z-image", guided_params(3, LONG, max_sequence_length=64, width=48, negative_prompt="b"), HALF),
+    Job("ltx-video", "ltx", ltx_params()),
+    Job("ltx-seed", "ltx", ltx_params(1)),
+    Job("ltx-prompt", "ltx", ltx_params(prompt="b", num_inference_steps=6)),
+    Job("ltx-rate", "ltx", ltx_params(fps=8)),
+    Job("ltx-negative", "ltx", ltx_params(negative_prompt="blurred", guidance_scale=3.0, num_frames=9)),
+    Job("ltx-unguided", "ltx", ltx_params(2, ODD, guidance_scale=1.0, num_frames=1, width=64)),
+    Job("ltx-long", "ltx", ltx_params(4, LONG, max_sequence_length=16, num_inference_steps=1)),
+    Job("ltx-half", "ltx", ltx_params(3, negative_prompt="b"), HALF),
+    Job("ltx-timed", "ltx-timed", ltx_params(3, height=64)),
+    Job("kontext-image", "kontext", kontext_params()),
+    Job("kontext-seed", "kontext", kontext_params(1)),
+    Job("kontext-other", "kontext", kontext_params(image="glass.webp", num_inference_steps=6)),
+    Job("kontext-negative", "kontext", kontext_params(2, negative_prompt="n", true_cfg_scale=3.0, width=64)),
+    Job("kontext-one-step", "kontext", kontext_params(3, ODD, image="sky.png", height=96, num_inference_steps=1)),
+    Job("kontext-half", "kontext", kontext_params(4), "bfloat16,vae=bfloat16"),
+]
+"""Of further families."""
+JOBS += FURTHER
+
 CACHED = [
     Job("cached-wan", "wan", wan_params(1, num_inference_steps=12, feature_cache=0.3)),
     Job("cached-shapes", SHAPES, {**JOB_OF_SHAPES, "num_inference_steps": 20, "feature_cache": 0.15}),
@@ -214,6 +270,12 @@ LORA_JOBS = [
     Job("lora-flux-half", "flux", flux_params(26, lora="flux-plain", lora_scale=0.9), HALF),
     Job("lora-flux-none", "flux", flux_params(25)),
     Job("lora-schnell", "flux-schnell", flux_params(27, lora="flux-plain", lora_scale=1.0)),
+    Job("lora-xl", "sdxl", guided_params(28, lora="sdxl-plain", lora_scale=0.8)),
+    Job("lora-xl-kohya", "sdxl", guided_params(28, lora="sdxl-kohya", lora_scale=1.0)),
+    Job("lora-three", "sd3", guided_params(29, lora="sd3-plain", lora_scale=1.0)),
+    Job("lora-z", "z-image", guided_params(29, lora="z-image-plain", lora_scale=1.0)),
+    Job("lora-ltx", "ltx", ltx_params(29, lora="ltx-plain", lora_scale=1.0)),
+    Job("lora-kontext", "kontext", kontext_params(29, lora="flux-plain", lora_scale=1.0)),
 ]
 """With adapters, which the reference makes under `loras`."""
 
@@ -268,7 +330,7 @@ class Undivided:
 def draw_pictures(root: Path) -> None:
     """A small PNG; a JPEG that lies on its side and says so, larger than what is asked for; a WebP with holes."""
     noise = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 4), dtype=np.uint8)
-    Image.fromarray(noise[0, :20, :28, :3]).save(root / "sky.png")
+    Image.fromarray(noise[0, :36, :40, :3]).save(root / "sky.png")
     sideways = Image.Exif()
     sideways[0x0112] = 6
     Image.fromarray(noise[1, ..., :3]).resize((300, 200)).save(root / "wall.jpg", exif=sideways)

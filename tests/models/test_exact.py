@@ -78,6 +78,11 @@ def test_diffusers_modular_pipelines_make_the_same(name: str, undivided: c.Undiv
     ("qwen-image", ["qwen-next-seed", "qwen-prompt", "qwen-empty-negative"]),
     ("klein-image", ["klein-seed", "klein-prompt", "klein-guidance"]),
     ("krea-image", ["krea-seed", "krea-prompt", "krea-negative"]),
+    ("xl-image", ["xl-seed", "xl-prompt", "xl-negative", "xl-empty-negative"]),
+    ("three-image", ["three-seed", "three-prompt", "three-negative"]),
+    ("z-image", ["z-seed", "z-prompt", "z-negative"]),
+    ("ltx-video", ["ltx-seed", "ltx-prompt", "ltx-rate"]),
+    ("kontext-image", ["kontext-seed", "kontext-other"]),
 ])  # fmt: skip
 def test_the_references_can_tell_requests_apart(name: str, others: list[str], undivided: c.Undivided) -> None:
     """Were they all alike, equality above would mean little."""
@@ -101,7 +106,7 @@ def test_a_model_not_distilled_for_guidance_ignores_its_scale(undivided: c.Undiv
     assert np.array_equal(image, guided)
 
 
-@pytest.mark.parametrize("name", ["flux-image", "hunyuan-video"])
+@pytest.mark.parametrize("name", ["flux-image", "hunyuan-video", "xl-image", "three-image"])
 @pytest.mark.parametrize("encoder", ["text_encode", "text_encode_2"])
 def test_both_text_encoders_change_the_picture(encoder: str, name: str, undivided: c.Undivided, stages: c.Load) -> None:
     loaded = stages(undivided.folder(JOBS[name].model))
@@ -129,6 +134,8 @@ def test_both_encodings_of_a_picture_change_the_video(output: str, undivided: c.
     ["euler-image", "euler-next-seed"], ["shapes-image", "shapes-next"], ["flux-image", "flux-next-seed"],
     ["picture-video", "picture-seed"], ["two-image", "two-seed"], ["tokens-picture", "tokens-picture-seed"],
     ["hunyuan-video", "hunyuan-seed"], ["qwen-image", "qwen-next-seed"],
+    ["xl-image", "xl-seed"], ["three-image", "three-seed"], ["z-image", "z-seed"], ["ltx-video", "ltx-seed"],
+    ["kontext-image", "kontext-seed"],
 ])  # fmt: skip
 def test_each_of_n_samples_is_the_pipelines_own_call(names: list[str], undivided: c.Undivided, stages: c.Load) -> None:
     first = JOBS[names[0]]
@@ -154,6 +161,11 @@ MATES = {
     "flux-schnell": ["schnell-image", "schnell-guidance"],
     "hunyuan-video": ["hunyuan-video", "hunyuan-guidance", "hunyuan-prompt"],
     "qwen-image": ["qwen-image", "qwen-prompt", "qwen-next-seed"],
+    "sdxl": ["xl-image", "xl-prompt", "xl-empty-negative"],
+    "sd3": ["three-image", "three-prompt", "three-negative"],
+    "z-image": ["z-image", "z-prompt", "z-seed"],
+    "ltx": ["ltx-video", "ltx-prompt", "ltx-rate"],
+    "kontext": ["kontext-image", "kontext-other", "kontext-seed"],
 }
 """Requests with one batch key, and different seeds, prompts, pictures, step counts, and guidance scales."""
 GUIDED = {
@@ -244,6 +256,11 @@ def test_requests_that_share_a_step_loop_do_not_touch_each_other(
         "flux-half",
         "hunyuan-long",
         "qwen-wide",
+        "xl-half",
+        "three-image",
+        "z-image",
+        "ltx-video",
+        "kontext-image",
     ],
 )
 def test_a_preview_is_a_small_picture_of_the_right_shape(name: str, undivided: c.Undivided, stages: c.Load) -> None:
@@ -284,16 +301,36 @@ def test_room_holds_every_output_and_little_more(
         taken = lay_out(kept)[1] if kept else 0
         room = spec.room.bytes(params)
         assert taken <= room
-        if dtype == "float32" and not kind.startswith("krea"):  # its template's end is shorter here
+        tight = not kind.startswith("krea") and spec.reads != ("image",)  # a shorter template, a smaller picture
+        if dtype == "float32" and tight:
             assert room <= taken + 64 * len(kept)
 
 
-NEEDED = {"denoise": ["vae/config.json"], "image_encode": ["transformer/config.json"]}
-"""What a stage reads beside its components."""
+CLIPS = ["text_encoder/config.json", "text_encoder_2/config.json"]
+NEEDED = {
+    "denoise": ["vae/config.json", *CLIPS],
+    "image_encode": ["transformer/config.json"],
+    "vae_decode": ["transformer/config.json"],
+}
+"""What a stage reads beside its components, where the model has it."""
 
 
 @pytest.mark.parametrize(
-    "kind", ["wan", "wan-image", "wan-2.2", "wan-2.2-5b-image", "flux", "hunyuan-video", "qwen-image"]
+    "kind",
+    [
+        "wan",
+        "wan-image",
+        "wan-2.2",
+        "wan-2.2-5b-image",
+        "flux",
+        "hunyuan-video",
+        "qwen-image",
+        "sdxl",
+        "sd3",
+        "z-image",
+        "ltx",
+        "kontext",
+    ],
 )
 def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Undivided, tmp_path: Path) -> None:
     folder = undivided.folder(kind)
@@ -303,6 +340,8 @@ def test_a_stage_loads_from_its_own_components_alone(kind: str, undivided: c.Und
         for component in spec.components:
             shutil.copytree(folder / component, bare / component)
         for name in ["model_index.json", *NEEDED.get(spec.kind, [])]:
+            if not (folder / name).exists() or (bare / name).exists():
+                continue
             (bare / name).parent.mkdir(exist_ok=True)
             shutil.copy(folder / name, bare / name)
         reports: list[tuple[str, float, int]] = []

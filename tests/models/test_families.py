@@ -30,6 +30,11 @@ from unfuse.models.names import hub_name, pipeline_class
     ("black-forest-labs/FLUX.2-klein-base-9B", "Flux2KleinPipeline", "Modular"),
     ("hunyuanvideo-community/HunyuanVideo", "HunyuanVideoPipeline", "HunyuanVideo"),
     ("Qwen/Qwen-Image", "QwenImagePipeline", "QwenImage"),
+    ("black-forest-labs/FLUX.1-Kontext-dev", "FluxKontextPipeline", "Kontext"),
+    ("stabilityai/stable-diffusion-xl-base-1.0", "StableDiffusionXLPipeline", "Sdxl"),
+    ("stabilityai/stable-diffusion-3.5-medium", "StableDiffusion3Pipeline", "Sd3"),
+    ("Tongyi-MAI/Z-Image-Turbo", "ZImagePipeline", "ZImage"),
+    ("Lightricks/LTX-Video", "LTXPipeline", "Ltx"),
 ])  # fmt: skip
 def test_a_model_is_known_by_its_exact_name_then_by_pattern(name: str, pipeline: str, family: str) -> None:
     assert pipeline_class(name) == pipeline
@@ -113,5 +118,5 @@ def test_a_known_model_may_be_called_in_short(name: str, found: str) -> None:
 
 
 def test_an_unknown_short_name_is_told_what_is_known() -> None:
-    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, smollm2, FLUX\.1-dev.*Wan2\.1-T2V-1\.3B"):
+    with pytest.raises(ConfigError, match=r"no folder.*unfuse/shapes, smollm2, FLUX\.1-Kontext-dev.*Wan2\.1-T2V-1\.3B"):
         resolve_source("Wan3-T2V")

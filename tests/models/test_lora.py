@@ -303,7 +303,7 @@ def test_a_family_that_takes_adapters_has_a_pipeline_and_transformers_that_do(
 ) -> None:
     family = find(undivided.folder(kind))
     assert isinstance(family, DiffusersFamily)
-    config = json.loads((undivided.folder(kind) / "transformer/config.json").read_text())
+    config = json.loads((undivided.folder(kind) / family.adapts / "config.json").read_text())
     able = [
         hasattr(getattr(import_module("diffusers"), family.source[1]), "lora_state_dict"),
         hasattr(getattr(diffusers, config["_class_name"]), "load_lora_adapter"),

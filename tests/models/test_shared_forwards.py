@@ -13,8 +13,12 @@ from unfuse.worker.exactness import culprit, difference
 
 KINDS = {job.model: job for job in reversed(c.JOBS)}
 """Of each tiny model one call that it can take."""
-BY_DAY = {"float32": (c.SHAPES, "wan-2.2-5b-image", "flux", "qwen-image"), "bfloat16": ("wan-2.2", "hunyuan-video")}
-"""Each trait once: a mask, a second transformer, a timestep a token, two text encoders, guidance by a number."""
+BY_DAY = {
+    "float32": (c.SHAPES, "wan-2.2-5b-image", "flux", "qwen-image", "sdxl", "z-image"),
+    "bfloat16": ("wan-2.2", "hunyuan-video", "sd3"),
+}
+"""Each trait once: a mask, a second transformer, a timestep a token, two text encoders, guidance by a number, halves of
+guidance that share a forward, and of unequal length."""
 PROMPTS = ("a red circle", "b", c.ODD, c.LONG, "a blue star on black")
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
-        for kind in ("sd", "ltx", "pixart-alpha"):
+        for kind in ("sd", "ltx-image", "pixart-alpha"):
             build(kind, folder / kind, serving=False)
 
     return once("whole", tmp_path_factory, make)
@@ -66,7 +66,7 @@ def test_a_card_has_one_stage_and_says_why(folders: Path) -> None:
 
 def test_what_can_be_asked_for_is_what_the_call_takes(folders: Path) -> None:
     """The defaults are those of the call; where it has none, what the model was trained on."""
-    picture, video, plain = (card_of(kind, folders / kind) for kind in ("sd", "ltx", "pixart-alpha"))
+    picture, video, plain = (card_of(kind, folders / kind) for kind in ("sd", "ltx-image", "pixart-alpha"))
 
     assert picture.defaults | {"guidance_scale": 7.5, "width": 64, "num_inference_steps": 50} == picture.defaults
     assert video.defaults | {"num_frames": 161, "fps": 25, "width": 704, "max_sequence_length": 128} == video.defaults

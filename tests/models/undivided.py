@@ -59,7 +59,7 @@ def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
         pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtypes)
     pipe.set_progress_bar_config(disable=True)
     decode = pipe.vae.decode  # FluxPipeline does not cast for a VAE of another dtype
-    pipe.vae.decode = lambda latents, **options: decode(latents.to(pipe.vae.dtype), **options)
+    pipe.vae.decode = lambda latents, *given, **options: decode(latents.to(pipe.vae.dtype), *given, **options)
     return pipe
 
 
@@ -125,6 +125,9 @@ def adapters(root: Path) -> None:
         tiny.adapter(root / kind, loras, f"{kind}-alpha", 2, 3, 6.0, to_k=5)
         whole[kind] = load_file(loras / f"{kind}-plain.safetensors")
     tiny.adapter(root / "wan", loras, "wan-small", 3, 1)
+    for kind in ("sdxl", "sd3", "z-image", "ltx"):
+        tiny.adapter(root / kind, loras, f"{kind}-plain", 4)
+    save_file(kohya_xl(load_file(loras / "sdxl-plain.safetensors")), loras / "sdxl-kohya.safetensors")
     words = {"transformer.": "diffusion_model.", "attn1": "self_attn", "attn2": "cross_attn", "to_out.0": "o"}
     words |= {"to_q": "q", "to_k": "k", "to_v": "v", "lora_A": "lora_down", "lora_B": "lora_up"}
     original = {replaced(key, words): tensor for key, tensor in whole["wan"].items()}
@@ -146,6 +149,17 @@ def kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made |= {f"{layers[1]}qkv.lora_up.weight": torch.cat(ups), f"{layers[1]}qkv.alpha": torch.tensor(3.0)}
         made |= {f"{layers[1]}proj.lora_down.weight": tensors[f"{layers[0]}out.0.lora_A.weight"].clone()}
         made |= {f"{layers[1]}proj.lora_up.weight": tensors[f"{layers[0]}out.0.lora_B.weight"]}
+    return made
+
+
+def kohya_xl(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These of SDXL as kohya's scripts name them, with an alpha."""
+    made = {}
+    for key, tensor in tensors.items():
+        layer, _, half = key.removesuffix(".weight").rpartition(".")
+        name = layer.replace("unet.", "lora_unet_").replace(".", "_")
+        made[f"{name}.lora_{'down' if half == 'lora_A' else 'up'}.weight"] = tensor
+        made[f"{name}.alpha"] = torch.tensor(2.0)
     return made
 
 

@@ -18,8 +18,9 @@ from tests.models import conftest as c
 from unfuse.core.errors import ConfigError
 from unfuse.core.spread import Spread
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime, held
+from unfuse.models.base import Loader, Runtime
 from unfuse.models.folder import ModelFolder
+from unfuse.models.shared import held
 from unfuse.parallel.group import Group
 
 LIMIT_S = 60.0

@@ -22,7 +22,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from tests.models import conftest as c
 from unfuse.core.spread import Spread
 from unfuse.models import find
-from unfuse.models.base import Loader, Runtime, held
+from unfuse.models.base import Loader, Runtime
+from unfuse.models.shared import held
 from unfuse.parallel import sequence
 from unfuse.parallel.group import Group
 from unfuse.stages.adapters import Loras

@@ -33,7 +33,8 @@ MODELS = [
     ("wan-2.2", "transformer_2"), ("flux", "text_encoder"), ("flux", "text_encoder_2"), ("flux", "transformer"),
     ("hunyuan-video", "text_encoder"), ("hunyuan-video", "transformer"), ("qwen-image", "text_encoder"),
     ("qwen-image", "transformer"), ("klein", "text_encoder"), ("klein", "transformer"), ("krea", "text_encoder"),
-    ("krea", "transformer"),
+    ("krea", "transformer"), ("sd3", "text_encoder"), ("sd3", "text_encoder_3"), ("sd3-medium", "transformer"),
+    ("z-image", "text_encoder"), ("z-image", "transformer"), ("kontext", "transformer"),
 ]  # fmt: skip
 
 
@@ -52,7 +53,9 @@ def test_each_rank_keeps_half_of_the_matrices_of_the_blocks(model: str, componen
     def sizes(given: Runtime) -> tuple[dict[str, int], int]:
         """Elements of the matrices of blocks, and all bytes."""
         loaded = Loader(folder, family.components(folder), given, None, family.cut).model(component)
-        weights, takes = loaded.state_dict().items(), sum(tensor.nbytes for tensor in loaded.parameters())
+        weights, kept = loaded.state_dict().items(), loaded.state_dict().keys()
+        stored = [buffer for name, buffer in loaded.named_buffers() if name in kept]
+        takes = sum(tensor.nbytes for tensor in (*loaded.parameters(), *stored))
         return {name: tensor.numel() for name, tensor in weights if BLOCKS.match(name) and tensor.dim() > 1}, takes
 
     dtypes = {component: "float32"}

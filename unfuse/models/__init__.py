@@ -21,9 +21,11 @@ __all__ = ["Family", "card_of", "fetch", "find", "resolve_source", "served_class
 
 FAMILIES = {
     "Flux2KleinPipeline": "unfuse.models.modular:KLEIN",
+    "FluxKontextPipeline": "unfuse.models.flux_kontext:FAMILY",
     "FluxPipeline": "unfuse.models.flux:FAMILY",
     "HunyuanVideoPipeline": "unfuse.models.hunyuan_video:FAMILY",
     "Krea2Pipeline": "unfuse.models.modular:KREA",
+    "LTXPipeline": "unfuse.models.ltx:FAMILY",
     "LlamaForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2ForCausalLM": "unfuse.models.language:FAMILY",
     "Qwen2_5_VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
@@ -31,8 +33,11 @@ FAMILIES = {
     "Qwen3VLForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "Qwen3VLMoeForConditionalGeneration": "unfuse.models.vision_language:FAMILY",
     "QwenImagePipeline": "unfuse.models.qwen_image:FAMILY",
+    "StableDiffusion3Pipeline": "unfuse.models.sd3:FAMILY",
+    "StableDiffusionXLPipeline": "unfuse.models.sdxl:FAMILY",
     "WanImageToVideoPipeline": "unfuse.models.wan_image:FAMILY",
     "WanPipeline": "unfuse.models.wan:FAMILY",
+    "ZImagePipeline": "unfuse.models.z_image:FAMILY",
 }
 """Families by the class that model_index.json names, or config.json of a model that is no pipeline."""
 
@@ -63,7 +68,7 @@ def find(source: str | Path) -> Family:
             "undivided any other pipeline of the installed diffusers"
         )
     family: Family = resolve(families, found, "model family")
-    return family
+    return family if folder is None or family.takes(folder) else WHOLE
 
 
 def fetch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -19,15 +19,15 @@ from typing_extensions import override
 from unfuse.core.card import ModelCard
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
+from unfuse.core.media import Limits
 from unfuse.core.object_ref import DTYPES as WIDTHS
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.defaults import Serving, call_defaults
 from unfuse.models.dtypes import choose_dtypes
-from unfuse.models.encoders import ENCODERS, cut_of
+from unfuse.models.encoders import cut_of, encoder_spreads
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
-from unfuse.models.shared import Mapped, load_together
+from unfuse.models.shared import Mapped, held, load_together
 from unfuse.models.single import load_single
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
@@ -81,6 +81,10 @@ class Family(ABC):
     cut: Cut | None = None
     """Where its transformers may be cut, to be spread over ranks."""
 
+    def takes(self, folder: ModelFolder) -> bool:
+        """Whether a folder of a class that this family is for is served by it; another is served undivided."""
+        return True
+
     @abstractmethod
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
         """The card of the model in a folder, served as `name`.
@@ -120,6 +124,18 @@ class DiffusersFamily(Family):
     takes_lora = True
     """Whether diffusers loads adapters (LoRA) into its transformer."""
     cut: Cut
+    adapts = "transformer"
+    """The component that adapters are for."""
+    else_whole = False
+    """Whether a folder that does not fit is served undivided, not refused."""
+
+    @override
+    def takes(self, folder: ModelFolder) -> bool:
+        try:
+            whole = self.else_whole and all((folder.path / part).exists() for part in self.components(folder))
+            return not whole or bool(self.standard(folder))
+        except ConfigError:
+            return False
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
@@ -183,19 +199,17 @@ class DiffusersFamily(Family):
 
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them."""
+        denoise = {} if folder.is_quantised(self.adapts) else self.denoiser_spreads(folder)
+        ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
+        return ways | encoder_spreads(folder, self.components(folder))
+
+    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+        """Those of denoising, by the transformer's configuration."""
         with folder.reading("transformer"):
             config = folder.config("transformer")
             heads, common = int(config["num_attention_heads"]), self.cut.matrices.common(config)
             blocks = int(config["num_layers"]) + int(config.get("num_single_layers") or 0)
-        denoise = {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
-        denoise = {} if folder.is_quantised("transformer") else denoise
-        ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
-        for component, (_, kind) in self.components(folder).items():
-            if kind in ENCODERS:
-                with folder.reading(component):
-                    common = ENCODERS[kind].common(folder.config(component))
-                ways[component.replace("encoder", "encode")] = {"tensor": common}
-        return ways
+        return {"ulysses": heads, "ring": 0, "cfg": 2, "tensor": common, "layers": blocks, "shard": 0}
 
     @abstractmethod
     def standard(self, folder: ModelFolder) -> Params:
@@ -235,19 +249,9 @@ class DiffusersFamily(Family):
             return None
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
+        pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        loras, name = Loras(runtime.loras), self.source[1]
-        return Adapters(loras, transformer, lambda: getattr(import_module("diffusers"), name), loader.device, most)
-
-
-def with_encoders(
-    encoders: Iterable[StageSpec], latents: Room, transformers: Iterable[str] = ("transformer",)
-) -> Pipeline:
-    """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
-    encoders = tuple(encoders)
-    inputs = tuple(name for encoder in encoders for name in encoder.outputs)
-    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents, shares=True)
-    return Pipeline((*encoders, denoise, VAE_DECODE))
+        return Adapters(Loras(runtime.loras), transformer, pipeline, loader.device, most, self.adapts)
 
 
 def weights_ids(
@@ -262,18 +266,8 @@ def weights_ids(
     """
     alone = {component: (component,) for stage in pipeline.stages for component in stage.components}
     groups = {**alone, **{stage.components[0]: stage.components for stage in pipeline.stages}}
-    return {
-        component: xxhash.xxh3_128_hexdigest(
-            f"{recipe}{settings.get(component, '')}\0{folder.identity(*group)}".encode()
-        )
-        for component, group in groups.items()
-    }
-
-
-def held(model: torch.nn.Module) -> list[torch.Tensor]:
-    """The weights and buffers that are here: of those that are spread over ranks, what this one keeps."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    named = ((part, f"{recipe}{settings.get(part, '')}\0{folder.identity(*group)}") for part, group in groups.items())
+    return {component: xxhash.xxh3_128_hexdigest(name.encode()) for component, name in named}
 
 
 class Loader:

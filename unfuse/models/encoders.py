@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from unfuse.models.folder import ModelFolder
 from unfuse.parallel.cut import Cut, Matrices
 
 T5 = Matrices(
@@ -34,10 +35,23 @@ READS = replace(SPEAKS, gathered=("*embed_tokens",))
 """One that does not speak."""
 
 ENCODERS = {
-    "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPVisionModel": CLIP,
-    "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "Qwen2_5_VLForConditionalGeneration": SPEAKS,
-    "Qwen3ForCausalLM": SPEAKS, "Qwen3VLModel": READS,
+    "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPTextModelWithProjection": CLIP,
+    "CLIPVisionModel": CLIP, "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS,
+    "Qwen2_5_VLForConditionalGeneration": SPEAKS, "Qwen3ForCausalLM": SPEAKS, "Qwen3Model": READS,
+    "Qwen3VLModel": READS,
 }  # fmt: skip
+
+
+def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
+    """By stage kind, the kinds by which encoding may be spread over ranks, of a model with these components."""
+    ways = {}
+    for component, (_, kind) in components.items():
+        if kind in ENCODERS:
+            with folder.reading(component):
+                ways[component.replace("encoder", "encode")] = {
+                    "tensor": ENCODERS[kind].common(folder.config(component))
+                }
+    return ways
 
 
 def cut_of(component: str, kind: str, transformers: Cut | None) -> Cut | Matrices | None:

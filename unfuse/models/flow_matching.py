@@ -45,6 +45,15 @@ def decoded(vae: Any, grid: Tensor) -> Tensor:
     return pixels
 
 
+def shift(config: Mapping[str, Any], patches: int) -> float:
+    """How far a noise scheduler of that configuration is to be shifted for so many patches."""
+    low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
+    low_shift, high_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
+    slope = (high_shift - low_shift) / (high - low)
+    found: float = patches * slope + (low_shift - slope * low)
+    return found
+
+
 class FlowDenoiser:
     """Transformer and the configuration of its noise scheduler, guided by a negative prompt; `sizes` are its latents'.
 
@@ -55,10 +64,15 @@ class FlowDenoiser:
     masks: Shapes = {}
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
+    first = ""
+    scale = staticmethod(true_cfg_scale)
+    """What guides: the true guidance scale, of models that were not distilled with one."""
 
-    def __init__(self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]]) -> None:
+    def __init__(
+        self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
+    ) -> None:
         self._sizes = sizes
-        self._scheduler, self._transformer = loader.noise_scheduler(), loader.model("transformer")
+        self._scheduler, self._transformer = loader.noise_scheduler(), loader.model(component)
         self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
 
     def verify(self, params: Params) -> None:
@@ -66,8 +80,8 @@ class FlowDenoiser:
         self._sizes(params)
 
     def guidance(self, params: Params) -> float:
-        """By the true guidance scale: these models were not distilled with one."""
-        return true_cfg_scale(params)
+        """By that scale."""
+        return self.scale(params)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """Float32 (1, channels, frames, height, width)."""

@@ -9,7 +9,7 @@ Guidance by a negative prompt is beside it: it applies with a `negative_prompt` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,11 +19,11 @@ from typing_extensions import override
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import Loader, with_encoders
+from unfuse.models.base import Loader
 from unfuse.models.flow_matching import need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
-from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, TruthfulText, text_stage
+from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 
@@ -52,15 +52,6 @@ class Shape(Packing):
             channels = int(transformer["in_channels"])
         need_channels(folder, shape.channels * PATCH**2, channels)
         return shape
-
-
-class T5Text(TruthfulText):
-    """T5; a TextEncoder."""
-
-    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
-        """`prompt_embeds` (texts, length, text dim); it attends to the padding too."""
-        hidden = self._encoder(self._tokens(texts, length).input_ids, output_hidden_states=False)[0]
-        return {"prompt_embeds": hidden.to(self._encoder.dtype)}
 
 
 class FluxDenoiser(PackedDenoiser):

@@ -21,10 +21,10 @@ from typing_extensions import override
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import DiffusersFamily, Loader, with_encoders
+from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage
+from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 

@@ -11,7 +11,7 @@ from typing_extensions import override
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser
+from unfuse.models.flow_matching import FlowDenoiser, shift
 from unfuse.models.folder import ModelFolder
 from unfuse.stages.base import need
 
@@ -49,6 +49,12 @@ class Packing:
         side = self.scale * PATCH
         return need(params, "height", int) // side, need(params, "width", int) // side
 
+    def pack(self, grid: Tensor) -> Tensor:
+        """Latents (rows, channels, height, width) as patches."""
+        count, channels, rows, columns = grid.shape
+        tiled = grid.view(count, channels, rows // PATCH, PATCH, columns // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
+        return tiled.flatten(3).flatten(1, 2)
+
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Patches put side by side, as a video of one frame."""
         rows, columns = self.patches(params)
@@ -70,18 +76,13 @@ class PackedDenoiser(FlowDenoiser):
         rows, columns = self._packing.patches(params)
         grid = (1, self._packing.channels, PATCH * rows, PATCH * columns)
         noise = torch.randn(grid, generator=generator, device=generator.device, dtype=self.dtype)
-        packed = noise.view(1, -1, rows, PATCH, columns, PATCH).permute(0, 2, 4, 1, 3, 5)
-        return packed.reshape(1, rows * columns, -1)
+        return self._packing.pack(noise)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """The more patches, the longer it stays at high noise."""
         import numpy as np
 
-        steps, config = need(params, "num_inference_steps", int), self._scheduler.config
-        low, high = config.get("base_image_seq_len", 256), config.get("max_image_seq_len", 4096)
-        low_shift, high_shift = config.get("base_shift", 0.5), config.get("max_shift", 1.15)
-        slope = (high_shift - low_shift) / (high - low)
-        mu = latents.shape[1] * slope + (low_shift - slope * low)
+        steps, mu = need(params, "num_inference_steps", int), shift(self._scheduler.config, latents.shape[1])
         return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
 
 

@@ -24,6 +24,12 @@ WEIGHTS = {"diffusers": "diffusion_pytorch_model.safetensors", "transformers": "
 BESIDE = (CONFIG, "generation_config.json")
 
 
+def held(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights and buffers that are here: of those that are spread over ranks, what this one keeps."""
+    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def load_together(
     group: Group, folder: ModelFolder, component: str, library: str, load: Callable[[Path | None], Any], pin: bool
 ) -> Any:

@@ -1,19 +1,19 @@
-"""What families share about text: its stages, a tokenizer with its encoder, CLIP, when a negative prompt guides."""
+"""What families share about text: its stages and those behind, a tokenizer with its encoder, CLIP, negative prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from unfuse.core.media import Room
 from unfuse.core.object_ref import ALIGNMENT
-from unfuse.core.plan import Params, StageSpec
+from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader
 from unfuse.stages.base import need
 from unfuse.stages.guidance import NEGATIVE
-from unfuse.stages.specs import TEXT_ENCODE
+from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,21 +41,30 @@ def text_stage(sizes: Mapping[str, int], scale: str = "true_cfg_scale", end: str
     )
 
 
+def with_encoders(
+    encoders: Iterable[StageSpec], latents: Room, transformers: Iterable[str] = ("transformer",)
+) -> Pipeline:
+    """Those encoders, then denoising of all that they make, then VAE decoding; `latents` is the room these take."""
+    encoders = tuple(encoders)
+    inputs = tuple(name for encoder in encoders for name in encoder.outputs)
+    denoise = replace(DENOISE, components=(*transformers, "scheduler"), inputs=inputs, room=latents, shares=True)
+    return Pipeline((*encoders, denoise, VAE_DECODE))
+
+
 def true_cfg_scale(params: Params) -> float:
     """How much further than the negative prompt's a prediction goes; 1 without a negative prompt."""
     return 1.0 if params.get("negative_prompt") is None else need(params, "true_cfg_scale", float)
 
 
 class TruthfulText:
-    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names."""
+    """A tokenizer and its text encoder, of a model that a negative prompt guides; `end` is what ends their names.
 
-    def __init__(self, loader: Loader, end: str = "") -> None:
+    It guides by the true guidance scale, of models that were not distilled with one, unless another is given.
+    """
+
+    def __init__(self, loader: Loader, end: str = "", guidance: Callable[[Params], float] = true_cfg_scale) -> None:
         self._tokenizer, self._encoder = loader.plain(f"tokenizer{end}"), loader.model(f"text_encoder{end}")
-        self._device = loader.device
-
-    def guidance(self, params: Params) -> float:
-        """By the true guidance scale: these models were not distilled with one."""
-        return true_cfg_scale(params)
+        self._device, self.guidance = loader.device, guidance
 
     def likeness(self, text: str, length: int) -> Hashable:
         """Nothing, as long as the encoder sees padding as it sees other tokens."""
@@ -65,6 +74,17 @@ class TruthfulText:
         """Ids and attention mask of the texts, cut or padded to so many tokens."""
         how = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
         return self._tokenizer(list(texts), **how).to(self._device)
+
+
+class T5Text(TruthfulText):
+    """T5; a TextEncoder."""
+
+    name = "prompt_embeds"
+
+    def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
+        """By its name (texts, length, text dim); it attends to the padding too."""
+        hidden = self._encoder(self._tokens(texts, length).input_ids, output_hidden_states=False)[0]
+        return {self.name: hidden.to(self._encoder.dtype)}
 
 
 class ClipText(TruthfulText):

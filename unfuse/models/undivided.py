@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import Params
+from unfuse.stages.base import need
 from unfuse.stages.media import encode
 
 IMAGE = "image"
@@ -55,7 +56,9 @@ def _load(asked: Undivided) -> Any:
     pipeline = DiffusionPipeline.from_pretrained(asked.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
     decode, dtype = pipeline.vae.decode, pipeline.vae.dtype
-    pipeline.vae.decode = lambda latents, **given: decode(latents.to(dtype), **given)  # some pipelines do not cast
+    pipeline.vae.decode = lambda latents, *given, **named: decode(
+        latents.to(dtype), *given, **named
+    )  # some do not cast
     return pipeline.to(asked.device)
 
 
@@ -66,6 +69,8 @@ def _make(pipeline: Any, asked: Undivided, threads: int, params: Params) -> tupl
     torch.set_num_threads(threads)
     known = inspect.signature(pipeline.__call__).parameters
     given: dict[str, Any] = {name: value for name, value in params.items() if name in known and value is not None}
+    given |= {"frame_rate": params["fps"]} if "frame_rate" in known else {}
+    given |= {"max_area": need(params, "width", int) * need(params, "height", int)} if "max_area" in known else {}
     if IMAGE in known and asked.image:
         given[IMAGE] = ImageOps.exif_transpose(Image.open(asked.image)).convert("RGB")
     given["generator"] = torch.Generator("cpu").manual_seed(int(params["seed"] or 0))

@@ -20,10 +20,10 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import DiffusersFamily, Loader, with_encoders
+from unfuse.models.base import DiffusersFamily, Loader
 from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import T5_TOKENIZERS, text_stage
+from unfuse.models.text import T5_TOKENIZERS, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
@@ -184,6 +184,8 @@ class WanDenoiser(FlowDenoiser):
     width), or with a timestep for each token the latents of the first frame.
     """
 
+    scale = staticmethod(guidance_scale)
+
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
@@ -201,10 +203,6 @@ class WanDenoiser(FlowDenoiser):
         super().verify(params)
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
-
-    @override
-    def guidance(self, params: Params) -> float:
-        return guidance_scale(params)
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """Timesteps as the configuration spaces them."""

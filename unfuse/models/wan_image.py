@@ -24,9 +24,10 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.media import PIXELS, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
-from unfuse.models.base import Loader, with_encoders
+from unfuse.models.base import Loader
 from unfuse.models.flow_matching import norm
 from unfuse.models.folder import ModelFolder
+from unfuse.models.text import with_encoders
 from unfuse.models.wan import LATENT_BYTES, Shape, Wan, WanVae
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import IMAGE_ENCODE

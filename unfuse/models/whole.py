@@ -93,7 +93,7 @@ class WholeFamily(Family):
             takes_image=UPLOAD in found.takes,
             takes_lora=found.loras,
             lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
-            undivided=f"unfuse has no stages for {found.name}, so each request runs as one call of it",
+            undivided=f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it",
         )
 
     @override

@@ -27,6 +27,9 @@ MAX_BYTES = 4 << 30
 SHOWN = 20
 """The most names that an error lists."""
 
+UNET = "unet"
+"""The part of a model whose adapters other tools number otherwise."""
+
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
 BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
@@ -85,17 +88,21 @@ class Loras:
 
 
 class Adapters:
-    """The adapters of one transformer: at most `most` are loaded, or as many as a request names, which are active.
+    """The adapters of one transformer, the `part` of its model: at most `most` are loaded, or as many as a request
+    names, which are active.
 
     They are read and applied by diffusers, in the formats that its `pipeline` class knows, and stay on the device.
     Raises ConfigError where the library peft is missing.
     """
 
-    def __init__(self, loras: Loras, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int) -> None:
+    def __init__(
+        self, loras: Loras, transformer: Any, pipeline: Callable[[], Any], device: Any, most: int,
+        part: str = "transformer",
+    ) -> None:  # fmt: skip
         if find_spec("peft") is None:
             raise ConfigError("--loras needs the library peft: pip install 'unfuse[lora]'")
         self._loras, self._transformer, self._pipeline = loras, transformer, pipeline
-        self._device, self._most = device, most
+        self._device, self._most, self._part = device, most, part
         self._loaded: list[str] = []  # the least recently used first
         self._active: dict[str, float] | None = {}
 
@@ -138,13 +145,21 @@ class Adapters:
         from safetensors import SafetensorError
 
         file, model = str(self._loras.file(name, id)), self._transformer
-        how = {"use_safetensors": True, "local_files_only": True, "return_alphas": True, "return_lora_metadata": True}
+        how: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+        how |= {"return_alphas": True, "return_lora_metadata": True}
+        if self._part == UNET:
+            how["unet_config"] = model.config  # by which other tools' numbers of blocks are read
         try:
             tensors, *alphas, metadata = self._pipeline().lora_state_dict(file, **how)
             self._loras.file(name, id)  # it was not changed while it was read
-            if misfit := _misfit(model, tensors):
+            if self._part == UNET:
+                from diffusers.utils import convert_unet_state_dict_to_peft
+
+                tensors = convert_unet_state_dict_to_peft(tensors)
+            if misfit := _misfit(model, tensors, f"{self._part}."):
                 raise PermanentError(f"lora {name!r} {misfit}")
             how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
+            how |= {"prefix": self._part}
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
                 model.load_lora_adapter(tensors, adapter_name=id, **how)
         except (*BROKEN, SafetensorError) as error:
@@ -172,7 +187,7 @@ class PipelineAdapters(Adapters):
         except (*BROKEN, SafetensorError) as error:
             raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
         adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
-        if not adapted & {"transformer", "unet"}:
+        if not adapted & {"transformer", UNET}:
             if adapted:
                 pipeline.delete_adapters(id)
             raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
@@ -182,15 +197,15 @@ class PipelineAdapters(Adapters):
                     tensor.data = tensor.data.to(self._device)
 
 
-def _misfit(transformer: Any, tensors: Mapping[str, Tensor]) -> str:
-    """Why these tensors are not an adapter of this transformer, in words; "" if they are."""
+def _misfit(transformer: Any, tensors: Mapping[str, Tensor], prefix: str) -> str:
+    """Why these tensors are not an adapter of this transformer, whose keys begin so, in words; "" if they are."""
     layers = dict(transformer.named_modules())
     for key in tensors:
         path, _, part = key.partition(".lora_")
         if key.startswith("text_encoder"):
             return f"holds {key}, and only the denoiser is adapted: save it without its text encoder's part"
-        weight = getattr(layers.get(path.removeprefix("transformer.")), "weight", None)
-        if not path.startswith("transformer.") or weight is None:
+        weight = getattr(layers.get(path.removeprefix(prefix)), "weight", None)
+        if not path.startswith(prefix) or weight is None:
             return f"holds {key}, and the model has no such layer: it was made for another one"
         down, up = (tensors.get(f"{path}.lora_{side}.weight") for side in "AB")
         if down is None or up is None or part not in ("A.weight", "B.weight", "B.bias"):

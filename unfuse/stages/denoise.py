@@ -19,7 +19,7 @@ from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
 from unfuse.stages.feature_cache import FeatureCache, Memory
-from unfuse.stages.guidance import NEGATIVE, applies
+from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
 from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
 
@@ -34,6 +34,10 @@ class NoiseScheduler(Protocol):
 
     timesteps: Tensor
     sigmas: Tensor
+
+    def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
+        """The sample as the transformer is to see it; where there is no such method, it sees it as it is."""
+        ...
 
     def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
         """The sample after one step, first in a tuple when `return_dict` is false."""
@@ -71,6 +75,13 @@ class Denoiser(Protocol):
     @property
     def conditions(self) -> Mapping[str, tuple[int | None, ...]]:
         """Shapes of further inputs, which both halves of guidance share; they keep their dtype."""
+        ...
+
+    @property
+    def first(self) -> str:
+        """TOWARDS or AWAY: the half of guidance that comes first in the forward which both share in an undivided
+        pipeline; "" where each has its own.
+        """
         ...
 
     def verify(self, params: Params) -> None:
@@ -155,8 +166,9 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         self.exact = options.batching != "batched"
         apart = mesh is not None and "cfg" in mesh.degrees
         self._halves = Halves(mesh.axis("cfg")) if mesh is not None and apart else in_turn
-        self._fused = options.fused and not apart
-        self.differs_alone = self.exact and options.guidance_halves == "auto" and not apart
+        self._paired = self.exact and bool(denoiser.first)
+        self._fused = (options.fused or self._paired) and not apart
+        self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
 
     def verify(self, task: StageInput) -> None:
@@ -218,9 +230,10 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=step)
 
     def state_likeness(self, state: DenoiseState) -> Hashable:
-        """How many tokens the masks leave of each text, and what takes the next step."""
+        """How many tokens the masks leave of each text, sizes of what is given, and what takes the next step."""
         timesteps = state.scheduler.timesteps
-        return state.tokens, self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
+        phase = self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
+        return state.tokens, self._sizes(state), phase
 
     def compute(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
         """Predictions; a request whose own is not finite gets a PermanentError, and its mates go on."""
@@ -273,6 +286,10 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         masks = [inputs[name] for name in self._denoiser.masks] if self.exact and inputs else []
         return tuple(int(mask.sum()) for mask in masks)
 
+    def _sizes(self, state: DenoiseState) -> tuple[torch.Size, ...]:
+        """The shapes of what both halves share: those of pictures may differ where the latents do not."""
+        return tuple(state.inputs[name].shape for name in self._denoiser.conditions)
+
     @torch.no_grad()
     def _predictions(self, batch: Sequence[DenoiseState], fused: bool) -> list[Tensor | Exception]:
         if self._adapters is not None:
@@ -281,25 +298,29 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         finite = torch.isfinite(predictions).flatten(1).all(1).tolist()
         return [predictions[row : row + 1] if finite[row] else _not_finite(state) for row, state in enumerate(batch)]
 
-    def _forward(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
-        with one_by_one(len(latents) if self.exact else 1, self._denoiser.parts(latents)):
+    def _forward(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params, of: int = 1) -> Tensor:
+        """What is predicted for rows of which `of` belong together, as in the forward that they have alone."""
+        with one_by_one(len(latents) // of if self.exact else 1, of * self._denoiser.parts(latents)):
             return self._denoiser.predict(latents, timestep, inputs, params)
 
     def _predict(self, batch: Sequence[DenoiseState], fused: bool) -> Tensor:
         """The operations of an undivided pipeline, in its order, since another order rounds differently."""
         skipping = any(state.threshold for state in batch)
-        if skipping and len(batch) > 1:
+        if len(batch) > 1 and (skipping or len({self._sizes(state) for state in batch}) > 1):
             return _join([self._predict([state], fused) for state in batch])
         remembering = partial(self._features.remembering, batch[0].memory if skipping else None, batch[0].threshold)
-        latents = _join([state.latents for state in batch]).to(self._denoiser.dtype)
+        latents = _join([_seen(state) for state in batch]).to(self._denoiser.dtype)
         timestep = torch.stack([state.scheduler.timesteps[state.step] for state in batch])
         params, inputs = batch[0].params, _joined([state.inputs for state in batch])
         negatives = [state.negative for state in batch if state.negative is not None]
         if negatives and fused:
-            both = _joined([inputs, _joined(negatives)])
+            turned = self._denoiser.first == AWAY
+            pairs = zip(negatives, (state.inputs for state in batch), strict=True)
+            both = _joined([half for pair in pairs for half in (pair if turned else reversed(pair))])
+            twice = latents.repeat_interleave(2, 0), timestep.repeat_interleave(2, 0)
             with remembering("both"):
-                halves = self._forward(_join([latents] * 2), _join([timestep] * 2), both, params)
-            towards, away = halves.chunk(2)
+                halves = self._forward(*twice, both, params, 2 if self._paired else 1)
+            towards, away = halves[turned::2], halves[not turned :: 2]
         else:
 
             def half(name: str, given: Inputs) -> Tensor:
@@ -307,13 +328,20 @@ class Denoise(JointStage[DenoiseState, Tensor]):
                     return self._forward(latents, timestep, given, params)
 
             if not negatives:
-                return half("towards", inputs)
-            towards, away = self._halves(lambda: half("towards", inputs), lambda: half("away", _joined(negatives)))
+                return half(TOWARDS, inputs)
+            towards, away = self._halves(lambda: half(TOWARDS, inputs), lambda: half(AWAY, _joined(negatives)))
         rows = [slice(row, row + 1) for row in range(len(batch))]
         combine = self._denoiser.combine
         return _join(
             [combine(towards[r], away[r], s.guidance, timestep[r], s.params) for r, s in zip(rows, batch, strict=True)]
         )
+
+
+def _seen(state: DenoiseState) -> Tensor:
+    """The latents as the transformer is to see them."""
+    if not hasattr(state.scheduler, "scale_model_input"):
+        return state.latents
+    return state.scheduler.scale_model_input(state.latents, state.scheduler.timesteps[state.step])
 
 
 def _join(tensors: Sequence[Tensor]) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol
 
 import torch
 from PIL import Image, ImageOps
+from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
@@ -34,6 +35,12 @@ class ImageEncode(Stage):
 
     kind = "image_encode"
     uploads = (UPLOAD,)
+    each = False
+    """Whether pictures are encoded one by one, in sizes of their own, whatever size is asked for."""
+
+    @override
+    def batch_key(self, params: Params) -> Hashable:
+        return () if self.each else super().batch_key(params)
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder
@@ -46,7 +53,9 @@ class ImageEncode(Stage):
 
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
-        """Encode all at once."""
+        """Encode all at once, or one by one."""
+        if self.each and len(batch) > 1:
+            return [output for task in batch for output in self.run([task])]
         pictures = [read_picture(task.uploads[UPLOAD]) for task in batch]
         together = self._encoder.encode(pictures, batch[0].params)
         rows = [slice(row, row + 1) for row in range(len(batch))]

@@ -36,6 +36,9 @@ class TextEncode(Stage):
     `kind` tells a model's second text encoder from its first.
     """
 
+    zeros = False
+    """Whether requests without a negative prompt are guided away from zeros, not from an empty text."""
+
     def __init__(self, encoder: TextEncoder, kind: str = "text_encode") -> None:
         self._encoder = encoder
         self.kind = kind
@@ -69,6 +72,10 @@ class TextEncode(Stage):
         outputs = []
         for params, positive in zip(tasks, prompts, strict=True):
             negative = next(negatives) if params in guided else dict.fromkeys(positive)
+            if self.zeros and params in guided and params.get("negative_prompt") is None:
+                negative = {
+                    name: value if value is None else torch.zeros_like(value) for name, value in positive.items()
+                }
             outputs.append(StageOutput({**positive, **{NEGATIVE + name: value for name, value in negative.items()}}))
         return outputs
 

@@ -1,0 +1,175 @@
+"""Stable Diffusion XL and 3.5, Z-Image, LTX-Video and FLUX.1 Kontext: cards, what stays undivided, what is read."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from tests.models import conftest as c
+from unfuse.core.checking import check
+from unfuse.core.compute import ComputeOptions
+from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.media import VIDEO
+from unfuse.models import card_of, find
+from unfuse.models.whole import FAMILY as WHOLE
+from unfuse.stages.base import StageInput, SteppedStage
+
+KINDS = ("sdxl", "sd3", "z-image", "ltx", "kontext")
+JOBS = {job.name: job for job in c.JOBS}
+
+
+@pytest.mark.parametrize(("kind", "defaults", "limits"), [
+    ("sdxl", {"width": 64, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 20}, (8, 2048)),
+    ("sd3", {"width": 64, "num_inference_steps": 28, "guidance_scale": 7.0, "max_sequence_length": 256}, (8, 768)),
+    ("z-image", {"width": 512, "num_inference_steps": 50, "guidance_scale": 5.0, "max_sequence_length": 512}, (8, 512)),
+    ("ltx", {"width": 704, "num_frames": 161, "fps": 25, "max_sequence_length": 128}, (32, 2048)),
+    ("kontext", {"width": 2048, "num_inference_steps": 28, "guidance_scale": 3.5, "true_cfg_scale": 1.0}, (32, 2048)),
+])  # fmt: skip
+def test_cards_have_the_defaults_of_the_pipelines_calls(
+    kind: str, defaults: dict[str, Any], limits: tuple[int, int], undivided: c.Undivided
+) -> None:
+    card = card_of("mine", undivided.folder(kind))
+
+    assert not card.undivided and card.takes_lora and card.takes_image == (kind == "kontext")
+    assert VIDEO.made_by(card.limits) == (kind == "ltx")
+    assert card.defaults | defaults == card.defaults and card.defaults["negative_prompt"] is None
+    assert (card.limits["size_multiple"], card.limits["max_size"]) == limits
+    assert card.defaults["width"] <= card.limits["max_size"]
+
+
+@pytest.mark.parametrize(("kind", "file", "changes"), [
+    ("sdxl", "model_index.json", {"scheduler": ["diffusers", "EulerAncestralDiscreteScheduler"]}),
+    ("sdxl", "model_index.json", {"text_encoder": [None, None], "tokenizer": [None, None]}),
+    ("sdxl", "unet/config.json", {"in_channels": 9}),
+    ("sdxl", "unet/config.json", {"time_cond_proj_dim": 256}),
+    ("sdxl", "vae/config.json", {"latents_mean": [0.0, 0.0, 0.0, 0.0]}),
+    ("sd3", "model_index.json", {"text_encoder_3": [None, None], "tokenizer_3": [None, None]}),
+    ("z-image", "transformer/config.json", {"siglip_feat_dim": 1152}),
+    ("z-image", "transformer/config.json", {"all_patch_size": [4]}),
+    ("ltx", "vae/config.json", {"decoder_inject_noise": [True, False, False, False, False]}),
+    ("ltx", "transformer/config.json", {"patch_size": 2}),
+    ("kontext", "model_index.json", {"scheduler": ["diffusers", "FlowMatchHeunDiscreteScheduler"]}),
+])  # fmt: skip
+def test_a_folder_that_does_not_fit_is_served_undivided(
+    kind: str, file: str, changes: dict[str, Any], copied: Callable[[str], Path]
+) -> None:
+    folder = copied(kind)
+    assert find(folder) is not WHOLE
+
+    c.edit(folder / file, **changes)
+
+    assert find(folder) is WHOLE
+
+
+def test_a_folder_with_some_of_the_components_is_of_its_family(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """As on a machine that runs only some of the stages."""
+    folder = copied("sdxl")
+    (folder / "unet").rename(tmp_path / "elsewhere")
+
+    assert find(folder) is not WHOLE
+    with pytest.raises(ConfigError, match="unet"):
+        card_of("m", folder)
+
+
+def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copied: Callable[[str], Path]) -> None:
+    """Pools are told apart by it."""
+    folder = copied("sdxl")
+    pools = card_of("m", folder).pools()
+    c.edit(folder / "model_index.json", force_zeros_for_empty_prompt=False)
+    other = card_of("m", folder).pools()
+    assert {name for name in pools if pools[name] != other[name]} == {"text_encode", "text_encode_2"}
+
+    family = find(folder)
+    spec = family.card("m", folder).pipeline.stages[0]
+    stage = family.load(spec, folder, c.Runtime("cpu", {"text_encoder": "float32"}))
+    params = c.guided_params()
+    made = c.run(stage, params).tensors["negative_prompt_embeds"]
+    assert torch.equal(made, c.run(stage, {**params, "negative_prompt": ""}).tensors["negative_prompt_embeds"])
+    assert made.abs().sum() > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_without_a_negative_prompt_has_none(kind: str, copied: Callable[[str], Path]) -> None:
+    folder = copied(kind)
+    c.serve(folder)
+    card = card_of("mine", folder)
+
+    plain, _ = check(card, {"prompt": "p"})
+    empty, _ = check(card, {"prompt": "p", "negative_prompt": ""})
+
+    assert (plain["negative_prompt"], empty["negative_prompt"]) == (None, "")
+
+
+def test_the_pool_of_ltx_vae_goes_by_the_dtype_of_its_text_too(undivided: c.Undivided) -> None:
+    """By which latents are rounded."""
+    folder = undivided.folder("ltx")
+    usual, half = (card_of("m", folder, dtype).pools() for dtype in ("float32", "text_encoder=bfloat16"))
+
+    assert {name for name in usual if usual[name] != half[name]} == {"text_encode", "vae_decode"}
+
+
+def test_kontext_shares_the_text_encoders_of_flux_and_no_denoiser(undivided: c.Undivided) -> None:
+    flux, kontext = (card_of("m", undivided.folder(kind)).pools() for kind in ("flux", "kontext"))
+
+    assert {name for name in flux if flux[name] == kontext[name]} == {"text_encode", "text_encode_2"}
+
+
+def test_a_reference_smaller_than_a_patch_is_refused(undivided: c.Undivided, stages: c.Load) -> None:
+    Image.new("RGB", (300, 31)).save(file := io.BytesIO(), "PNG")
+
+    with pytest.raises(PermanentError, match="smaller than 32×32: send a larger one"):
+        c.run(stages(undivided.folder("kontext"))["image_encode"], c.kontext_params(), None, {"image": file.getvalue()})
+
+
+def test_references_of_other_shapes_share_a_batch_and_no_forward(undivided: c.Undivided, stages: c.Load) -> None:
+    """In batched pools requests with references of two shapes come together; each has the latents it has alone."""
+    loaded = stages(undivided.folder("kontext"), "float32", ComputeOptions(batching="batched"))
+    denoise, params = loaded["denoise"], {**c.kontext_params(), "output_format": "png"}
+    assert isinstance(denoise, SteppedStage)
+    names = ("wall.jpg", "glass.webp")
+    uploads = [undivided.uploads({"image": name}) for name in names]
+    encoded = [c.encode(loaded, params, files) for files in uploads]
+    assert encoded[0]["condition"].shape != encoded[1]["condition"].shape
+    tasks = [StageInput(params, tensors) for tensors in encoded]
+    assert len({denoise.batch_key(task.params) for task in tasks}) == 1
+
+    together = denoise.step([denoise.start(task) for task in tasks])
+
+    for state, task in zip(together, tasks, strict=True):
+        (alone,) = denoise.step([denoise.start(task)])
+        assert torch.allclose(state.latents, alone.latents, atol=1e-5)
+    assert denoise.state_likeness(together[0]) != denoise.state_likeness(together[1])
+
+
+@pytest.mark.parametrize(("kind", "params", "sentence"), [
+    ("sdxl", {"guidance_scale": None}, "parameter guidance_scale must be of type float"),
+    ("sd3", {"height": None}, "parameter height must be of type int"),
+    ("ltx", {"fps": None}, "parameter fps must be of type int"),
+    ("z-image", {}, "input prompt_embeds is missing"),
+    ("kontext", {}, "input pooled_prompt_embeds is missing"),
+])  # fmt: skip
+def test_what_denoising_lacks_is_named(
+    kind: str, params: dict[str, Any], sentence: str, undivided: c.Undivided, stages: c.Load
+) -> None:
+    usual = next(job for job in c.JOBS if job.model == kind).params
+
+    with pytest.raises(PermanentError, match=re.escape(sentence)):
+        stages(undivided.folder(kind))["denoise"].verify(StageInput({**usual, **params}, {}))
+
+
+@pytest.mark.parametrize("name", ["xl-image", "three-image", "z-image", "ltx-video"])
+def test_halves_of_guidance_are_a_pair_in_exact_pools(name: str, undivided: c.Undivided, stages: c.Load) -> None:
+    """Whatever is said of halves: apart they have other bits, so that the pool would not be exact."""
+    job = JOBS[name]
+    loaded = stages(undivided.folder(job.model), "float32", ComputeOptions(guidance_halves="apart"))
+
+    [(latents, _)] = c.divided(loaded, job.params, {}, [job.params["seed"]])
+
+    assert torch.equal(latents.float(), torch.from_numpy(undivided.result(name)["latents"]))

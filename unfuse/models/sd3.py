@@ -1,0 +1,176 @@
+"""Stable Diffusion 3 and 3.5: text to picture, with three text encoders side by side: two CLIPs and T5.
+
+CLIP's two vectors of a token lie side by side, and before those of T5. The stages do what diffusers'
+StableDiffusion3Pipeline does, in its order of operations, on its components. Checked against diffusers 0.42.
+
+Guidance by `guidance_scale` goes away from the negative prompt, an empty one if none is given. A folder without T5 is
+served undivided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from unfuse.core.media import Limits, Room
+from unfuse.core.object_ref import ALIGNMENT
+from unfuse.core.plan import Params, Pipeline
+from unfuse.models.base import Loader
+from unfuse.models.flow_matching import need_channels, shift
+from unfuse.models.folder import ModelFolder
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
+from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
+from unfuse.parallel.cut import Along, Cut, Matrices
+from unfuse.stages.base import need
+from unfuse.stages.guidance import AWAY, guidance_scale
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from unfuse.stages.denoise import NoiseScheduler
+
+DUAL = "dual_attention_layers"
+"""Blocks in which the picture also sees itself alone."""
+
+
+@dataclass(frozen=True)
+class Shape(Grid):
+    """Sizes that follow from a model's configurations."""
+
+    patch: int = 0
+    text_dim: int = 0
+    clips: tuple[int, ...] = ()
+    """Widths of what each CLIP makes of a token, and projects of all."""
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Shape:
+        """Read the configurations. Raises ConfigError when they do not fit each other."""
+        (channels, scale), transformer = vae_of(folder), folder.config("transformer")
+        clips = [folder.config(name) for name in ("text_encoder", "text_encoder_2")]
+        with folder.reading("transformer or text_encoder"):
+            patch = int(transformer["patch_size"])
+            shape = cls(
+                channels, scale, scale * patch, int(transformer["sample_size"]) * scale,
+                int(transformer["pos_embed_max_size"]) * patch * scale, patch, int(transformer["joint_attention_dim"]),
+                tuple(int(clip[key]) for clip in clips for key in ("hidden_size", "projection_dim")),
+                int(clips[0]["max_position_embeddings"]),
+            )  # fmt: skip
+            found = int(transformer["in_channels"])
+        need_channels(folder, channels, found)
+        return shape
+
+
+class ThirdText(T5Text):
+    """T5; a TextEncoder."""
+
+    name = "prompt_embeds_3"
+
+
+class Sd3Denoiser(GridDenoiser):
+    """Transformer and the configuration of its noise scheduler; a Denoiser."""
+
+    first = AWAY
+
+    def __init__(self, loader: Loader) -> None:
+        self._shape = shape = Shape.of(loader.folder)
+        super().__init__(loader, shape.latents)
+        first, pooled, second, pooled_2 = shape.clips
+        self.embeds = {
+            "prompt_embeds": (1, None, first),
+            "pooled_prompt_embeds": (1, pooled),
+            "prompt_embeds_2": (1, None, second),
+            "pooled_prompt_embeds_2": (1, pooled_2),
+            "prompt_embeds_3": (1, None, shape.text_dim),
+        }
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """Where the configuration says so, the more patches, the longer it stays at high noise."""
+        config, steps = self._scheduler.config, need(params, "num_inference_steps", int)
+        if not config.get("use_dynamic_shifting"):
+            return self._fresh(latents, num_inference_steps=steps)
+        rows, columns = (side // self._shape.patch for side in latents.shape[-2:])
+        return self._fresh(latents, num_inference_steps=steps, mu=shift(config, rows * columns))
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        """The velocity, shaped as the latents."""
+        import torch
+
+        clip, t5 = torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1), inputs["prompt_embeds_3"]
+        clip = torch.nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
+        pooled = torch.cat([inputs["pooled_prompt_embeds"], inputs["pooled_prompt_embeds_2"]], -1)
+        velocity: Tensor = self._transformer(
+            hidden_states=latents,
+            timestep=timestep,
+            encoder_hidden_states=torch.cat([clip, t5], -2),
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+class Sd3(GridFamily):
+    """The stages of a StableDiffusion3Pipeline folder."""
+
+    name = "sd3"
+    source = ("pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py", "StableDiffusion3Pipeline")
+    classes = {
+        "tokenizer": ("transformers", CLIP_TOKENIZERS),
+        "text_encoder": ("transformers", ("CLIPTextModelWithProjection",)),
+        "tokenizer_2": ("transformers", CLIP_TOKENIZERS),
+        "text_encoder_2": ("transformers", ("CLIPTextModelWithProjection",)),
+        "tokenizer_3": ("transformers", T5_TOKENIZERS),
+        "text_encoder_3": ("transformers", ("T5EncoderModel",)),
+        "transformer": ("diffusers", ("SD3Transformer2DModel",)),
+        "scheduler": ("diffusers", ("FlowMatchEulerDiscreteScheduler",)),
+        "vae": ("diffusers", ("AutoencoderKL",)),
+    }
+    text_encoders = {
+        "text_encode": partial(ProjectedClip, names=["prompt_embeds", "pooled_prompt_embeds"]),
+        "text_encode_2": partial(ProjectedClip, names=["prompt_embeds_2", "pooled_prompt_embeds_2"], end="_2"),
+        "text_encode_3": partial(ThirdText, end="_3", guidance=guidance_scale),
+    }
+    denoiser = Sd3Denoiser
+    shape = Shape.of
+    cut = Cut(
+        blocks=("transformer_blocks",),
+        attention="attn",
+        order=("image", "text"),
+        enter={"hidden_states": Along(1, ("image",)), "encoder_hidden_states": Along(1, ("text",))},
+        leave=(Along(1, ()), Along(1, ("image",))),
+        matrices=Matrices(
+            outputs=("transformer_blocks.*.to_[qkv]", "*.add_[qkv]_proj", "transformer_blocks.*.net.0.proj"),
+            inputs=("transformer_blocks.*.to_out.0", "*.to_add_out", "transformer_blocks.*.net.2"),
+            gathered=("transformer_blocks.*.norm1*.linear",),
+            heads=("transformer_blocks.*.attn.heads", "transformer_blocks.*.attn2.heads"),
+            divided=("num_attention_heads",),
+        ),
+        gives=("encoder_hidden_states", "hidden_states"),
+    )
+
+    @override
+    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+        """The last block gives no text, and what it is not given others cannot hand on; a picture that sees itself
+        alone cannot be shared out.
+        """
+        found = super().denoiser_spreads(folder)
+        without = {"layers", *(("ulysses", "ring") if folder.config("transformer").get(DUAL) else ())}
+        return {kind: found[kind] for kind in found if kind not in without}
+
+    @override
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        shape, stages = Shape.of(folder), []
+        for end, (width, pooled) in {"": shape.clips[:2], "_2": shape.clips[2:]}.items():
+            numbers = {f"prompt_embeds{end}": shape.tokens * width, f"pooled_prompt_embeds{end}": pooled}
+            own = {name: size * widths[f"text_encoder{end}"] for name, size in numbers.items()}
+            stages.append(text_stage(own, "guidance_scale", end))
+        embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder_3"]
+        stages.append(text_stage({"prompt_embeds_3": embeds}, "guidance_scale", "_3"))
+        return with_encoders(stages, Room(ALIGNMENT, shape.channels * widths["transformer"] / shape.scale**2))
+
+
+FAMILY = Sd3()

@@ -1,0 +1,178 @@
+"""Stable Diffusion XL: text to picture by a UNet, with two text encoders side by side.
+
+Both are CLIPs; the second one's vector of the whole prompt goes in with the sizes of the picture. The stages do what
+diffusers' StableDiffusionXLPipeline does, in its order of operations, on its components, but mark no picture with a
+watermark. Checked against diffusers 0.42.
+
+Guidance by `guidance_scale` goes away from the negative prompt; without one, not even an empty one, from zeros, where
+model_index.json says so. A folder with another noise scheduler, such as one that draws noise at each step, is served
+undivided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from math import lcm
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import override
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits, Room
+from unfuse.core.object_ref import ALIGNMENT
+from unfuse.core.plan import Params, Pipeline
+from unfuse.models.base import Loader
+from unfuse.models.flow_matching import need_channels
+from unfuse.models.folder import ModelFolder
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
+from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
+from unfuse.stages.base import Stage, need
+from unfuse.stages.guidance import AWAY
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from unfuse.stages.denoise import NoiseScheduler
+
+PIXEL_MULTIPLE = 8
+"""The pipeline refuses other sizes, whatever the VAE."""
+
+ZEROS = "force_zeros_for_empty_prompt"
+
+
+@dataclass(frozen=True)
+class Shape(Grid):
+    """Sizes that follow from a model's configurations."""
+
+    widths: tuple[int, int] = (0, 0)
+    """Of what the text encoders make of a token."""
+    pooled: int = 0
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, folder: ModelFolder) -> Shape:
+        """Read the configurations. Raises ConfigError when they do not fit each other, or need what is not given."""
+        (channels, scale), unet = vae_of(folder), folder.config("unet")
+        first, second = folder.config("text_encoder"), folder.config("text_encoder_2")
+        with folder.reading("unet or text_encoder"):
+            shape = cls(
+                channels, scale, lcm(PIXEL_MULTIPLE, scale), int(unet["sample_size"]) * scale,
+                widths=(int(first["hidden_size"]), int(second["hidden_size"])),
+                pooled=int(second["projection_dim"]), tokens=int(second["max_position_embeddings"]),
+            )  # fmt: skip
+            found, distilled = int(unet["in_channels"]), unet.get("time_cond_proj_dim")
+        need_channels(folder, channels, found)
+        if distilled is not None or folder.config("vae").get("latents_mean") is not None:
+            raise ConfigError(f"model {folder.path}: its UNet or VAE is not that of Stable Diffusion XL's base")
+        return shape
+
+
+class SdxlDenoiser(GridDenoiser):
+    """The UNet and the configuration of its noise scheduler; a Denoiser."""
+
+    first = AWAY
+
+    def __init__(self, loader: Loader) -> None:
+        shape = Shape.of(loader.folder)
+        super().__init__(loader, shape.latents, "unet")
+        first, second = shape.widths
+        self.embeds = {
+            "prompt_embeds": (1, None, first),
+            "prompt_embeds_2": (1, None, second),
+            "pooled_prompt_embeds": (1, shape.pooled),
+        }
+
+    @override
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        noise = super().draw(params, generator)
+        scaled: Tensor = noise * self.noise_scheduler(params, noise).init_noise_sigma  # type: ignore[attr-defined]
+        return scaled
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """Timesteps as the configuration spaces them."""
+        return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
+
+    def constants(self, params: Params) -> dict[str, Tensor]:
+        """The size that the picture is to have had, where it was cut, and the size it is to have: it was never cut."""
+        import torch
+
+        size = [need(params, side, int) for side in ("height", "width")]
+        return {"time_ids": torch.tensor([[*size, 0, 0, *size]], dtype=self.dtype, device=self.device)}
+
+    def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
+        """What the noise scheduler's configuration says: noise, or a velocity."""
+        import torch
+
+        added = {"text_embeds": inputs["pooled_prompt_embeds"], "time_ids": inputs["time_ids"]}
+        predicted: Tensor = self._transformer(
+            latents,
+            timestep,
+            encoder_hidden_states=torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1),
+            added_cond_kwargs=added,
+            return_dict=False,
+        )[0]
+        return predicted
+
+
+class Sdxl(GridFamily):
+    """The stages of a StableDiffusionXLPipeline folder."""
+
+    name = "sdxl"
+    source = ("pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py", "StableDiffusionXLPipeline")
+    classes = {
+        "tokenizer": ("transformers", CLIP_TOKENIZERS),
+        "text_encoder": ("transformers", ("CLIPTextModel",)),
+        "tokenizer_2": ("transformers", CLIP_TOKENIZERS),
+        "text_encoder_2": ("transformers", ("CLIPTextModelWithProjection",)),
+        "unet": ("diffusers", ("UNet2DConditionModel",)),
+        "scheduler": ("diffusers", ("EulerDiscreteScheduler",)),
+        "vae": ("diffusers", ("AutoencoderKL",)),
+    }
+    text_encoders = {
+        "text_encode": partial(ProjectedClip, names=["prompt_embeds"]),
+        "text_encode_2": partial(ProjectedClip, names=["prompt_embeds_2", "pooled_prompt_embeds"], end="_2"),
+    }
+    denoiser = SdxlDenoiser
+    shape = Shape.of
+    adapts = "unet"
+
+    @override
+    def settings(self, index: Mapping[str, Any]) -> dict[str, str]:
+        return {} if index.get(ZEROS, True) else dict.fromkeys(("text_encoder", "text_encoder_2"), "empty")
+
+    @override
+    def standard(self, folder: ModelFolder) -> Params:
+        """Texts have the tokens that CLIP has."""
+        return {**super().standard(folder), "max_sequence_length": Shape.of(folder).tokens}
+
+    @override
+    def denoiser_spreads(self, folder: ModelFolder) -> dict[str, int]:
+        """A UNet is not cut."""
+        return {"cfg": 2}
+
+    @override
+    def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
+        shape = Shape.of(folder)
+        bytes_1, bytes_2 = widths["text_encoder"], widths["text_encoder_2"]
+        first, second = (shape.tokens * width for width in shape.widths)
+        one = text_stage({"prompt_embeds": first * bytes_1}, "guidance_scale")
+        sizes = {"prompt_embeds_2": second * bytes_2, "pooled_prompt_embeds": shape.pooled * bytes_2}
+        two = text_stage(sizes, "guidance_scale", "_2")
+        room = Room(ALIGNMENT, shape.channels * widths["unet"] / shape.scale**2)
+        return with_encoders((one, two), room, ("unet",))
+
+    @override
+    def stage(self, kind: str, loader: Loader) -> Stage:
+        """Zeros stand for a negative prompt that is not there, unless model_index.json says otherwise."""
+        from unfuse.stages.text_encode import TextEncode
+
+        stage = super().stage(kind, loader)
+        if isinstance(stage, TextEncode):
+            stage.zeros = bool(loader.folder.index().get(ZEROS, True))
+        return stage
+
+
+FAMILY = Sdxl()
