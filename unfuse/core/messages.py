@@ -35,7 +35,7 @@ class Places(msgspec.Struct, frozen=True):
     Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
     the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to how its floats are
     narrowed: bf16, fp16 or int4. `checkpoint` says when running stages are saved. `loras` is the folder of adapters
-    ("": none).
+    ("": none). By `mark` a machine sees whether the result store is the one of the scheduler's ("": it may be).
     """
 
     results: str
@@ -47,6 +47,7 @@ class Places(msgspec.Struct, frozen=True):
     encodings: dict[str, str] = {}
     checkpoint: str = "auto"
     loras: str = ""
+    mark: str = ""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -270,7 +271,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced, one that `keeps` Keep.
+    Append and Recall, one that `announces` Announced, one that `keeps` Keep. It is of this `version`, and `now` is Unix
+    time there; "" and 0: it does not say.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -283,6 +285,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     appends: bool = False
     announces: bool = False
     keeps: bool = False
+    version: str = ""
+    now: float = 0.0
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -88,7 +88,7 @@ def compute(descriptor: int) -> None:
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     channel.send(Ready(_name(device), outcome, brought))
     StepLoop(
-        stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
+        stages, store, open_results(places.results, places.mark), inbox, channel.send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
         load.compute.loop == "overlapped",
     ).run()  # fmt: skip
