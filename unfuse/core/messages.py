@@ -85,7 +85,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
     weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
     `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
-    model.
+    model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
     """
 
     id: str
@@ -108,6 +108,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     shares: dict[str, Sharing] = {}
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
+    busy: Share = 0.0
+    memory: Count = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -150,6 +152,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
     up its keys and values for others; `unwritten` tasks wait for the result store.
+    `busy` and `memory` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
@@ -165,6 +168,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
     retracted: Count = 0
+    busy: Share = 0.0
+    memory: Count = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -318,7 +318,7 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts")
+        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts", "busy", "memory")
         fill = {name: getattr(beat, name) for name in told}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
         for engine, moved in beat.moved.items():

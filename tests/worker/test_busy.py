@@ -1,0 +1,39 @@
+"""How busy a worker says it is: a mean over the last seconds, by time that a test sets."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from unfuse.worker.busy import OVER_S, PAGE, BusyShare, resident
+
+
+def test_the_share_nears_what_is_and_forgets_what_was() -> None:
+    times = [0.0]
+    share = BusyShare(lambda: times[0])
+    assert share.share == 0.0
+    share.tell(True)
+    times[0] = OVER_S
+    assert share.share == pytest.approx(0.632, abs=0.001)
+    share.tell(True)
+    times[0] = 100 * OVER_S
+    assert share.share == pytest.approx(1.0)
+    share.tell(False)
+    times[0] += OVER_S
+    assert share.share == pytest.approx(0.368, abs=0.001)
+
+
+def test_half_of_the_time_is_half() -> None:
+    times = [0.0]
+    share = BusyShare(lambda: times[0])
+    for number in range(2000):
+        share.tell(number % 2 == 0)
+        times[0] += 0.1
+    assert share.share == pytest.approx(0.5, abs=0.01)
+
+
+def test_memory_is_that_of_processes_that_are_there() -> None:
+    own = resident([os.getpid()])
+    assert own > PAGE * 100
+    assert resident([os.getpid(), 0, 1 << 30]) == pytest.approx(own, rel=0.2)
