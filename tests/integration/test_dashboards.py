@@ -150,8 +150,8 @@ def without_worker(server: Server) -> set[str]:
 
 
 def test_an_alert_is_fired_and_cured_as_the_runbook_says(server: Server) -> None:
-    """Given a server without a denoiser, then the alert for its pool, and no other, is pending, `unfuse pools` shows the
-    pool as the runbook says, and the worker that it says to start ends the alert."""
+    """Given a server without a denoiser, then the alert for its pool, and no other, is pending, `unfuse pools` shows
+    that pool as the runbook says, and the worker that it says to start ends the alert."""
     until(lambda: len(without_worker(server)) == 3, "the workers of other tests to be gone")
     others = [server.worker(role) for role in ("encoder", "decoder")]
     until(lambda: without_worker(server) == {"denoise"}, "both pools to have workers")
