@@ -15,6 +15,7 @@ from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
 from unfuse.core.errors import UsageError
 from unfuse.service.groups import Settings
+from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import FIELDS, load
 
 if TYPE_CHECKING:
@@ -74,12 +75,18 @@ def work_all(settings: Settings, terminal: Terminal) -> None:
 
         async def working() -> None:
             workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
+
+            def stop() -> None:
+                notify(STOPPING)
+                workers.stop()
+
             for number in (signal.SIGINT, signal.SIGTERM):
-                loop.add_signal_handler(number, workers.stop)
+                loop.add_signal_handler(number, stop)
 
             def ready(count: int) -> None:
                 shown.close()
                 terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {named}")
+                notify(READY)
 
             def starting(planned: Plan) -> None:
                 tell(planned, terminal.say)
