@@ -19,7 +19,7 @@ from tests.stores.servers import S3Server
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import VIDEO
 from unfuse.core.request import new_request_id
-from unfuse.stores.results import MARK, REQUEST_ID, ResultStore, mark_of, open_results, sees
+from unfuse.stores.results import REQUEST_ID, ResultStore, mark_of, open_results, sees
 
 
 @pytest.fixture
@@ -324,8 +324,16 @@ def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(fo
     assert results.kept() == {} and not folder.exists()
 
 
-def test_a_mark_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+def test_where_no_mark_can_be_written_whoever_comes_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="results cannot be kept in .*/file .*: choose others"):
-        mark_of(f"disk:{tmp_path / 'file'}")
-    assert MARK not in os.listdir(tmp_path)
+    assert mark_of(f"disk:{tmp_path / 'file'}") == ""
+    assert sees(f"disk:{tmp_path / 'file'}", "")
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_no_server_from_starting(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64) as disk:
+        fill(disk)
+        assert mark_of(f"disk:{disk}") == ""
+        (disk / "filler").unlink()
+        assert len(mark_of(f"disk:{disk}")) == 32

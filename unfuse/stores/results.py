@@ -183,7 +183,7 @@ class _Unseen(BlobStore):
 def mark_of(url: str) -> str:
     """What `sees` knows a folder of results by, which is written if it is not there; "" for other stores.
 
-    Raises ConfigError where it cannot be.
+    "" also where it cannot be written, as on a full disk: then whoever comes is trusted to see it.
     """
     if not (path := _mark_in(url)):
         return ""
@@ -192,8 +192,11 @@ def mark_of(url: str) -> str:
         with suppress(FileExistsError), path.open("x") as file:
             file.write(secrets.token_hex(16))
         return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"results cannot be kept in {path.parent} ({error.strerror}): choose others") from error
+    except OSError:
+        with suppress(OSError):
+            if not path.stat().st_size:  # the next server may have room for it
+                path.unlink()
+        return ""
 
 
 def sees(url: str, mark: str) -> bool:
