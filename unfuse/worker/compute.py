@@ -89,7 +89,7 @@ def compute(descriptor: int) -> None:
     )  # fmt: skip
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
-    send = _telling(channel.send, device)
+    send = telling(channel.send, device)
     send(Ready(_name(device), outcome, brought))
     StepLoop(
         stages, store, open_results(places.results, places.mark), inbox, send, load.compute.max_batch, plain,
@@ -98,7 +98,7 @@ def compute(descriptor: int) -> None:
     ).run()  # fmt: skip
 
 
-def _telling(send: Callable[[FromCompute], None], device: str) -> Callable[[FromCompute], None]:
+def telling(send: Callable[[FromCompute], None], device: str) -> Callable[[FromCompute], None]:
     """The same, which on a GPU also tells what is held there, at first and whenever a task ends."""
     if not device.startswith("cuda"):
         return send
