@@ -68,6 +68,11 @@ class SecondHost:
         self._pid = int(pid)
         return first
 
+    def hide(self, folder: Path) -> None:
+        """Have it see an empty folder there, as a machine with a disk of its own would."""
+        inside = f"nsenter --target={self._pid} --mount mount -t tmpfs -o mode=0700,uid={os.getuid()} hidden"
+        self._do(f"{inside} {folder}")
+
     def remove(self) -> None:
         """What runs there goes on without a network. Never fails."""
         end = [f"kill -9 {self._pid}"] if self._pid else []

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unfuse import queues as queues
-    from unfuse.client import connect
+    from unfuse.client import aconnect, connect
     from unfuse.core.errors import (
         InvalidParameter,
         ObjectLost,
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "local": "unfuse.service.local",
+    "aconnect": "unfuse.client",
     "connect": "unfuse.client",
     "TensorStore": "unfuse.stores.tensor_store",
     "InvalidParameter": "unfuse.core.errors",
@@ -46,6 +47,7 @@ __all__ = [
     "TransientError",
     "UnfuseError",
     "__version__",
+    "aconnect",
     "connect",
     "local",
     "queues",

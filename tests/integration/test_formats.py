@@ -22,7 +22,8 @@ from tests.integration.test_chat_faults import attempts, kill_computes
 from tests.schemas import SCHEMAS
 from tools.server import Server, environment, serving, unfuse, until
 from tools.tiny_language import make_language_model
-from unfuse.client import connect
+from unfuse.client import aconnect, connect
+from unfuse.core.errors import InvalidParameter
 from unfuse.server.answers import ANSWERED
 
 PERSON = {
@@ -254,6 +255,22 @@ def test_our_client_has_formats_and_calls(server: Server) -> None:
         results = [{"role": "tool", "tool_call_id": call["id"], "content": "5"} for call in chat.tool_calls]
         asked = [{"role": "user", "content": "hello"}, chat.message, *results]
         assert "".join(client.chat(asked, tools=TOOLS, tool_choice="none", max_tokens=5)) is not None
+
+
+async def test_the_asynchronous_one_has_the_same(server: Server) -> None:
+    with connect(server.url) as client:
+        chat = client.chat("hello", tools=TOOLS, tool_choice="required", max_tokens=900, seed=1)
+        text = "".join(client.chat("hello", response_format=FORMAT, max_tokens=600, seed=1))
+        assert not "".join(chat)
+    async with aconnect(server.url) as one:
+        other = one.chat("hello", tools=TOOLS, tool_choice="required", max_tokens=900, seed=1)
+        assert not "".join([part async for part in other])
+        parts = one.chat("hello", response_format=FORMAT, max_tokens=600, seed=1)
+        assert "".join([part async for part in parts]) == text
+        with pytest.raises(InvalidParameter, match="max_tokens"):
+            await anext(one.chat("hello", max_tokens=-1))
+    called = [[call["function"] for call in answer.tool_calls] for answer in (chat, other)]
+    assert called[0] == called[1] and chat.finish_reason == other.finish_reason
 
 
 def test_a_terminal_has_them_too(server: Server, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_who_starts_a_server_is_told_how_others_come_in_or_that_anybody_does(tru
         (line,) = lines
         assert "/d/keys/worker.key" in line
         assert "scheduler.key" not in line
-        assert line.endswith("unfuse worker --role denoiser --keys FOLDER --scheduler tcp://127.0.0.1:5")
+        assert line.endswith("unfuse worker --workers auto --keys FOLDER --scheduler tcp://127.0.0.1:5")
     elif trusted:
         (line,) = lines
         assert line.startswith("WARNING: tcp://127.0.0.1:5 is open: whoever reaches it may be a worker")

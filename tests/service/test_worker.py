@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from tests.cli.conftest import Run
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Places, Welcome
+from unfuse.service.machine_workers import plan_here
+from unfuse.service.settings import load
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
@@ -62,3 +67,40 @@ def test_a_worker_is_pulled_from_only_by_who_has_its_keys(composed: Any, tmp_pat
     make(tmp_path / "keys")
     options, engines = composed("--keys", str(tmp_path / "keys"))
     assert set(engines) == {"tcp", "zmq"} and options.transfer.authentic
+
+
+@pytest.mark.parametrize("flag", ["--role=denoiser", "--component=vae", "--model=unfuse/shapes"])
+def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, flag: str) -> None:
+    code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", flag)
+    assert (code, err) == (
+        2,
+        f"unfuse: --workers starts all that the scheduler serves: leave out {flag.split('=')[0]}\n",
+    )
+
+
+def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Welcome:
+    return Welcome(((model, model, "float32"),), Places(results, mark=mark), 15.0, 1.0)
+
+
+def planned(welcome: Welcome, workers: str) -> list[str]:
+    """The roles of the workers that are started for that offer."""
+    loaded = load({"worker.workers": workers, "compute.device": "cpu", "arena.bytes": 1 << 20})
+    return [worker.role for worker in plan_here(loaded.settings, welcome).workers]
+
+
+def test_a_machine_has_all_stages_where_it_sees_the_results_and_else_those_that_need_none() -> None:
+    seen, unseen = offered("s3://bucket/results"), offered("disk:/nowhere", "a mark")
+    assert {*planned(seen, "auto")} == {"all"}
+    assert {*planned(unseen, "auto")} == {"encoder+denoiser"}
+    assert planned(unseen, "all=1") == ["encoder+denoiser"]
+    assert planned(unseen, "split") == ["encoder", "denoiser"]
+    with pytest.raises(ConfigError, match="no stage has the role decoder: roles are encoder, denoiser"):
+        planned(unseen, "decoder=1")
+
+
+def test_an_offer_of_nothing_or_of_what_needs_results_alone_is_one_sentence() -> None:
+    nothing = replace(offered("s3://bucket/results"), models=())
+    with pytest.raises(ConfigError, match="the scheduler serves no model yet"):
+        planned(nothing, "auto")
+    with pytest.raises(ConfigError, match="every stage of these models needs the folder of results"):
+        planned(offered("disk:/nowhere", "a mark", "smollm2"), "auto")

@@ -19,7 +19,7 @@ from tests.stores.servers import S3Server
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import VIDEO
 from unfuse.core.request import new_request_id
-from unfuse.stores.results import REQUEST_ID, ResultStore, open_results
+from unfuse.stores.results import REQUEST_ID, ResultStore, mark_of, open_results, sees
 
 
 @pytest.fixture
@@ -298,3 +298,42 @@ def test_a_full_disk_is_told_without_its_path_and_leaves_nothing_behind(tmp_path
         (disk / "filler").unlink()
         results.check()
         assert results.put(request, 1, "image/png", bytes(100_000)).bytes == 100_000
+
+
+def test_a_folder_is_known_by_its_mark_whoever_looks(folder: Path) -> None:
+    mark = mark_of(f"disk:{folder}?fsync=no")
+    assert len(mark) == 32 and mark_of(f"disk:{folder}") == mark
+    assert sees(f"disk:{folder}", mark) and sees(f"disk:{folder}", "") and sees("s3://bucket/results", "")
+    assert not sees(f"disk:{folder}-of-another-machine", mark)
+    assert mark_of("s3://bucket/results") == ""
+    assert open_results(f"disk:{folder}", mark).kept() == {}
+
+
+def test_of_another_machine_s_folder_nothing_is_read_or_kept_and_none_is_made(folder: Path) -> None:
+    request = new_request_id()
+    results = open_results(f"disk:{folder}", "a mark")
+    for call in (
+        lambda: results.put(request, 0, "image/png", b"picture"),
+        lambda: results.attach(request, "preview-denoise-1", b"preview", durable=False),
+        lambda: results.attached(request, "image"),
+    ):
+        with pytest.raises(ResultsUnavailable):
+            call()
+    results.detach(request)
+    results.delete(request)
+    assert results.kept() == {} and not folder.exists()
+
+
+def test_where_no_mark_can_be_written_whoever_comes_is_trusted(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert mark_of(f"disk:{tmp_path / 'file'}") == ""
+    assert sees(f"disk:{tmp_path / 'file'}", "")
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_no_server_from_starting(tmp_path: Path) -> None:
+    with small_disk(tmp_path, 64) as disk:
+        fill(disk)
+        assert mark_of(f"disk:{disk}") == ""
+        (disk / "filler").unlink()
+        assert len(mark_of(f"disk:{disk}")) == 32

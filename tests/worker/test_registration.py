@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
 from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import Room
+from unfuse.core.messages import Places
 from unfuse.core.plan import Choice, Pipeline, roles_of
-from unfuse.worker.registration import pools_of
+from unfuse.stores.results import MARK, mark_of
+from unfuse.worker.registration import pools_of, refuse_unseen
 
 
 @pytest.mark.parametrize(
@@ -37,3 +41,14 @@ def test_a_resource_that_it_has_not_is_named_with_what_would_give_it() -> None:
     assert pools_of([card], Choice(roles_of("encoder"))) == (ENCODE,)
     with pytest.raises(ConfigError, match="stage denoise needs the resource kv, .*: start it with --resources kv=N"):
         pools_of([card], Choice())
+
+
+def test_what_needs_results_that_are_on_another_machine_is_refused_with_ways_out(tmp_path: Path) -> None:
+    url = f"disk:{tmp_path / 'results'}"
+    places, stages = Places(url, mark=mark_of(url)), CARD.pipeline.stages
+    refuse_unseen(stages, places)
+    (tmp_path / "results" / MARK).unlink()
+    refuse_unseen([stage for stage in stages if stage.kind == "denoise"], places)
+    with pytest.raises(ConfigError, match="the role decoder needs them: share that folder at the same path, .* s3://"):
+        refuse_unseen(stages, places)
+    refuse_unseen(stages, Places(url))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from unfuse.arena.limits import readable_bytes
 from unfuse.cli import show
+from unfuse.cli.checks import print_machine, show_checks
 from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
@@ -19,25 +19,25 @@ from unfuse.service.settings import load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
-    from unfuse.service.machine import Machine
     from unfuse.service.plan import Model, Plan
 
+Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
 
-@takes("serve.revision", "insecure_listen", "worker.memory_limit", *PLACING, *COMPUTE)
+
+@takes("serve.revision", "insecure_listen", "worker.scheduler", "keys", "worker.memory_limit", *PLACING, *COMPUTE)
 def doctor(
     flags: dict[str, Any],
     terminal: Terminal,
     models: Annotated[list[str] | None, typer.Argument(help="Models to look into.", metavar="MODEL")] = None,
-    clean: Annotated[
-        bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")
-    ] = False,
+    clean: Clean = False,
     config: Config = None,
     json: Json = False,
 ) -> None:
     """Say what this machine has, what models need, where `serve` would put them, and whether to split them at all.
 
-    Reads files and headers only; no weights are loaded, unless --parallel says how to spread stages over ranks: then
-    the first model is served with one rank and with those, to measure what each gives.
+    Reads files and headers only, no weights, unless --parallel says how to spread stages over ranks: then the first
+    model is served with one rank and with those, to measure what each gives. With --scheduler it says instead whether
+    workers of this machine could work for that.
     """
     from unfuse.service.addresses import AT_RISK, running
     from unfuse.service.machine import devices, look
@@ -48,8 +48,9 @@ def doctor(
 
     terminal.open_log()
     loaded = load(told := {**flags, **terminal.flags}, config)
-    serve = loaded.settings.serve
-    machine = look((serve.port, *_ports(serve.listen)))
+    if "worker.scheduler" in flags:
+        show_checks(loaded.settings, json)
+    machine = look(((serve := loaded.settings.serve).port, *_ports(serve.listen)))
     found = None
     if models:
         given = wanted(loaded.settings), devices(device_memory(loaded.settings)), means(loaded.settings)
@@ -71,7 +72,7 @@ def doctor(
         rows = [msgspec.structs.asdict(one) for one in removed]
         show.as_table(rows, ["what", "path", "bytes"], "nothing to clean: no dead process left anything here")
         return
-    _print_machine(machine)
+    print_machine(machine)
     typer.echo(f"{'servers':12} {', '.join(running(loaded.settings.run_dir)) or 'none of this user runs here'}")
     if loaded.settings.insecure_listen:
         typer.echo(f"{'WARNING':12} workers come in over TCP without keys: {AT_RISK}")
@@ -111,22 +112,6 @@ def _components(model: Model) -> list[dict[str, Any]]:
         msgspec.structs.asdict(component) | {"files": Size(component.files), "memory": Size(component.memory)}
         for component in model.components.values()
     ]
-
-
-def _print_machine(machine: Machine) -> None:
-    gpus = ", ".join(
-        f"{gpu.name} ({readable_bytes(gpu.free)} of {readable_bytes(gpu.memory)} free)" for gpu in machine.gpus
-    )
-    facts = {
-        "system": f"{machine.system}, Python {machine.python}",
-        "processors": f"{machine.cpus:g}",
-        "memory": f"{readable_bytes(machine.memory)}, {readable_bytes(machine.available)} available",
-        "GPUs": gpus or "none: computing on the CPU",
-        "libraries": ", ".join(f"{name} {version or 'MISSING'}" for name, version in machine.libraries.items()),
-        "ports": ", ".join(f"{port} {'free' if free else 'IN USE'}" for port, free in machine.ports.items()),
-    }
-    for name, fact in facts.items():
-        typer.echo(f"{name:12} {fact}")
 
 
 def _print_plan(plan: Plan, data_dir: str) -> None:

@@ -20,6 +20,7 @@ from unfuse.models.source import is_local
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
 from unfuse.service.machine import devices
+from unfuse.service.notify import READY, STOPPING, notify
 from unfuse.service.settings import load
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
 
             def stop(number: int) -> None:
                 stopped_by.append(number)
+                notify(STOPPING)
                 service.stop()
 
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -122,6 +124,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
                     f"unfuse serves {', '.join(options.models)} at {url}",
                 ):
                     terminal.say(line)
+                notify(READY)
 
             await service.run(started)
 

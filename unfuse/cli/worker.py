@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import signal
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import structlog
 import typer
 
 from unfuse.cli.options import COMPUTE, Config, takes
+from unfuse.cli.progress import progress_on
+from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
-from unfuse.service.settings import load
+from unfuse.core.errors import UsageError
+from unfuse.service.groups import Settings
+from unfuse.service.notify import READY, STOPPING, notify
+from unfuse.service.settings import FIELDS, load
+
+if TYPE_CHECKING:
+    from unfuse.service.plan import Plan
 
 
 @takes(
-    "worker.role", "worker.component", "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE,
+    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.component", "worker.scheduler",
+    "keys", "insecure_listen", "worker.model", *COMPUTE,
     "worker.slots", "worker.resources", "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network",
     "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
 )  # fmt: skip
@@ -24,7 +35,7 @@ def worker(
     fork_server: Annotated[int | None, typer.Option(hidden=True)] = None,
     config: Config = None,
 ) -> None:
-    """Run stages for a scheduler.
+    """Run stages for a scheduler: as one worker, or with --workers as all of this machine.
 
     SIGTERM and Ctrl-C finish what runs and end; a second one ends at once.
     """
@@ -34,7 +45,54 @@ def worker(
     from unfuse.service.worker import work, worker_options
 
     settings = load(flags, config).settings
+    if settings.worker.workers:
+        if said := [name for name in ("worker.role", "worker.component", "worker.model") if flags.get(name)]:
+            raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
+        work_all(settings, terminal)
+        return
     terminal.open_log()
     structlog.contextvars.bind_contextvars(role=settings.worker.role, device=settings.compute.device)
     options = worker_options(settings)
     uvloop.run(work(options, engines(settings, options.transfer), lifeline, fork_server))
+
+
+def work_all(settings: Settings, terminal: Terminal) -> None:
+    """Run all workers of this machine until stopped by a signal."""
+    import asyncio
+
+    import uvloop
+
+    from unfuse.service.addresses import schedulers
+    from unfuse.service.loading import Loading
+    from unfuse.service.machine_workers import MachineWorkers
+
+    named = " or ".join(schedulers(settings))
+    loading = Loading([f"what {named} serves"])
+    terminal.heard = loading.hear
+    terminal.open_log()
+    with ExitStack() as shown:
+        shown.enter_context(progress_on(terminal, lambda: loading))
+
+        async def working() -> None:
+            workers, loop = MachineWorkers(settings, terminal), asyncio.get_running_loop()
+
+            def stop() -> None:
+                notify(STOPPING)
+                workers.stop()
+
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, stop)
+
+            def ready(count: int) -> None:
+                shown.close()
+                terminal.say(f"{count} worker{'s' * (count > 1)} of this machine work for {named}")
+                notify(READY)
+
+            def starting(planned: Plan) -> None:
+                tell(planned, terminal.say)
+                roles = [worker.role for worker in planned.workers]
+                loading.expect(roles, lambda: loop.call_soon_threadsafe(ready, len(roles)))
+
+            await workers.run(starting)
+
+        uvloop.run(working())

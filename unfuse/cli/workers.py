@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import typer
+
 from unfuse.cli import connecting, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
 
@@ -17,6 +19,9 @@ def workers(server: Server = None, api_key: ApiKey = None, config: Config = None
         rows = client.workers()
     said = rows if json else [{**row, "ranks": _spent(row.get("ranks", ()))} for row in rows]
     show.listing(said, _WORKER, "no worker is registered", json)
+    machines = {row["node"] for row in rows if row["healthy"]}
+    if len(machines) > 1 and not json:
+        typer.echo(f"{sum(row['healthy'] for row in rows)} healthy workers on {len(machines)} machines")
 
 
 def _spent(ranks: Sequence[Mapping[str, float]]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from unfuse.client.chat import Chat
+from unfuse.client.async_client import AsyncClient, AsyncRequest
+from unfuse.client.chat import AsyncChat, Chat
 from unfuse.client.client import Client, Request
 from unfuse.client.result import Result
 
@@ -12,4 +13,9 @@ def connect(url: str, key: str | None = None) -> Client:
     return Client(url, key)
 
 
-__all__ = ["Chat", "Client", "Request", "Result", "connect"]
+def aconnect(url: str, key: str | None = None) -> AsyncClient:
+    """The same for asyncio: `async with aconnect(url) as client`."""
+    return AsyncClient(url, key)
+
+
+__all__ = ["AsyncChat", "AsyncClient", "AsyncRequest", "Chat", "Client", "Request", "Result", "aconnect", "connect"]

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
 
-class Chat(Iterator[str]):
-    """The parts of an answer, as they come, each once; and what is known of it when they are all there.
+class Answer:
+    """What is known of an answer, and all of it when its last part was there.
 
     `tool_calls` are the calls that the model makes, as the messages of a chat have them, and `finish_reason` says why
     the answer ended.
     """
 
-    def __init__(self, choices: Iterator[dict[str, Any]]) -> None:
-        self._choices = choices
+    def __init__(self) -> None:
         self.text = ""
         self.tool_calls: list[dict[str, Any]] = []
         self.finish_reason: str | None = None
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> str:
-        choice = next(self._choices)
+    def take(self, choice: dict[str, Any]) -> str:
+        """Read what is told of the only choice; returns the text that it adds."""
         delta: dict[str, Any] = choice["delta"]
         for call in delta.get("tool_calls") or ():
             self.tool_calls.append({key: value for key, value in call.items() if key != "index"})
@@ -37,3 +33,31 @@ class Chat(Iterator[str]):
         """The answer so far, as the next messages have it."""
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
         return {"role": "assistant", "content": self.text or None, **calls}
+
+
+class Chat(Answer, Iterator[str]):
+    """The parts of an answer, as they come, each once."""
+
+    def __init__(self, choices: Iterator[dict[str, Any]]) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> str:
+        return self.take(next(self._choices))
+
+
+class AsyncChat(Answer, AsyncIterator[str]):
+    """The same, for `async for`."""
+
+    def __init__(self, choices: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__()
+        self._choices = choices
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> str:
+        return self.take(await anext(self._choices))

@@ -8,26 +8,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 import httpx2
 import msgspec
 
+from unfuse.client.calls import (
+    CHATS,
+    RECONNECTS,
+    accepted,
+    checked,
+    chunk,
+    conversation,
+    cut_short,
+    foreign,
+    given,
+    indexes_of,
+    is_over,
+    object_of,
+    pause,
+    require_completed,
+    rows_of,
+    settings,
+    submission,
+    unreachable,
+)
 from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
-from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
+from unfuse.core.errors import TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
-from unfuse.core.media import VIDEO, medium_for
-
-TIMEOUT_S = 60.0
-"""The longest silence of a response, in seconds; event streams send something every 15 seconds."""
-
-USUAL = "http://127.0.0.1:8000"
-"""The default address of `unfuse serve`."""
-
-RECONNECTS = 8
-"""How often in a row an event stream is resumed without a new event."""
 
 
 class Request:
@@ -35,7 +44,7 @@ class Request:
 
     def __init__(self, client: Client, view: dict[str, Any]) -> None:
         if not isinstance(view.get("id"), str):
-            raise _foreign(client.url)
+            raise foreign(client.url)
         self._client = client
         self.view = view
 
@@ -65,13 +74,13 @@ class Request:
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
-                if self.refresh()["status"] not in ("queued", "in_progress"):
+                if is_over(self.refresh()):
                     return
             except TransientError:
                 if lost >= RECONNECTS:
                     raise
             lost += 1
-            time.sleep(self._client.reconnect_delay * 2 ** min(lost, 5))
+            time.sleep(pause(self._client.reconnect_delay, lost))
 
     def cancel(self) -> dict[str, Any]:
         """Cancel the request; one that is over does not change."""
@@ -82,10 +91,7 @@ class Request:
         """Wait for the result. Raises PermanentError with the reason if there is none."""
         for _ in self.events():
             pass
-        view = self.refresh()
-        if view["status"] != "completed":
-            why = (view["error"] or {}).get("message") or f"it was {view['status']}"
-            raise PermanentError(f"request {self.id} has no result: {why}")
+        require_completed(self.refresh())
         return self._finished()
 
     def stop(self) -> Result:
@@ -94,7 +100,7 @@ class Request:
         return self._finished()
 
     def _finished(self) -> Result:
-        indexes = [int(file["url"].rpartition("/")[2]) for file in self.view["result"]]
+        indexes = indexes_of(self.view)
         data = [self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
         return Result(self.view, data, indexes)
 
@@ -107,10 +113,9 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
-        self.url = _checked(url)
+        self.url = checked(url)
         self.reconnect_delay = reconnect_delay
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+        self._http = httpx2.Client(**settings(self.url, key))
 
     def __repr__(self) -> str:
         return f"<Client of {self.url}>"
@@ -138,43 +143,39 @@ class Client:
         breaks is taken up again where it broke. The parts raise InvalidParameter, UnknownModel, Overloaded,
         PermanentError, TransientError.
         """
-        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
-        return Chat(self._choices({**params, "messages": said, "stream": True}))
+        return Chat(self._choices(conversation(messages, params)))
 
     def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """What is told of the only choice, piece by piece."""
         headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
         while True:
             try:
-                for id, told in self._chunks(body, headers):
+                for id, choices in self._chunks(body, headers):
                     headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
-                    if "error" in told:
-                        raise PermanentError(told["error"]["message"])
-                    yield from told["choices"]
+                    yield from choices
                 return
             except TransientError:
                 if lost >= RECONNECTS:
                     raise
             lost += 1
-            time.sleep(self.reconnect_delay * 2 ** min(lost, 5))
+            time.sleep(pause(self.reconnect_delay, lost))
 
-    def _chunks(self, body: dict[str, Any], headers: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Events of a chat, with their ids, of one connection. Raises TransientError if it ends too soon."""
-        path = "/v1/chat/completions"
+    def _chunks(self, body: dict[str, Any], headers: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Choices of a chat, with the ids of their events, of one connection. Raises TransientError if it breaks."""
         try:
-            with self._http.sse(path, method="POST", json=body, headers=headers) as source:
+            with self._http.sse(CHATS, method="POST", json=body, headers=headers) as source:
                 if source.response.is_error:
                     source.response.read()
                     raise error_of(source.response)
                 for message in source:
                     if message.data == "[DONE]":
                         return
-                    yield message.id or "", msgspec.json.decode(message.data, type=dict[str, Any])
+                    yield message.id or "", chunk(message)
         except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise _foreign(f"{self.url}{path}") from error
+            raise foreign(f"{self.url}{CHATS}") from error
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
-        raise TransientError(f"{self.url} ended an answer before it was whole")
+            raise unreachable(self.url, error) from error
+        raise cut_short(self.url)
 
     def submit(
         self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object
@@ -185,19 +186,8 @@ class Client:
         `image` is the picture to start from, as a file's path or its bytes, for a model that takes one.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        if video is None:
-            video = medium_for(params) is VIDEO
-        still = "/v1/images/generations" if image is None else "/v1/images/edits"
-        path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
-        headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
-        if image is None:
-            return Request(self, self.post(path, body, headers))
-        form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
-        inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
-        form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
-        data = image if isinstance(image, bytes) else Path(image).read_bytes()
-        files = {"input_reference" if video else "image": ("image", data)}
-        return Request(self, _object(self._send("POST", path, data=form, files=files, headers=headers)))
+        method, path, options = submission(prompt, image, video, params)
+        return Request(self, object_of(self._send(method, path, **options)))
 
     def request(self, id: str) -> Request:
         """A request by its id. Raises NotFound."""
@@ -205,8 +195,7 @@ class Client:
 
     def requests(self, status: str | None = None, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Request objects, newest first."""
-        asked = {"status": status, "limit": limit, "after": after}
-        return self._list("/v1/requests", {name: value for name, value in asked.items() if value is not None})
+        return self._list("/v1/requests", given(status=status, limit=limit, after=after))
 
     def models(self) -> list[dict[str, Any]]:
         """Served models, with their limits and defaults."""
@@ -214,7 +203,7 @@ class Client:
 
     def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Dead requests, newest first, with the evidence in their errors."""
-        return self._list("/v1/dead", {"limit": limit} | ({} if after is None else {"after": after}))
+        return self._list("/v1/dead", given(limit=limit, after=after))
 
     def retry(self, id: str) -> Request:
         """Ask again for what was given up; returns the new request. Raises NotFound, PermanentError if it is not dead.
@@ -237,13 +226,13 @@ class Client:
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The JSON object at a path."""
-        return _object(self._send("GET", path, params=params))
+        return object_of(self._send("GET", path, params=params))
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
         """The JSON object that a POST returns."""
-        return _object(self._send("POST", path, json=body or {}, headers=headers))
+        return object_of(self._send("POST", path, json=body or {}, headers=headers))
 
     def download(self, path: str) -> bytes:
         """The bytes at a path."""
@@ -261,48 +250,15 @@ class Client:
                         return
                     yield msgspec.json.decode(message.data, type=Event)
         except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise _foreign(f"{self.url}{path}") from error
+            raise foreign(f"{self.url}{path}") from error
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
+            raise unreachable(self.url, error) from error
 
     def _list(self, path: str, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        rows = self.get(path, **(params or {})).get("data")
-        if not isinstance(rows, list):
-            raise _foreign(f"{self.url}{path}")
-        return rows
+        return rows_of(self.get(path, **(params or {})), f"{self.url}{path}")
 
     def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
-            response = self._http.request(method, path, **options)
+            return accepted(self._http.request(method, path, **options))
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
-        if response.is_error:
-            raise error_of(response)
-        return response
-
-    def _unreachable(self, error: httpx2.TransportError) -> TransientError:
-        return TransientError(f"no answer from {self.url} ({error}): is `unfuse serve` running there?")
-
-
-def _object(response: httpx2.Response) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(response.content, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        raise _foreign(str(response.url)) from None
-
-
-def _foreign(url: str) -> PermanentError:
-    return PermanentError(f"{url} does not answer as `unfuse serve` does: is it another server, or a proxy?")
-
-
-def _checked(url: str) -> str:
-    """Check the URL of a gateway. Raises InvalidParameter, with what was probably meant."""
-    try:
-        parts = urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return url.rstrip("/")
-        bare = parts.netloc if "://" in url else url
-        near = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
-    except ValueError:
-        near = USUAL
-    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {near}?", "server")
+            raise unreachable(self.url, error) from error

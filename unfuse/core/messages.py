@@ -35,7 +35,7 @@ class Places(msgspec.Struct, frozen=True):
     Outputs of the stage kinds in `saved` get durable copies. A store that spills begins when the share `threshold` of
     the arena is used, and spills at most `spill_capacity` bytes. `encodings` maps a stage kind to how its floats are
     narrowed: bf16, fp16 or int4. `checkpoint` says when running stages are saved. `loras` is the folder of adapters
-    ("": none).
+    ("": none). By `mark` a machine sees whether the result store is the one of the scheduler's ("": it may be).
     """
 
     results: str
@@ -47,6 +47,7 @@ class Places(msgspec.Struct, frozen=True):
     encodings: dict[str, str] = {}
     checkpoint: str = "auto"
     loras: str = ""
+    mark: str = ""
 
 
 class Sharing(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     amounts of further resources that its tasks share. `outcome` is what the bytes of its results depend on beside
     weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
     `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
-    model.
+    model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
     """
 
     id: str
@@ -107,6 +108,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     shares: dict[str, Sharing] = {}
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
+    busy: Share = 0.0
+    memory: Count = 0
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +152,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
     up its keys and values for others; `unwritten` tasks wait for the result store.
+    `busy` and `memory` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
@@ -164,6 +168,8 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     ranks: Annotated[tuple[Spent, ...], Meta(max_length=MOST)] = ()
     texts: TextLoad | None = None
     retracted: Count = 0
+    busy: Share = 0.0
+    memory: Count = 0
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -270,7 +276,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced, one that `keeps` Keep.
+    Append and Recall, one that `announces` Announced, one that `keeps` Keep. It is of this `version`, and `now` is Unix
+    time there; "" and 0: it does not say.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -283,6 +290,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     appends: bool = False
     announces: bool = False
     keeps: bool = False
+    version: str = ""
+    now: float = 0.0
 
 
 class Granted(msgspec.Struct, frozen=True, tag=True):

@@ -35,6 +35,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
     `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage for `each`
     entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
+    One that takes `uploads` reads what the gateway keeps of a request in the result store.
     """
 
     name: str
@@ -55,6 +56,12 @@ class StageSpec(msgspec.Struct, frozen=True):
     spreads: dict[str, int] = {}
     goes_on: bool = False
     each: str = ""
+    uploads: bool = False
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether it reads from the result store, or writes to it."""
+        return self.uploads or not self.outputs
 
 
 class Pipeline(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import msgspec
 import structlog
 from typing_extensions import override
 
+from unfuse import __version__
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
 from unfuse.core.messages import (
@@ -125,7 +126,7 @@ class Dispatcher(Observer):
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True,
+            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, version=__version__,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -198,8 +199,9 @@ class Dispatcher(Observer):
         """Register a worker, unless another one goes by its id. It has one connection: the newest."""
         proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
         worker = msgspec.structs.replace(hello.worker, proof=proof)
+        welcome = msgspec.structs.replace(self._welcome, now=self._clock.wall())
         if not worker.pools:
-            return self._welcome
+            return welcome
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
             log.warning("refused a worker under another one's id", worker=worker.id)
             return Refused(
@@ -215,7 +217,7 @@ class Dispatcher(Observer):
         self._watch(peer)
         self._backpressure = None
         await self.scheduler.upkeep.joined()
-        return self._welcome
+        return welcome
 
     def _heard(self, peer: _Peer) -> None:
         """A worker lives; when nothing more comes for some beats, it is set aside."""
@@ -316,7 +318,7 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts")
+        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts", "busy", "memory")
         fill = {name: getattr(beat, name) for name in told}
         await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
         for engine, moved in beat.moved.items():

@@ -12,6 +12,7 @@ from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, TaskQueue
 from unfuse.server.cost_metrics import CostMetrics
+from unfuse.server.device_metrics import DeviceMetrics
 from unfuse.server.prices import Prices
 from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
@@ -28,7 +29,7 @@ class Metrics:
 
     def __init__(self, store: str) -> None:
         self._store, self._registry = store, CollectorRegistry()
-        self.texts = TextMetrics(self._registry)
+        self.texts, self._devices = TextMetrics(self._registry), DeviceMetrics(self._registry)
         self._submitted = self._counter("submitted", "Requests accepted", plain=True)
         self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
@@ -137,6 +138,7 @@ class Metrics:
         """All metrics in Prometheus' text format, with statistics of these pools."""
         stats = await queue.stats(pools)
         self.texts.look(members, stats)
+        self._devices.look(members, {pool: _named(pool) for pool in stats.pools})
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))

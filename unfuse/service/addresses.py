@@ -85,7 +85,7 @@ def invitations(trusted: Trust, folder: str, addresses: Iterable[str]) -> list[s
         return [f"WARNING: {address} is open: {AT_RISK}" for address in open_to]
     return [
         f"workers elsewhere: copy {folder}/worker.key, a secret, there into a folder of its own (chmod 600), and run: "
-        f"unfuse worker --role denoiser --keys FOLDER --scheduler {_from_elsewhere(address)}"
+        f"unfuse worker --workers auto --keys FOLDER --scheduler {_from_elsewhere(address)}"
         for address in open_to
     ]
 

@@ -226,6 +226,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
+    workers: Annotated[
+        str,
+        says(
+            "Start, place and restart all workers of this machine, as `serve` does: auto, split, or how many of what; "
+            "else this is one worker."
+        ),
+    ] = ""
     role: Annotated[str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all.")] = "all"
     component: Annotated[
         tuple[str, ...],

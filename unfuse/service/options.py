@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from msgspec.structs import asdict
-
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places
 from unfuse.core.plan import Params
@@ -14,12 +12,13 @@ from unfuse.server.access import Access
 from unfuse.server.connections import Bounds
 from unfuse.server.keys import Keys
 from unfuse.server.prices import Prices
-from unfuse.service.addresses import keys_folder, listens, trust
+from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
 from unfuse.service.resources import COSTS, counts, device_memory, means, resources
 from unfuse.service.service import ServeOptions
-from unfuse.service.settings import FIELDS, Loaded
+from unfuse.service.settings import Loaded
+from unfuse.service.specs import environment_of, flags_of
 from unfuse.worker.checkpoints import Policy
 
 
@@ -45,24 +44,8 @@ def options(loaded: Loaded) -> ServeOptions:
         run_dir=settings.run_dir,
         listen=listens(settings),
         trust=trust(settings, "scheduler"),
-        worker_environment={
-            FIELDS[name].variable: FIELDS[name].written(value)
-            for name, value in (
-                ("run_dir", settings.run_dir),
-                ("insecure_listen", settings.insecure_listen),
-                ("store.orphan_s", settings.store.orphan_s),
-                ("worker.resources", settings.worker.resources),
-                ("buffer.tokens", settings.buffer.tokens),
-                *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),
-            )
-        },
-        worker_flags={
-            "keys": keys_folder(settings, "worker"),
-            "memory-limit": settings.worker.memory_limit,
-            "stall-s": settings.lease.stall_s,
-            "kv": settings.kv.bytes,
-            **({"listen": settings.worker.listen} if settings.worker.listen else {}),
-        },
+        worker_environment=environment_of(settings),
+        worker_flags=flags_of(settings),
         workers=wanted(settings),
         device_memory=device_memory(settings),
         means=means(settings),

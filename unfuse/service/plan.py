@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
 from unfuse.core.object_ref import DTYPES
-from unfuse.core.plan import StageSpec, roles_of
+from unfuse.core.plan import ALL, Pipeline, StageSpec, roles_of
 from unfuse.core.spread import SHARD, parse_parallel, refuse
 from unfuse.launch.placement import (
     Device,
@@ -116,13 +116,17 @@ def wanted(settings: Settings) -> Wanted:
 
 
 def plan_for(
-    names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...], means: Means | None = None
-) -> Plan:
+    names: Iterable[str], revision: str, wanted: Wanted, devices: tuple[Device, ...], means: Means | None = None,
+    *, results: bool = True,
+) -> Plan:  # fmt: skip
     """Read the models' metadata, choose a layout if that is wanted, and place the workers. No weights are loaded.
 
+    Without `results` only of roles that need no result store; these workers are called by those roles.
     Raises ConfigError for what cannot be served; what does not fit is a plan with a refusal.
     """
     models = look_into(names, revision, wanted, devices)
+    if not results:
+        models = _without_results(models)
     needed = needs(models)
     stages = [stage for model in models for stage in model.card.pipeline.stages]
     wanted = replace(
@@ -137,9 +141,29 @@ def plan_for(
         looked = layouts([model.card for model in models], needed, wanted, devices, means or Means())
         wanted = looked.chosen.of(wanted)
     try:
-        return Plan(models, needed, wanted, devices, place(needed, wanted, devices), layouts=looked)
+        placed = place(needed, wanted, devices)
+        if not results:
+            placed = tuple(replace(one, role="+".join(needed) if one.role == ALL else one.role) for one in placed)
+        return Plan(models, needed, wanted, devices, placed, layouts=looked)
     except ConfigError as error:
         return Plan(models, needed, wanted, devices, (), str(error), looked)
+
+
+def _without_results(models: Iterable[Model]) -> tuple[Model, ...]:
+    """What is left of models without the roles that need the result store. Raises ConfigError if nothing is."""
+    models = tuple(models)
+    needing = {stage.role for model in models for stage in model.card.pipeline.stages if stage.needs_results}
+    left = []
+    for model in models:
+        stages = tuple(stage for stage in model.card.pipeline.stages if stage.role not in needing)
+        left.append(replace(model, card=replace(model.card, pipeline=Pipeline(stages))))
+    found = tuple(model for model in left if model.card.pipeline.stages)
+    if not found:
+        raise ConfigError(
+            "every stage of these models needs the folder of results, which is on the scheduler's machine and not seen "
+            "here: share it at the same path, or have the scheduler serve with --results s3://BUCKET/PREFIX"
+        )
+    return found
 
 
 def look_into(names: Iterable[str], revision: str, wanted: Wanted, devices: Sequence[Device]) -> tuple[Model, ...]:

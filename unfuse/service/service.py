@@ -17,7 +17,6 @@ from unfuse import queues
 from unfuse.core.errors import ConfigError, TransientError
 from unfuse.core.messages import Places, WorkerInfo
 from unfuse.core.plan import Choice, Params, roles_of
-from unfuse.core.spread import fewer, own_spreads
 from unfuse.launch.base import WorkerSpec
 from unfuse.launch.forks import Forks
 from unfuse.launch.local import LocalLauncher
@@ -39,8 +38,9 @@ from unfuse.service.layout import Means
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for
+from unfuse.service.specs import Slots, forked, specs_of
 from unfuse.stores.keyed import Remains, remains_at
-from unfuse.stores.results import ResultStore, open_results
+from unfuse.stores.results import ResultStore, mark_of, open_results
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.wire.address import UNIX, Trust, host_towards, is_loopback, unix_path
 from unfuse.wire.keys import Keys
@@ -184,7 +184,7 @@ class Service:
                 background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
-            launcher = LocalLauncher(self._specs(), self._logs.relay, forks=self._forked())
+            launcher = LocalLauncher(self._specs(), self._logs.relay, forks=forked(self._plan, self._forks))
             launcher.start()
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
@@ -207,7 +207,8 @@ class Service:
             cache_bytes=options.encoder_cache, costs=options.costs, arenas=self._arenas(),
         )  # fmt: skip
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
-        dispatcher = Dispatcher(scheduler, offered, options.places, options.workers.compute.outcome, options.dispatch)
+        places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
+        dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.dispatch)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
         folder, routers = open_run_folder(options.run_dir), list[Router]()
         try:
@@ -224,14 +225,6 @@ class Service:
             await scheduler.close()
             await queue.close()
 
-    def _forked(self) -> Forks | None:
-        """Where workers on CPUs have their compute processes from; None if there are no such workers."""
-        if not any(worker.on_cpu for worker in self._plan.workers):
-            if self._forks:
-                self._forks.close()
-            return None
-        return self._forks or Forks([str(model.folder) for model in self._plan.models])
-
     def _arenas(self) -> Arenas:
         """The arenas of the workers that are started here."""
         options, cards = self._options, [model.card for model in self._plan.models]
@@ -247,28 +240,11 @@ class Service:
 
     def _specs(self) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
-        wanted, workers = self._options.workers, self._plan.workers
-        ranks = sum(len(worker.devices) for worker in workers)
-        threads = wanted.compute.threads or max(1, self._options.means.cores // max(1, ranks))
-        common = msgspec.structs.asdict(wanted.compute) | {"threads": threads, "dtype": "auto", "arena": wanted.arena}
-        pulled_by = self.addresses if isinstance(self._options.trust, Keys) else ()
-        common |= {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **self._options.worker_flags}
-        del common["device"]
-        environment = {**self._options.worker_environment, **self._logs.environment}
-        specs = []
-        for worker in workers:
-            roles = roles_of(worker.role)
-            given = [count for role, count in self._options.slots.items() if roles is None or role in roles]
-            own = common | {"slots": min(given, default=self._options.each)}
-            if worker.on_cpu:
-                own["offload"] = "none"
-            flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
-            smaller = tuple(
-                WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment)
-                for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))
-            )
-            specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller))
-        return specs
+        options = self._options
+        pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
+        told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
+        environment = {**options.worker_environment, **self._logs.environment}
+        return specs_of(self._plan, options.means.cores, Slots(options.slots, options.each), told, environment)
 
     async def _drain(self, scheduler: Scheduler) -> None:
         """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""

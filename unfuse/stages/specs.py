@@ -12,7 +12,7 @@ TEXT_ENCODE = StageSpec(
     work=Workload(guidance=GUIDANCE, size=("max_sequence_length",)),
 )  # fmt: skip
 
-IMAGE_ENCODE = StageSpec("image_encode", "image_encode", (), role="encoder", slots=4)
+IMAGE_ENCODE = StageSpec("image_encode", "image_encode", (), role="encoder", slots=4, uploads=True)
 
 DENOISE = StageSpec(
     "denoise", "denoise", (), outputs=("latents",), per_sample=True, role="denoiser",
@@ -25,17 +25,18 @@ WHOLE = StageSpec(
 
 PREFILL = StageSpec(
     "prefill", "prefill", ("model",), outputs=("kv",), role="prefill", slots=32,
-    work=Workload(size=("prompt_tokens",)), goes_on=True,
+    work=Workload(size=("prompt_tokens",)), goes_on=True, uploads=True,
 )  # fmt: skip
 
 DECODE = StageSpec(
     "decode", "decode", ("model",), ("kv",), per_sample=True, role="decode", slots=32,
-    work=Workload("expected_tokens", size=()), pieces="kv",
+    work=Workload("expected_tokens", size=()), pieces="kv", uploads=True,
 )  # fmt: skip
 
 VISION_ENCODE = StageSpec(
     "vision_encode", "vision_encode", ("model",), outputs=("seen",), role="vision", slots=4, each="shown",
     reads=("shown", "images", "picked", "frames", "rows", "columns"), work=Workload(size=("tokens",)),
+    uploads=True,
 )  # fmt: skip
 
 VAE_DECODE = StageSpec(

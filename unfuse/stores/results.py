@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shutil
 import tempfile
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from typing_extensions import override
 from unfuse.core.errors import ConfigError, NotFound, ResultsUnavailable, TransientError
 from unfuse.core.media import MEDIA
 from unfuse.core.request import ResultFile
-from unfuse.stores.blobs import BlobStore, open_blobs
+from unfuse.stores.blobs import BlobStore, Entry, open_blobs
 from unfuse.stores.disk import DiskBlobs
 
 ATTACHED = "attached-"
@@ -29,6 +30,9 @@ REQUEST_ID = re.compile(rf"({'|'.join(medium.prefix for medium in MEDIA)})[0-9a-
 
 LEAST_ROOM = 1 << 20
 """A disk with less free bytes than this, about a picture, counts as full."""
+
+MARK = "results.mark"
+"""The file in a folder of results by whose content machines see that it is one and the same."""
 
 COPY_S = 3600
 """Seconds that a local copy of a result is kept: longer than anybody reads it."""
@@ -152,6 +156,63 @@ class RemoteResults(ResultStore):
         return DiskResults(DiskBlobs(f"disk:{folder}?fsync=no"))
 
 
+class _Unseen(BlobStore):
+    """What another machine has and this one does not see: nothing can be read, or kept."""
+
+    @override
+    def write(self, folder: str, name: str, data: object, *, durable: bool = True) -> None:
+        raise TransientError("it is on another machine")
+
+    @override
+    def read(self, folder: str, name: str) -> tuple[int, Iterator[bytes]]:
+        raise TransientError("it is on another machine")
+
+    @override
+    def remove(self, folder: str, name: str) -> None:
+        pass
+
+    @override
+    def drop(self, folder: str) -> None:
+        pass
+
+    @override
+    def entries(self, under: str = "") -> Iterator[Entry]:
+        return iter(())
+
+
+def mark_of(url: str) -> str:
+    """What `sees` knows a folder of results by, which is written if it is not there; "" for other stores.
+
+    "" also where it cannot be written, as on a full disk: then whoever comes is trusted to see it.
+    """
+    if not (path := _mark_in(url)):
+        return ""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError), path.open("x") as file:
+            file.write(secrets.token_hex(16))
+        return path.read_text()
+    except OSError:
+        with suppress(OSError):
+            if not path.stat().st_size:  # the next server may have room for it
+                path.unlink()
+        return ""
+
+
+def sees(url: str, mark: str) -> bool:
+    """Whether the result store that the scheduler has at `url`, with that mark, is here too."""
+    path = _mark_in(url)
+    try:
+        return not (path and mark) or path.read_text() == mark
+    except OSError:
+        return False
+
+
+def _mark_in(url: str) -> Path | None:
+    kind, _, path = url.partition("?")[0].partition(":")
+    return Path(path).expanduser().absolute() / MARK if kind == "disk" and path else None
+
+
 def part_name(attempt: int, step: int) -> str:
     """The attachment with what a step of an attempt at a video's last stage added to its stream; steps count from 1."""
     return f"{parts_of(attempt)}{step}"
@@ -162,13 +223,15 @@ def parts_of(attempt: int) -> str:
     return f"{PART}{attempt}-"
 
 
-def open_results(url: str) -> ResultStore:
-    """Open the result store at `disk:PATH` or `s3://BUCKET/PREFIX`.
+def open_results(url: str, mark: str = "") -> ResultStore:
+    """Open the result store at `disk:PATH` or `s3://BUCKET/PREFIX`; one that is empty where a folder has another mark.
 
     Raises ConfigError for any other URL, and for a folder that cannot be made.
     """
     if not url.startswith(("disk:", "s3:")):
         raise ConfigError(f"--results {url!r}: give disk:PATH or s3://BUCKET/PREFIX")
+    if not sees(url, mark):
+        return RemoteResults(_Unseen())
     blobs = open_blobs(url)
     return DiskResults(blobs) if isinstance(blobs, DiskBlobs) else RemoteResults(blobs)
 

@@ -25,6 +25,7 @@ from unfuse.arena.sockets import peer_of
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import encode
 from unfuse.core.errors import ConfigError, PermanentError, UnfuseError
+from unfuse.core.messages import Done, Failed
 from unfuse.core.plan import StageSpec, pool_name
 from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
@@ -39,7 +40,9 @@ from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,
     ComputeChannel,
+    DeviceHeld,
     ForPairs,
+    FromCompute,
     Load,
     Loaded,
     LoadFailed,
@@ -86,12 +89,27 @@ def compute(descriptor: int) -> None:
     )  # fmt: skip
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
-    channel.send(Ready(_name(device), outcome, brought))
+    send = telling(channel.send, device)
+    send(Ready(_name(device), outcome, brought))
     StepLoop(
-        stages, store, open_results(places.results), inbox, channel.send, load.compute.max_batch, plain,
+        stages, store, open_results(places.results, places.mark), inbox, send, load.compute.max_batch, plain,
         places.encodings, Policy.parse(places.checkpoint), _exactness(load, outcome), ranks,
         load.compute.loop == "overlapped",
     ).run()  # fmt: skip
+
+
+def telling(send: Callable[[FromCompute], None], device: str) -> Callable[[FromCompute], None]:
+    """The same, which on a GPU also tells what is held there, at first and whenever a task ends."""
+    if not device.startswith("cuda"):
+        return send
+    import torch
+
+    def sending(message: FromCompute) -> None:
+        send(message)
+        if isinstance(message, Ready | Done | Failed):
+            send(DeviceHeld(torch.cuda.memory_reserved(device)))
+
+    return sending
 
 
 def _settled(load: Load) -> Load:

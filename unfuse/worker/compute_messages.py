@@ -236,6 +236,12 @@ class TextsHeld(msgspec.Struct, frozen=True, tag=True):
     retracted: int
 
 
+class DeviceHeld(msgspec.Struct, frozen=True, tag=True):
+    """The bytes that this process holds on its GPU now."""
+
+    bytes: int
+
+
 class Waits(msgspec.Struct, frozen=True, tag=True):
     """A task waits because the result store does not take its results, or give its upload. Sent at each try."""
 
@@ -251,7 +257,8 @@ class Stopped(msgspec.Struct, frozen=True, tag=True):
 ToCompute = Load | Run | Arrived | Cancel | Turn | ForPairs
 FromCompute = (
     Loading | Loaded | Ready | LoadFailed | Turn | RankSpent | PairDone | Taken
-    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | Waits | Stopped | Done | Failed
+    | Stepped | StateSaved | Announced | Grown | Kept | Shares | TextsHeld | DeviceHeld | Waits | Stopped | Done
+    | Failed
 )  # fmt: skip
 
 

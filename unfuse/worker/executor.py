@@ -17,9 +17,11 @@ from unfuse.core.messages import Announced, Done, Failed, FailureKind, Sharing, 
 from unfuse.core.task import Claim, Lease
 from unfuse.core.text import TextLoad
 from unfuse.supervision.supervisor import Supervisor
+from unfuse.worker.busy import BusyShare, resident
 from unfuse.worker.compute_messages import (
     Arrived,
     Cancel,
+    DeviceHeld,
     ForPairs,
     FromCompute,
     Kept,
@@ -90,6 +92,8 @@ class Executor:
         """How requests share forwards, by pool, as far as that is known."""
         self.texts: TextLoad | None = None
         """What the first process has of texts, if it serves a language model."""
+        self.busy = BusyShare()
+        self._held = 0
         self.retracted = 0
         """How often a text gave up its keys and values; whoever tells of it takes it off."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -104,6 +108,11 @@ class Executor:
     def pids(self) -> list[int]:
         """The ids of the processes that run."""
         return [process.pid for process in self._processes if process.pid]
+
+    @property
+    def memory(self) -> int:
+        """Bytes that they hold: on a GPU as the first one says, else of host memory."""
+        return self._held or resident(self.pids)
 
     @property
     def unwritten(self) -> int:
@@ -200,6 +209,7 @@ class Executor:
                 return
             self._heard_at = self._heard_at if self._given else time.monotonic()
             self._given[claim] = self._waiting.pop(claim)
+            self.busy.tell(True)
             await self._send(run, self._processes)
 
     async def _pump(self) -> ComputeProcess:
@@ -243,16 +253,17 @@ class Executor:
                     await self._report(message)
             case StateSaved() | Announced() | Grown() | Kept():
                 await self._report(message)
-            case PairDone() | Taken() | Shares() | TextsHeld():
+            case PairDone() | Taken() | Shares() | TextsHeld() | DeviceHeld():
                 self._learn(message)
             case Stopped() | Done() | Failed():
                 self._begun.discard(message.claim)
                 self._unwritten.discard(message.claim)
                 if self._given.pop(message.claim, None):
+                    self.busy.tell(bool(self._given))
                     await self._report(message)
                     await self._feed()
 
-    def _learn(self, message: PairDone | Taken | Shares | TextsHeld) -> None:
+    def _learn(self, message: PairDone | Taken | Shares | TextsHeld | DeviceHeld) -> None:
         match message:
             case PairDone():
                 self.pairs.heard(message)
@@ -260,6 +271,8 @@ class Executor:
                 self.passing.heard(message)
             case Shares():
                 self.shares[message.pool] = message.sharing
+            case DeviceHeld():
+                self._held = message.bytes
             case TextsHeld():
                 self.texts, self.retracted = message.load, self.retracted + message.retracted
 
@@ -286,6 +299,7 @@ class Executor:
         log.error("compute process died", reason=words, begun=len(self._begun))
         claims, begun = [*self._given, *self._waiting], self._begun
         self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()
+        self.busy.tell(False)
         message, evidence = f"the compute process died: {words}", f"{words}\n{dead.log}".strip()
         for claim in claims:
             crashed = claim in begun

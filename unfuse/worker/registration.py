@@ -12,10 +12,11 @@ from unfuse.core.card import ModelCard
 from unfuse.core.compute import USUAL_BATCH
 from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
-from unfuse.core.plan import Choice, slots_of
+from unfuse.core.plan import Choice, StageSpec, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
 from unfuse.models import fetch
 from unfuse.models.hub import Brought
+from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Load
 from unfuse.worker.options import EXACTNESS, WorkerOptions
@@ -45,7 +46,8 @@ class Served(msgspec.Struct, frozen=True):
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
     """Decide what a worker of the chosen stages serves for this scheduler, and fetch its models.
 
-    Raises ConfigError if their settings contradict, or if there is nothing to serve.
+    Raises ConfigError if their settings contradict, if there is nothing to serve, or a stage needs results that are not
+    here.
     """
     compute = options.compute
     if welcome.outcome not in ({}, compute.outcome):
@@ -59,6 +61,7 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     spreads = own_spreads(compute.parallel, choice.roles)
     refuse(spreads, [stage for card in cards for stage in card.pipeline.stages], compute.offload)
     stages = [stage for card in cards for stage in card.pipeline.stages if choice.takes(stage)]
+    refuse_unseen(stages, welcome.places)
     batch = (
         (compute.max_batch or USUAL_BATCH)
         if compute.batching == "batched" or any(stage.shares for stage in stages)
@@ -68,6 +71,17 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     devices = ranked(compute.device, spreads)
     pools = pools_of(cards, choice, options.resources)
     return Served(models, cards, pools, slots, devices, _read_here(cards, choice), _pieces(cards, choice))
+
+
+def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
+    """Raise ConfigError for stages that need the result store, where that is another machine's folder."""
+    needing = sorted({stage.role for stage in stages if stage.needs_results})
+    if needing and not sees(places.results, places.mark):
+        raise ConfigError(
+            f"results are in {places.results} on the scheduler's machine, which this one does not see, and the role "
+            f"{needing[0]} needs them: share that folder at the same path, have the scheduler serve with "
+            "--results s3://BUCKET/PREFIX, or leave that role to its machine"
+        )
 
 
 def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:

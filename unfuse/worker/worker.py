@@ -337,7 +337,9 @@ class Worker:
         if by:
             texts = by.texts and msgspec.structs.replace(by.texts, arriving=self._holding.arriving)
             about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": texts}
-            beat = msgspec.structs.replace(beat, **about, retracted=by.retracted)
+            beat = msgspec.structs.replace(
+                beat, **about, retracted=by.retracted, busy=by.busy.share, memory=by.memory
+            )  # fmt: skip
             by.retracted = 0
         try:
             pulse = await self._link.once(beat, BEAT_S)

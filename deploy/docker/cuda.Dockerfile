@@ -1,0 +1,21 @@
+# unfuse on NVIDIA GPUs. From the repository's root:  docker build -f deploy/docker/cuda.Dockerfile -t unfuse:cuda .
+# It runs with `docker run --gpus all`; the wheel of torch brings CUDA, the host its driver.
+FROM python:3.12-slim-bookworm
+
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+COPY constraints.txt /tmp/constraints.txt
+RUN pip install --index-url https://download.pytorch.org/whl/cu130 --extra-index-url https://pypi.org/simple \
+    --constraint /tmp/constraints.txt torch
+COPY pyproject.toml README.md LICENSE /src/
+COPY unfuse /src/unfuse
+RUN pip install --constraint /tmp/constraints.txt "/src[redis,s3,lora]" && rm -r /src /tmp/constraints.txt \
+    && useradd --create-home --uid 10001 unfuse && install -d -o unfuse -g unfuse -m 700 /data /run/unfuse
+
+USER unfuse
+ENV UNFUSE_DATA_DIR=/data UNFUSE_RUN_DIR=/run/unfuse HF_HOME=/data/models UNFUSE_LOG__FORMAT=json
+VOLUME /data
+EXPOSE 8000 8001
+STOPSIGNAL SIGTERM
+HEALTHCHECK --start-period=10m CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health')"]
+ENTRYPOINT ["unfuse"]
+CMD ["serve"]

@@ -1,0 +1,169 @@
+"""`unfuse doctor --scheduler` before a real listener: what is in the way is a sentence that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+from unfuse import __version__
+from unfuse.core.messages import Places, Refused, ToScheduler, ToWorker, Welcome
+from unfuse.stores.results import MARK, mark_of
+from unfuse.wire.keys import make, read
+from unfuse.wire.router import Router
+
+SHAPES = ("unfuse/shapes", "unfuse/shapes", "float32")
+
+
+def offer(**about: object) -> Welcome:
+    found: dict[str, object] = {"models": (SHAPES,), "places": Places(""), "lease_ttl": 15.0, "beat": 1.0}
+    return Welcome(**{**found, "version": __version__, "now": time.time(), **about})  # type: ignore[arg-type]
+
+
+@contextmanager
+def scheduler(folder: Path, answer: ToWorker) -> Iterator[str]:
+    """The address of one that answers every worker with that, by its own keys, in a thread of its own."""
+    make(folder)
+    keys, ready, over = read(str(folder), "scheduler"), threading.Event(), asyncio.Event()
+    where: list[tuple[asyncio.AbstractEventLoop, str]] = []
+
+    async def answered(peer: bytes, message: ToScheduler) -> ToWorker:
+        return answer
+
+    async def undelivered(peer: bytes, reply: ToWorker) -> None:
+        pass
+
+    async def listen() -> None:
+        router = Router("tcp://127.0.0.1:0", answered, undelivered, keys)
+        where.append((asyncio.get_running_loop(), router.address))
+        ready.set()
+        await over.wait()
+        await router.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(listen()))
+    thread.start()
+    assert ready.wait(60)
+    loop, address = where[0]
+    try:
+        yield address
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNFUSE_DATA_DIR", str(tmp_path / "data"))
+
+
+def checked(unfuse: Run, address: str, keys: Path | None) -> tuple[int, dict[str, tuple[bool, str]]]:
+    """The exit code, and what was found of each thing."""
+    code, out, err = unfuse("doctor", "--scheduler", address, "--json", *(["--keys", str(keys)] if keys else []))
+    assert "Traceback" not in err
+    return code, {check["what"]: (check["ok"], check["says"]) for check in json.loads(out)["checks"]}
+
+
+def only_failing(found: dict[str, tuple[bool, str]], what: str) -> str:
+    """What is said of the only thing that is in the way."""
+    assert [name for name, (ok, _) in found.items() if not ok] == [what]
+    return found[what][1]
+
+
+def test_nothing_is_in_the_way(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+    results = f"disk:{tmp_path / 'results'}"
+    with scheduler(keys, offer(places=Places(results, mark=mark_of(results)))) as address:
+        code, found = checked(unfuse, address, keys)
+        lines = unfuse("doctor", "--scheduler", address, "--keys", str(keys))[1].splitlines()
+    assert code == 0 and all(ok for ok, _ in found.values())
+    assert [*found] == ["port", "key", "version", "clock", "models", "results"]
+    assert found["results"][1] == "this machine can run all stages"
+    assert all(re.match(r"\w+ +ok +\S", line) for line in lines) and len(lines) == 6
+
+
+def test_nobody_listens_at_the_port(unfuse: Run, keys: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        code, found = checked(unfuse, address, None)
+    assert code == 1
+    assert f"start it there by `unfuse serve --listen {address}`" in only_failing(found, "port")
+
+
+def test_the_host_is_not_known(unfuse: Run) -> None:
+    code, found = checked(unfuse, "tcp://nowhere.invalid:8001", None)
+    assert code == 1
+    assert re.search(r"cannot be reached \(.+\): correct the address, or have firewalls", only_failing(found, "port"))
+
+
+def test_the_server_of_this_machine_is_not_there(unfuse: Run, tmp_path: Path) -> None:
+    _, found = checked(unfuse, f"unix:{tmp_path}/serve.sock", None)
+    assert "start `unfuse serve` here" in only_failing(found, "port")
+
+
+def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    make(other)
+    with scheduler(keys, offer()) as address:
+        missing = checked(unfuse, address, None)[1]
+        (open_to_all := tmp_path / "open").mkdir()
+        (open_to_all / "worker.key").write_bytes((keys / "worker.key").read_bytes())
+        (open_to_all / "worker.key").chmod(0o644)
+        readable = checked(unfuse, address, open_to_all)[1]
+        code, wrong = checked(unfuse, address, other)
+    assert code == 1
+    assert f"to {tmp_path}/data/keys/worker.key (chmod 600)" in only_failing(missing, "key")
+    assert "chmod 600 it" in only_failing(readable, "key")
+    assert "copy worker.key again" in only_failing(wrong, "key")
+
+
+def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+    with scheduler(keys, offer(version="9.9.9")) as address:
+        newer = checked(unfuse, address, keys)[1]
+    assert "pip install unfuse==9.9.9" in only_failing(newer, "version")
+    with scheduler(tmp_path / "silent", offer(version="", now=0.0)) as address:
+        older = checked(unfuse, address, tmp_path / "silent")[1]
+    assert "an older version, which does not say its number" in only_failing(older, "version")
+    with scheduler(tmp_path / "foreign", Refused("message of version 1: this build reads 9")) as address:
+        foreign = checked(unfuse, address, tmp_path / "foreign")[1]
+    assert "install the same one on both machines" in only_failing(foreign, "version")
+
+
+@pytest.mark.parametrize(("off", "way"), [(40.0, "behind"), (-40.0, "ahead of")])
+def test_the_clocks_differ(off: float, way: str, unfuse: Run, keys: Path) -> None:
+    with scheduler(keys, offer(now=time.time() + off)) as address:
+        said = only_failing(checked(unfuse, address, keys)[1], "clock")
+    assert re.search(rf"\d+ s {way} the scheduler's: have both set by NTP", said)
+
+
+def test_a_model_is_not_here(unfuse: Run, keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with scheduler(keys, offer(models=(("mine", f"{tmp_path}/models/mine", "float32"),))) as address:
+        folder = checked(unfuse, address, keys)[1]
+    assert "copy that folder here to the same path" in only_failing(folder, "models")
+    with scheduler(tmp_path / "none", offer(models=())) as address:
+        nothing = checked(unfuse, address, tmp_path / "none")[1]
+    assert "the scheduler serves no model yet" in only_failing(nothing, "models")
+
+
+def test_results_that_are_elsewhere_are_no_failure_and_said(unfuse: Run, keys: Path, tmp_path: Path) -> None:
+    results = f"disk:{tmp_path / 'results'}"
+    mark = mark_of(results)
+    (tmp_path / "results" / MARK).write_text("of another folder")
+    with scheduler(keys, offer(places=Places(results, mark=mark))) as address:
+        code, found = checked(unfuse, address, keys)
+    assert code == 0
+    assert "stages that need it stay on the scheduler's machine" in found["results"][1]

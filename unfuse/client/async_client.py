@@ -1,0 +1,224 @@
+"""The client for asyncio: what `client.py` does, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx2
+import msgspec
+
+from unfuse.client.calls import (
+    CHATS,
+    RECONNECTS,
+    accepted,
+    checked,
+    chunk,
+    conversation,
+    cut_short,
+    foreign,
+    given,
+    indexes_of,
+    is_over,
+    object_of,
+    pause,
+    require_completed,
+    rows_of,
+    settings,
+    submission,
+    unreachable,
+)
+from unfuse.client.chat import AsyncChat
+from unfuse.client.errors import error_of
+from unfuse.client.result import Result
+from unfuse.core.errors import TransientError
+from unfuse.core.event import TERMINAL_EVENTS, Event
+
+
+class AsyncRequest:
+    """A request of this client. `view` is the request object as it was last read."""
+
+    def __init__(self, client: AsyncClient, view: dict[str, Any]) -> None:
+        if not isinstance(view.get("id"), str):
+            raise foreign(client.url)
+        self._client = client
+        self.view = view
+
+    def __repr__(self) -> str:
+        return f"<AsyncRequest {self.id}: {self.view['status']}>"
+
+    @property
+    def id(self) -> str:
+        """The id of the request."""
+        return str(self.view["id"])
+
+    async def refresh(self) -> dict[str, Any]:
+        """Read the request object again."""
+        self.view = await self._client.get(f"/v1/requests/{self.id}")
+        return self.view
+
+    async def events(self, after: int = 0) -> AsyncIterator[Event]:
+        """The events after number `after`, as `Request.events` has them."""
+        lost = 0
+        while True:
+            try:
+                async for event in self._client.stream(f"/v1/requests/{self.id}/events", after):
+                    after, lost = event.seq, 0
+                    yield event
+                    if event.type in TERMINAL_EVENTS:
+                        return
+                if is_over(await self.refresh()):
+                    return
+            except TransientError:
+                if lost >= RECONNECTS:
+                    raise
+            lost += 1
+            await asyncio.sleep(pause(self._client.reconnect_delay, lost))
+
+    async def cancel(self) -> dict[str, Any]:
+        """Cancel the request; one that is over does not change."""
+        self.view = await self._client.post(f"/v1/requests/{self.id}/cancel")
+        return self.view
+
+    async def result(self) -> Result:
+        """Wait for the result. Raises PermanentError with the reason if there is none."""
+        async for _ in self.events():
+            pass
+        require_completed(await self.refresh())
+        return await self._finished()
+
+    async def stop(self) -> Result:
+        """Cancel the request, and return the results that are finished: none, some or all."""
+        await self.cancel()
+        return await self._finished()
+
+    async def _finished(self) -> Result:
+        indexes = indexes_of(self.view)
+        data = [await self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
+        return Result(self.view, data, indexes)
+
+
+class AsyncClient:
+    """A client of the gateway at `url`, for one event loop. What it raises, and what it is asked, is as with Client."""
+
+    def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
+        self.url = checked(url)
+        self.reconnect_delay = reconnect_delay
+        self._http = httpx2.AsyncClient(**settings(self.url, key))
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient of {self.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; requests go on."""
+        await self._http.aclose()
+
+    async def generate(self, prompt: str, **asked: Any) -> Result:
+        """Make pictures or a video from a prompt, as `submit` does, and wait."""
+        return await (await self.submit(prompt, **asked)).result()
+
+    async def submit(
+        self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object
+    ) -> AsyncRequest:
+        """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
+        method, path, options = await asyncio.to_thread(submission, prompt, image, video, params)
+        return AsyncRequest(self, object_of(await self._send(method, path, **options)))
+
+    def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
+        """Answer messages, or a text of the user's, as `Client.chat` does."""
+        return AsyncChat(self._choices(conversation(messages, params)))
+
+    async def request(self, id: str) -> AsyncRequest:
+        """A request by its id. Raises NotFound."""
+        return AsyncRequest(self, await self.get(f"/v1/requests/{id}"))
+
+    async def requests(
+        self, status: str | None = None, limit: int = 100, after: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Request objects, newest first."""
+        return await self.list("/v1/requests", **given(status=status, limit=limit, after=after))
+
+    async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
+        """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
+        return rows_of(await self.get(path, **params), f"{self.url}{path}")
+
+    async def get(self, path: str, **params: Any) -> dict[str, Any]:
+        """The JSON object at a path."""
+        return object_of(await self._send("GET", path, params=params))
+
+    async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON object that a POST returns."""
+        return object_of(await self._send("POST", path, json=body or {}))
+
+    async def download(self, path: str) -> bytes:
+        """The bytes at a path."""
+        return (await self._send("GET", path)).content
+
+    async def stream(self, path: str, after: int) -> AsyncIterator[Event]:
+        """Events of one connection, after number `after`. Raises TransientError if it breaks."""
+        try:
+            async with self._http.sse(path, headers={"last-event-id": str(after)}) as source:
+                if source.response.is_error:
+                    await source.response.aread()
+                    raise error_of(source.response)
+                async for message in source:
+                    if message.event == "error":  # who comes again is told why
+                        return
+                    yield msgspec.json.decode(message.data, type=Event)
+        except (msgspec.DecodeError, httpx2.SSEError) as error:
+            raise foreign(f"{self.url}{path}") from error
+        except httpx2.TransportError as error:
+            raise unreachable(self.url, error) from error
+
+    async def _choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+        """What is told of the only choice, piece by piece."""
+        headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
+        while True:
+            try:
+                async for id, choices in self._chunks(body, headers):
+                    headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
+                    for choice in choices:
+                        yield choice
+                return
+            except TransientError:
+                if lost >= RECONNECTS:
+                    raise
+            lost += 1
+            await asyncio.sleep(pause(self.reconnect_delay, lost))
+
+    async def _chunks(
+        self, body: dict[str, Any], headers: dict[str, str]
+    ) -> AsyncIterator[tuple[str, Sequence[dict[str, Any]]]]:
+        """Choices of a chat, with the ids of their events, of one connection. Raises TransientError if it breaks."""
+        try:
+            async with self._http.sse(CHATS, method="POST", json=body, headers=headers) as source:
+                if source.response.is_error:
+                    await source.response.aread()
+                    raise error_of(source.response)
+                async for message in source:
+                    if message.data == "[DONE]":
+                        return
+                    yield message.id or "", chunk(message)
+        except (msgspec.DecodeError, httpx2.SSEError) as error:
+            raise foreign(f"{self.url}{CHATS}") from error
+        except httpx2.TransportError as error:
+            raise unreachable(self.url, error) from error
+        raise cut_short(self.url)
+
+    async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        try:
+            return accepted(await self._http.request(method, path, **options))
+        except httpx2.TransportError as error:
+            raise unreachable(self.url, error) from error

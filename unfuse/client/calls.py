@@ -1,0 +1,153 @@
+"""How a gateway is asked, and its answers read: what both clients have in common."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import httpx2
+import msgspec
+
+from unfuse.client.errors import error_of
+from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
+from unfuse.core.media import VIDEO, medium_for
+
+TIMEOUT_S = 60.0
+"""The longest silence of a response, in seconds; event streams send something every 15 seconds."""
+
+USUAL = "http://127.0.0.1:8000"
+"""The default address of `unfuse serve`."""
+
+RECONNECTS = 8
+"""How often in a row an event stream is resumed without a new event."""
+
+CHATS = "/v1/chat/completions"
+
+
+class Call(NamedTuple):
+    """A call of the gateway; `options` are httpx2's."""
+
+    method: str
+    path: str
+    options: dict[str, Any]
+
+
+def settings(url: str, key: str | None) -> dict[str, Any]:
+    """What an HTTP client of that gateway is made with."""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
+
+
+def submission(
+    prompt: str, image: str | Path | bytes | None, video: bool | None, params: Mapping[str, object]
+) -> Call:  # fmt: skip
+    """Ask for pictures or a video, as `Client.submit` says."""
+    if video is None:
+        video = medium_for(params) is VIDEO
+    still = "/v1/images/generations" if image is None else "/v1/images/edits"
+    path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
+    headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
+    if image is None:
+        return Call("POST", path, {"json": body, "headers": headers})
+    form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
+    inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
+    form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
+    data = image if isinstance(image, bytes) else Path(image).read_bytes()
+    files = {"input_reference" if video else "image": ("image", data)}
+    return Call("POST", path, {"data": form, "files": files, "headers": headers})
+
+
+def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat whose answer comes in parts."""
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else [*messages]
+    return {**params, "messages": said, "stream": True}
+
+
+def chunk(message: httpx2.ServerSentEvent) -> list[dict[str, Any]]:
+    """What an event of a chat tells of its choices. Raises PermanentError for its error."""
+    told = msgspec.json.decode(message.data, type=dict[str, Any])
+    if "error" in told:
+        raise PermanentError(told["error"]["message"])
+    found: list[dict[str, Any]] = told["choices"]
+    return found
+
+
+def given(**params: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def object_of(response: httpx2.Response) -> dict[str, Any]:
+    """The JSON object of a response. Raises PermanentError for anything else."""
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        raise foreign(str(response.url)) from None
+
+
+def rows_of(found: Mapping[str, Any], url: str) -> list[dict[str, Any]]:
+    """The rows of a list. Raises PermanentError where there are none."""
+    rows = found.get("data")
+    if not isinstance(rows, list):
+        raise foreign(url)
+    return rows
+
+
+def accepted(response: httpx2.Response) -> httpx2.Response:
+    """The response, unless it is a refusal: raises the error that it was made from."""
+    if response.is_error:
+        raise error_of(response)
+    return response
+
+
+def indexes_of(view: Mapping[str, Any]) -> list[int]:
+    """The places of the results that a request object names."""
+    return [int(file["url"].rpartition("/")[2]) for file in view["result"]]
+
+
+def is_over(view: Mapping[str, Any]) -> bool:
+    """Whether nothing more happens to a request."""
+    return view["status"] not in ("queued", "in_progress")
+
+
+def require_completed(view: Mapping[str, Any]) -> None:
+    """Raise PermanentError with the reason if a request has no result."""
+    if view["status"] != "completed":
+        why = (view["error"] or {}).get("message") or f"it was {view['status']}"
+        raise PermanentError(f"request {view['id']} has no result: {why}")
+
+
+def foreign(url: str) -> PermanentError:
+    """What answers there is something else."""
+    return PermanentError(f"{url} does not answer as `unfuse serve` does: is it another server, or a proxy?")
+
+
+def unreachable(url: str, error: httpx2.TransportError) -> TransientError:
+    """Nobody answers."""
+    return TransientError(f"no answer from {url} ({error}): is `unfuse serve` running there?")
+
+
+def cut_short(url: str) -> TransientError:
+    """An answer ended in its midst."""
+    return TransientError(f"{url} ended an answer before it was whole")
+
+
+def pause(delay: float, lost: int) -> float:
+    """Seconds to wait before a stream that was lost so often in a row is taken up again."""
+    return delay * 2.0 ** min(lost, 5)
+
+
+def checked(url: str) -> str:
+    """Check the URL of a gateway. Raises InvalidParameter, with what was probably meant."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return url.rstrip("/")
+        bare = parts.netloc if "://" in url else url
+        near = f"http://{bare}" if urlsplit(f"http://{bare}").hostname else USUAL
+    except ValueError:
+        near = USUAL
+    raise InvalidParameter(f"{url!r} is no address of a server: did you mean {near}?", "server")

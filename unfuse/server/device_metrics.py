@@ -1,0 +1,34 @@
+"""Metrics of what workers compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from prometheus_client import CollectorRegistry, Gauge
+
+from unfuse.queues.base import Member
+
+
+class DeviceMetrics:
+    """How busy healthy workers are, and what their compute processes hold, as they told last."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
+        self._shares = Gauge("unfuse_worker_busy_ratio", says, ["pool", "outcome"], registry=registry)
+        says = "The same of the busiest worker on such a device"
+        self._busy = Gauge("unfuse_device_busy_ratio", says, ["device"], registry=registry)
+        says = "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident"
+        self._memory = Gauge("unfuse_device_memory_bytes", says, ["device"], registry=registry)
+
+    def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
+        """Set them by these workers; `pools` are the labels of each pool."""
+        for gauge in (self._shares, self._busy, self._memory):
+            gauge.clear()
+        for device in {member.info.device for member in members}:
+            infos = [member.info for member in members if member.info.device == device]
+            self._busy.labels(device).set(max(info.busy for info in infos))
+            self._memory.labels(device).set(sum(info.memory for info in infos))
+        for pool, labels in pools.items():
+            inside = [member.info.busy for member in members if pool in member.info.pools]
+            self._shares.labels(*labels).set(fmean(inside) if inside else 0.0)

@@ -1,0 +1,111 @@
+"""All workers of a machine, for schedulers that run elsewhere (`unfuse worker --workers auto`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from msgspec.structs import replace
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Hello, Welcome, WorkerInfo
+from unfuse.launch.local import LocalLauncher
+from unfuse.service.addresses import schedulers, trust
+from unfuse.service.groups import Settings
+from unfuse.service.logs import Logs
+from unfuse.service.machine import devices
+from unfuse.service.plan import Plan, plan_for, wanted
+from unfuse.service.resources import counts, device_memory, means
+from unfuse.service.settings import FIELDS
+from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_of
+from unfuse.stores.results import sees
+from unfuse.worker.link import Link
+
+STRANGER = Hello(WorkerInfo("", "", "", (), 0, "", 0))
+"""A worker without pools, which asks what there is to serve."""
+
+LEAVING_S = 10.0
+"""Seconds beside the drain timeout that workers get to end."""
+
+
+class MachineWorkers:
+    """They are placed, and kept running, as those are that `serve` starts."""
+
+    def __init__(self, settings: Settings, logs: Logs) -> None:
+        self._settings, self._logs = settings, logs
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+
+    def stop(self) -> None:
+        """Have the workers finish what they run, and end. A second call ends them at once."""
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    async def run(self, starting: Callable[[Plan], object]) -> None:
+        """Run them until `stop`; `starting` is called with what is started. Raises ConfigError if one cannot start."""
+        planning = asyncio.create_task(self._plan())
+        await _first(planning, self._stop.wait())
+        if self._stop.is_set():
+            return
+        planned, settings = planning.result(), self._settings
+        starting(planned)
+        slots = Slots(counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2"), settings.worker.slots)
+        named = {"node": settings.worker.node} if settings.worker.node else {}
+        told = {**flags_of(settings), "drain-timeout": settings.serve.drain_timeout, **named}
+        scheduler = FIELDS["worker.scheduler"]
+        environment = {
+            **environment_of(settings), **self._logs.environment,
+            scheduler.variable: scheduler.written(schedulers(settings)),
+        }  # fmt: skip
+        specs = specs_of(planned, means(settings).cores, slots, told, environment)
+        launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
+        launcher.start()
+        try:
+            await _first(asyncio.shield(launcher.failed), self._stop.wait())
+        finally:
+            await _first(launcher.stop(settings.serve.drain_timeout + LEAVING_S), self._stop_now.wait())
+
+    async def _plan(self) -> Plan:
+        """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
+        return await asyncio.to_thread(plan_here, self._settings, await offered(self._settings))
+
+
+async def offered(settings: Settings) -> Welcome:
+    """What the schedulers offer to workers that come; asked until one answers."""
+    link = Link(schedulers(settings), trust(settings, "worker"), lambda: None)
+    try:
+        return await link.hello(STRANGER)
+    finally:
+        await link.close()
+
+
+def plan_here(settings: Settings, welcome: Welcome) -> Plan:
+    """The workers of this machine for that offer: roles that need results only if these are seen here.
+
+    Raises ConfigError for what cannot be served here, or does not fit.
+    """
+    if not welcome.models:
+        raise ConfigError("the scheduler serves no model yet: start it with one")
+    compute, places = settings.compute, welcome.places
+    dtypes = ",".join(dict.fromkeys(",".join(dtype for _, _, dtype in welcome.models).split(",")))
+    compute = compute if compute.dtype != "auto" else replace(compute, dtype=dtypes)
+    serve = replace(settings.serve, workers=settings.worker.workers)
+    planned = plan_for(
+        [source for _, source, _ in welcome.models], "", wanted(replace(settings, serve=serve, compute=compute)),
+        devices(device_memory(settings)), means(settings), results=sees(places.results, places.mark),
+    )  # fmt: skip
+    if planned.refusal:
+        raise ConfigError(planned.refusal)
+    return planned
+
+
+async def _first(*works: Awaitable[object]) -> None:
+    """Wait until one ends, and raise its exception; the others are cancelled."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
