@@ -19,7 +19,7 @@ Make = Callable[[int, Sequence[tuple[str, str]]], Path]
 DAY = (
     "unipc-one-step", "unipc-negative", "shapes-image", "picture-wide", "two-second-scale", "tokens-picture",
     "flux-wide", "flux-half-negative", "hunyuan-image", "hunyuan-long", "qwen-negative", "klein-image", "krea-image",
-    "xl-negative", "three-negative", "three-medium", "z-negative", "ltx-unguided", "ltx-negative", "kontext-one-step",
+    "xl-negative", "three-negative", "three-medium", "z-negative", "ltx-negative", "kontext-one-step",
 )  # fmt: skip
 """One or two of each family: lengths that two do not divide, masks, and both halves of guidance among them."""
 
@@ -82,13 +82,13 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
         if JOBS[name].model.startswith(APART):  # they hand them over unpacked
             found, wanted = np.sort(found, None), np.sort(wanted, None)
         kinds = {kind.partition(":")[0] for kind in spread.split("+")}
-        equal = EQUAL - ({"cfg"} if JOBS[name].model.startswith(PAIRED) else set())
-        if "shard" in kinds and kinds <= COPIES and not name.startswith("krea"):
+        rounded = {"cfg"} if JOBS[name].model.startswith(PAIRED) else set()
+        if "shard" in kinds and kinds <= COPIES - rounded and not name.startswith("krea"):
             copied = np.load(folder / f"copied {name}.npy")
             if not np.array_equal(np.load(folder / f"{spread} {name}.npy"), copied):
                 wrong.append((spread, name, "not as copied"))
         alike = json.loads((folder / f"{spread} {name}.json").read_text())
-        if kinds <= equal and alike and not ("ulysses" in kinds and name.startswith("krea")):
+        if kinds <= EQUAL - rounded and alike and not ("ulysses" in kinds and name.startswith("krea")):
             right = np.array_equal(found, wanted)
         else:
             dtype = "bfloat16" if "bfloat16" in JOBS[name].dtype else "float32"
