@@ -72,7 +72,10 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: floa
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, float("-inf"))
     if q.device.type == "cpu":
         made, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scale)
-        return made, weight.float()
-    bias = None if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
-    made, weight, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
-    return made, weight[..., : q.shape[-2]].float()
+    else:
+        bias = None if mask is None else mask.expand(*q.shape[:-1], k.shape[-2])
+        made, weight, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)
+    weight = weight[..., : q.shape[-2]].float()
+    if mask is not None:  # of keys that are all hidden torch says 0, which is the weight of one key
+        weight = weight.masked_fill(mask.isneginf().all(-1), float("-inf"))
+    return made, weight
