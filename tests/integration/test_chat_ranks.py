@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from tests.integration.test_chat_faults import attempts
+from tests.integration.test_chat_faults import attempts, seen
 from tools.server import Server, computes_of, environment, serving, unfuse
 from tools.tiny_language import TEXT, make_language_model
 
@@ -108,3 +108,15 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(
     )
     assert done.returncode != 0
     assert says in " ".join((done.stdout + done.stderr).split())
+
+
+@pytest.mark.nightly
+def test_in_an_exact_pool_ranks_make_the_same_bits_again(folder: Path, tmp_path: Path) -> None:
+    with chatting(folder, tmp_path, "--parallel", "language=tensor:2", "--batching", "exact") as (server, _):
+        calm = [told for _, told in seen(server)]
+        again = list[dict[str, Any]]()
+        for _, told in seen(server):
+            again.append(told)
+            if len(again) == 20:
+                ranks_of(server)["language"][1].kill()
+    assert again == calm

@@ -27,7 +27,7 @@ from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput
 
 LIMIT_S = 60.0
-LENGTHS = 1, 30, 260, 600
+LENGTHS = 1, 60, 560
 """Words of the prompts."""
 CLOSE = 2 * CHUNK
 """Tokens of room in which not all texts have theirs at one time."""
@@ -57,6 +57,11 @@ class Ranks:
         prefill.let_go(state)
         return made, portions
 
+    def deafen(self) -> None:
+        """Have all ranks but the first one compute that all words are as likely."""
+        assert self._group
+        self.stages["decode"]._sequences._model._head.weight.data *= self._group.rank == 0
+
     def _of_first(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if self._group is None:
             return {name: tensor.clone() for name, tensor in tensors.items()}
@@ -83,7 +88,8 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
         distances += [apart(ours, own), apart(again, own), apart(last, own)]
         asked += [StageInput(given.params, tensors, given.uploads) for tensors in (ours, own, {})]
     decode, by_one = ranks.stages["decode"], alone.stages["decode"]
-    close = Ranks(folder, dtype, group, CLOSE + len(model.ids(600)) + MOST).stages["decode"]
+    ranks.deafen()
+    close = Ranks(folder, dtype, group, CLOSE + len(model.ids(LENGTHS[-1])) + MOST).stages["decode"]
     return {
         "apart": max(distances),
         "one": to_the_end(by_one, [by_one.start(given) for given in asked]),
@@ -101,6 +107,7 @@ def sees(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
     seen, own = (chat.encoded(one.stages["vision_encode"]) for one in (ranks, alone))
     ours, theirs = ranks.prefilled(chat.task(seen))[0], alone.prefilled(chat.task(seen))[0]
     decode, by_one = ranks.stages["decode"], alone.stages["decode"]
+    ranks.deafen()
     asked = [chat.task(seen | ours), chat.task(seen | theirs), chat.task(seen)]
     return {
         "apart": max(apart(seen, own), apart(ours, theirs)),
