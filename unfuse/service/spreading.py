@@ -171,7 +171,7 @@ def _chat(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) ->
     """Of as many tokens as there are steps; a prompt has some hundred, of which there may be little room for."""
     words = "a red circle on white " * (1 if least else max(1, min(50, int(card.limits["max_tokens"]) // 100)))
     shown = f"data:image/png;base64,{b64encode(_picture()).decode()}"
-    parts = [{"type": "text", "text": words}]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
     parts += [{"type": "image_url", "image_url": {"url": shown}}] if card.vision else []
     asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": STEPS, **more}
     return client.request(client.post("/v1/chat/completions", asked, {"prefer": "respond-async"})["id"]).result().view
