@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
-from tests.models.test_language import MOST, Model, task, to_the_end
+from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
+from tools.tiny_language import KINDS
 from unfuse.core.spread import Spread
 from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
@@ -27,6 +28,7 @@ from unfuse.parallel.group import Group
 from unfuse.stages.base import StageInput
 
 LIMIT_S = 60.0
+MOST = 12
 LENGTHS = 1, 60, 560
 """Words of the prompts."""
 CLOSE = 2 * CHUNK
@@ -79,7 +81,7 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
     """Texts of a model that only reads."""
     alone, ranks = Ranks(folder, dtype, None), Ranks(folder, dtype, group)
     model = Model(folder, reference=True)
-    prompts = [task(model.card, model.ids(words)) for words in LENGTHS]
+    prompts = [task(model.card, model.ids(words), max_tokens=MOST) for words in LENGTHS]
     distances, asked = [0.0], list[StageInput]()
     for given in prompts:
         (ours, portions), (own, others) = ranks.prefilled(given), alone.prefilled(given)
@@ -89,15 +91,18 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
         asked += [StageInput(given.params, tensors, given.uploads) for tensors in (ours, own, {})]
     decode, by_one = ranks.stages["decode"], alone.stages["decode"]
     ranks.deafen()
-    close = Ranks(folder, dtype, group, CLOSE + len(model.ids(LENGTHS[-1])) + MOST).stages["decode"]
-    return {
+    found = {
         "apart": max(distances),
         "one": to_the_end(by_one, [by_one.start(given) for given in asked]),
         "ranks": to_the_end(decode, [decode.start(given) for given in asked]),
-        "close": to_the_end(close, [close.start(given) for given in asked]),
-        "left": [decode._sequences.usage().used, close._sequences.usage().used, close._sequences.retracted],
+        "left": [decode._sequences.usage().used],
         "room": [(one._sequences.tokens, one._sequences._kv.keys[0].shape[0]) for one in (by_one, decode)],
     }
+    if (folder.name, dtype) == (KINDS[0], "float32"):
+        close = Ranks(folder, dtype, group, CLOSE + len(model.ids(LENGTHS[-1])) + MOST).stages["decode"]
+        found["close"] = to_the_end(close, [close.start(given) for given in asked])
+        found["left"] += [close._sequences.usage().used, close._sequences.retracted]
+    return found
 
 
 def sees(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
