@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -133,6 +134,19 @@ def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: 
     assert to_the_end(decode, states) == [model.generated(ids) for ids in prompts]
     assert decode._sequences.retracted
     assert decode._sequences.usage().used == 0
+
+
+def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) -> None:
+    """What was set is for all of them; each has half of the heads."""
+    family, most = find(model.folder), int(model.card.limits["max_tokens"]) + 16
+    for others, tokens in ((1 << 40, 4096), (TOKEN_BYTES // 2 * 3000, 3000)):
+        group: Any = SimpleNamespace(size=2, exchange=lambda own, others=others: [own, str(others).encode()])
+        mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda kind: SimpleNamespace(size=2))
+        run = Runtime("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
+        assert family.room(model.folder, run) == tokens  # type: ignore[attr-defined]
+    group.exchange = lambda own: [own, str((most - 1) * TOKEN_BYTES // 2).encode()]
+    with pytest.raises(ConfigError, match="give --kv more"):
+        family.room(model.folder, run)  # type: ignore[attr-defined]
 
 
 def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(model: Model) -> None:
