@@ -131,7 +131,7 @@ def timed(what: Callable[[], object]) -> float:
 
 def alone(source: Path, tokens: int, grammars: int) -> dict[str, object]:
     """Seconds until it is known what may follow, by tokens of a text; and until a grammar is compiled, or tried."""
-    opened, trial = Grammars(str(source), patient=True), Grammars()
+    opened, trial = Grammars(str(source), patience_s=None), Grammars()
     first, first_trial = timed(lambda: opened.open(grammar()).allowed([])), timed(lambda: trial.refusal(grammar()))
     constraint, made, each = opened.open(grammar()), list[int](), list[float]()
     for id in (ChatTokenizer.read(source).ids(json.dumps({"name": "x" * tokens, "ages": [*range(tokens)]})))[:tokens]:

@@ -11,11 +11,8 @@ from unfuse.core.object_ref import (
     MAX_DIMS,
     MAX_TENSORS,
     PACKED,
-    ObjectRef,
-    TensorMeta,
     chunk_bytes,
     lay_out,
-    same_prefix,
 )
 
 shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
@@ -81,32 +78,3 @@ def test_chunks_are_large_and_few(nbytes: int) -> None:
 )
 def test_chunks_grow_where_they_would_be_too_many(nbytes: int, size: int) -> None:
     assert chunk_bytes(nbytes) == size
-
-
-def ref(nbytes: int, *checksums: int, tensors: tuple[TensorMeta, ...] = ()) -> ObjectRef:
-    return ObjectRef("id", "owner", "node", "request", "stage", 1, 1, nbytes, tensors, checksums, b"key", 0.0)
-
-
-@pytest.mark.parametrize(
-    "old, new, chunks",
-    [
-        ((1, 2, 3), (1, 2, 3), 3),
-        ((1, 2), (1, 2, 3), 2),
-        ((1, 2, 3), (1, 9, 3), 1),
-        ((1, 2, 3), (9, 2, 3), 0),
-        ((), (1, 2, 3), 0),
-    ],
-)
-def test_what_two_objects_share_is_their_leading_chunks_of_equal_checksums(
-    old: tuple[int, ...], new: tuple[int, ...], chunks: int
-) -> None:
-    nbytes = 3 * CHUNK_BYTES - 100
-    assert same_prefix(ref(nbytes, *old), ref(nbytes, *new)) == min(chunks * CHUNK_BYTES, nbytes)
-
-
-def test_objects_of_other_tensors_share_nothing() -> None:
-    tensors, nbytes = lay_out([("x", "int8", (CHUNK_BYTES,))])
-    others, _ = lay_out([("x", "uint8", (CHUNK_BYTES,))])
-    assert same_prefix(ref(nbytes, 1, tensors=tensors), ref(nbytes, 1, tensors=others)) == 0
-    assert same_prefix(ref(nbytes, 1), ref(nbytes + 1, 1, 2)) == 0
-    assert same_prefix(ref(0), ref(0)) == 0

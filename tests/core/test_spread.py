@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import StageSpec
-from unfuse.core.spread import KINDS, MOST, Spread, fewer, own_spreads, parse_parallel, ranked, refuse
+from unfuse.core.spread import KINDS, MOST, Spread, fewer, joined_by, own_spreads, parse_parallel, ranked, refuse
 
 WAYS = {"ulysses": 24, "ring": 0, "cfg": 2, "tensor": 24, "layers": 30, "tiles": 0, "shard": 0}
 DENOISE = StageSpec("denoise", "denoise", (), role="denoiser", spreads=WAYS)
@@ -50,6 +50,21 @@ def test_a_worker_is_spread_as_its_roles_are() -> None:
     assert str(own_spreads(text, frozenset({"encoder", "denoiser"}))["denoiser"]) == "cfg:2+ulysses:2"
     with pytest.raises(ConfigError, match=r"one worker has one number of ranks, and its roles ask for \[2, 4\]"):
         own_spreads(text, None)
+
+
+def test_roles_that_have_one_model_in_a_worker_are_spread_alike() -> None:
+    """One word says it of both, and has them in one worker."""
+    both = frozenset({"prefill", "decode"})
+    found = own_spreads("language=tensor:2", both)
+    assert {role: str(spread) for role, spread in found.items()} == dict.fromkeys(("prefill", "decode"), "tensor:2")
+    assert joined_by("vision=tensor:2, language = tensor:2") == dict.fromkeys(both, "language")
+    assert joined_by("prefill=tensor:2,decode=tensor:2") == joined_by("") == {}
+    assert own_spreads("decode=tensor:2", frozenset({"prefill"})) == {}
+    for roles in (both, None):
+        with pytest.raises(ConfigError, match="have one model: say language=KIND:N for both"):
+            own_spreads("decode=tensor:2", roles)
+    with pytest.raises(ConfigError, match="each role once"):
+        parse_parallel("language=tensor:2,decode=tensor:2")
 
 
 @pytest.mark.parametrize(("degrees", "says"), [

@@ -57,13 +57,14 @@ def calm(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 @contextmanager
 def far_decoder(folder: Path, where: Path, keys: list[str], *more: str, **variables: str) -> Iterator[Server]:
-    """A server without workers, and a decoder that maps nobody's memory."""
+    """A server without workers, and a decoder that maps nobody's memory; `more` of flags is for both."""
     exact = ["--batching", "exact"] if "exact" in more else []
     arena = ["--arena", "16MiB"] if variables.get("UNFUSE_BUFFER__TOKENS") == "512" else []  # too small for it whole
     flags = [*keys, "--served-model-name", "tiny", "--workers", "none", *more]
     with serving(where, str(folder), *flags, at="127.0.0.1", **variables) as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("decode", *keys, *KV, *exact, *arena, **own_run_folder("far"), **variables)
+        spread = more[more.index("--parallel") :] if "--parallel" in more else ()
+        server.worker("decode", *keys, *KV, *exact, *arena, *spread, **own_run_folder("far"), **variables)
         yield server
 
 
@@ -81,7 +82,7 @@ def stage(server: Server, name: str) -> dict[str, Any]:
 @contextmanager
 def amid(server: Server, prefill: subprocess.Popen[bytes]) -> Iterator[psutil.Process]:
     """Its compute process, halted amid a prompt, of whose keys and values some are elsewhere. It goes on afterwards."""
-    (compute,) = computes_of(prefill.pid)
+    compute, *_ = computes_of(prefill.pid)
     until(lambda: any(one["progress"] > 20 for one in server.get("/v1/requests")["data"]), "prefill to be amid it")
     compute.send_signal(signal.SIGSTOP)
     try:
@@ -111,6 +112,24 @@ def test_a_decoder_pulls_what_is_there_while_the_rest_is_computed(
         until(lambda: sum(moved(server).values()) > some, "the rest to be told")
         assert 0 < some < sum(moved(server).values()) <= whole
         until(lambda: not gauge(server, "unfuse_decode_transfer_queue"), "the queue to be told empty")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("spread", ["prefill=tensor:2", "language=tensor:2"])
+def test_ranks_hand_on_chunk_by_chunk_and_take_what_is_theirs(
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], spread: str
+) -> None:
+    """Given prefill of two ranks, and a decoder of one or of two that maps nobody's memory, when prefill is halted amid
+    a prompt, then some of it is there; the text is that of a single worker of one."""
+    how = "--parallel", spread
+    with far_decoder(folder, tmp_path, keys, *how) as server, ThreadPoolExecutor() as pool:
+        prefill = server.worker("prefill", *keys, *KV, *how)
+        answer = pool.submit(asked, server.ready())
+        assert len(computes_of(prefill.pid)) == 2
+        with amid(server, prefill):
+            some = sum(moved(server).values())
+        assert answer.result()["choices"] == calm["choices"]
+        until(lambda: sum(moved(server).values()) > some > 0, "the rest to be told")
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])

@@ -117,3 +117,17 @@ def test_no_token_is_lost_when_the_worker_that_decodes_dies_and_a_picture_has_to
                     process.kill()
             said += text
     assert said == calm
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("flags", [
+    ["--parallel", "vision=tensor:2,language=tensor:2"], ["--parallel", "vision=tensor:2", "--workers", "all=1"],
+    ["--parallel", "language=tensor:2", "--workers", "all=1"],
+], ids=["both", "what sees", "what speaks"])  # fmt: skip
+def test_ranks_see_and_speak_as_the_undivided_model(
+    folder: Path, tmp_path: Path, chats: list[list[dict[str, Any]]], expected: list[dict[str, Any]], flags: list[str]
+) -> None:
+    """Also where only some of a worker's stages are spread over its ranks, and the others are whole on each."""
+    with serving(tmp_path, str(folder), "--served-model-name", "tiny", "--threads", "1", *flags) as server:
+        for messages, whole in zip(chats, expected, strict=True):
+            assert asked(server.ready(), messages).choices[0].message.content == whole["text"]

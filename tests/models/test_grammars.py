@@ -45,7 +45,7 @@ def tokenizer(folder: Path) -> ChatTokenizer:
 
 @pytest.fixture(scope="module")
 def opened(folder: Path) -> Iterator[Grammars]:
-    opened = Grammars(str(folder), patient=True)
+    opened = Grammars(str(folder), patience_s=None)
     yield opened
     opened.close()
 
@@ -215,7 +215,7 @@ def program() -> psutil.Process:
 
 def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokenizer) -> None:
     """Given a text half written, when the process of its grammar is killed, and the program, then it is followed on."""
-    opened = Grammars(str(folder), patient=True)
+    opened = Grammars(str(folder), patience_s=None)
     constraint = opened.open(WORD)
     made = tokenizer.ids("green ci")
     expected = constraint.allowed(made)
@@ -230,7 +230,7 @@ def test_whoever_is_killed_the_text_goes_on(folder: Path, tokenizer: ChatTokeniz
 
 def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "KEPT", 2)
-    opened = Grammars(str(folder), patient=True)
+    opened = Grammars(str(folder), patience_s=None)
     for number in range(5):
         constraint = opened.open(packed(Grammar("regex", f"a{number}"), "x"))
         assert constraint.allowed([])
@@ -240,7 +240,7 @@ def test_grammars_that_nobody_follows_are_kept_for_a_while(folder: Path, monkeyp
 
 
 def test_all_end_with_who_started_them(folder: Path) -> None:
-    opened = Grammars(str(folder), patient=True)
+    opened = Grammars(str(folder), patience_s=None)
     constraint = opened.open(WORD)
     assert constraint.allowed([])
     everyone = [program(), *program().children()]

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from unfuse.arena.arena import Arena
 from unfuse.core.card import ModelCard
 from unfuse.core.checking import check
 from unfuse.core.compute import ComputeOptions
-from unfuse.core.errors import ConfigError
+from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.text import packed
@@ -133,6 +134,32 @@ def test_where_the_kv_is_full_the_youngest_wait_and_all_get_their_tokens(model: 
     assert to_the_end(decode, states) == [model.generated(ids) for ids in prompts]
     assert decode._sequences.retracted
     assert decode._sequences.usage().used == 0
+
+
+def test_ranks_have_room_for_as_many_tokens_as_the_one_with_least(model: Model) -> None:
+    """What was set is for all of them; each has half of the heads."""
+    family, most = find(model.folder), int(model.card.limits["max_tokens"]) + 16
+    for others, tokens in ((1 << 40, 4096), (TOKEN_BYTES // 2 * 3000, 3000)):
+        group: Any = SimpleNamespace(size=2, exchange=lambda own, others=others: [own, str(others).encode()])
+        mesh: Any = SimpleNamespace(degrees={"tensor": 2}, axis=lambda kind: SimpleNamespace(size=2))
+        run = Runtime("cpu", model.card.dtypes, mesh=mesh, group=group, kv=4096 * TOKEN_BYTES)
+        assert family.room(model.folder, run) == tokens  # type: ignore[attr-defined]
+    group.exchange = lambda own: [own, str((most - 1) * TOKEN_BYTES // 2).encode()]
+    with pytest.raises(ConfigError, match="give --kv more"):
+        family.room(model.folder, run)  # type: ignore[attr-defined]
+
+
+def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(model: Model) -> None:
+    _, decode = model.stages()
+    embeddings = decode._sequences._model._decoder.get_input_embeddings().weight.data
+    lost, kept = [*model.ids(5), 7], model.ids(6)
+    before = embeddings[7].clone()
+    embeddings[7] = float("nan")
+    assert 7 not in kept
+    failed, going = decode.step([decode.start(task(model.card, ids)) for ids in (lost, kept)])
+    embeddings[7] = before
+    assert isinstance(failed, PermanentError) and "weights may be damaged" in str(failed)
+    assert isinstance(going, Writing) and going.ids[-1] == model.generated(kept, 1)[0]
 
 
 def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:

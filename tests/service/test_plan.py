@@ -74,7 +74,8 @@ def test_what_sees_and_what_speaks_are_weighed_apart_and_may_have_other_dtypes(t
     assert 0 < file.stat().st_size - 4 * (language.parameters + vision.parameters) < header
     assert (language.memory, vision.memory) == (4 * language.parameters, 2 * vision.parameters)
     parts = {role: [(part.component, part.once) for part in held] for role, held in needs([model]).items()}
-    assert parts == {"vision": [("vision", True)], "prefill": [("language", True)], "decode": [("language", True)]}
+    speaks = [("language", True), ("keys and values", True)]
+    assert parts == {"vision": [("vision", True)], "prefill": speaks, "decode": speaks}
 
 
 def test_a_rank_is_planned_with_its_share_of_the_matrices() -> None:
@@ -230,10 +231,11 @@ def test_a_model_that_no_gpu_holds_is_refused_with_the_shares_that_would_fit() -
 
 
 def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path) -> None:
-    """And once by each, where the roles have workers of their own."""
+    """And once by each, where the roles have workers of their own; with keys and values of the longest text, too, of
+    which ranks have a share each, as of what is cut."""
     config = {
         "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 64, "vocab_size": 100, "hidden_size": 16,
-        "num_attention_heads": 2, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_hidden_layers": 2, "intermediate_size": 32,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     described = json.dumps({"lm_head.weight": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
@@ -242,5 +244,9 @@ def test_a_language_model_is_held_once_by_a_worker_of_both_roles(tmp_path: Path)
         plan_for([str(tmp_path)], "", Wanted(workers, {}, ComputeOptions(), split=False), GPUS).workers
         for workers in ({"language": 1}, {"prefill": 1, "decode": 1})
     )
-    assert [[part.bytes for part in worker.parts] for worker in together] == [[2000]]
-    assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000], [2000]]
+    kept, full = (4096 + 2 * 2 * 16 * 64 * width for width in (2, 4))
+    assert [[part.bytes for part in worker.parts] for worker in together] == [[2000, kept]]
+    assert [[part.bytes for part in worker.parts] for worker in apart] == [[2000, kept], [2000, kept]]
+    ranks = {"parallel": "language=tensor:2", "device": "cpu+cpu"}
+    (worker,) = plan_for([str(tmp_path)], "", Wanted({}, {}, ComputeOptions(**ranks)), HOST).workers
+    assert (worker.role, [part.bytes for part in worker.parts]) == ("language", [4000, full // 2])

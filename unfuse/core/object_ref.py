@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import takewhile
 from math import prod
 
 import msgspec
@@ -85,17 +84,6 @@ class ObjectRef(msgspec.Struct, frozen=True):
 def chunk_bytes(nbytes: int) -> int:
     """Bytes of each chunk of an object: at least CHUNK_BYTES, and so many that there are at most MAX_CHUNKS chunks."""
     return max(CHUNK_BYTES, -(-nbytes // MAX_CHUNKS))
-
-
-def same_prefix(old: ObjectRef, new: ObjectRef) -> int:
-    """How many leading bytes, in whole chunks, two objects share by their checksums: these need no second transfer.
-
-    Objects of different tensors share nothing, whatever their bytes are.
-    """
-    if old.tensors != new.tensors or old.nbytes != new.nbytes:
-        return 0
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(old.checksums, new.checksums, strict=False))
-    return min(sum(1 for _ in equal) * chunk_bytes(old.nbytes), old.nbytes)
 
 
 def lay_out(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[tuple[TensorMeta, ...], int]:

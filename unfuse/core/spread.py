@@ -8,7 +8,7 @@ from math import gcd, prod
 import msgspec
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.plan import StageSpec
+from unfuse.core.plan import TOGETHER, StageSpec
 
 KINDS = ("cfg", "layers", "ring", "ulysses", "tensor", "tiles", "shard")
 """The kinds, outermost first: ranks that are next to each other share the last of them."""
@@ -107,19 +107,35 @@ def parse_parallel(text: str) -> dict[str, Spread]:
     found: dict[str, Spread] = {}
     for entry in filter(None, text.split(",")):
         role, _, how = (part.strip() for part in entry.partition("="))
-        if not role or not how or role in found:
+        roles = TOGETHER.get(role, (role,))
+        if not role or not how or not found.keys().isdisjoint(roles):
             raise ConfigError(f"--parallel {text}: {entry!r} is not ROLE=KIND:N, each role once")
-        found[role] = Spread.parse(how)
+        found |= dict.fromkeys(roles, Spread.parse(how))
     return found
 
 
+def joined_by(text: str) -> dict[str, str]:
+    """Roles that `--parallel` names by one word, which is to be one worker, with that word."""
+    named = {entry.partition("=")[0].strip() for entry in text.split(",")}
+    return {role: word for word in named for role in TOGETHER.get(word, ())}
+
+
 def own_spreads(text: str, roles: frozenset[str] | None) -> dict[str, Spread]:
-    """What `--parallel` says of a worker of these roles (None: all). Raises ConfigError if they differ in size."""
+    """What `--parallel` says of a worker of these roles (None: all).
+
+    Raises ConfigError if they differ in size, and for roles with one model that do not share it out alike.
+    """
     own = {role: spread for role, spread in parse_parallel(text).items() if roles is None or role in roles}
     if len(sizes := {spread.size for spread in own.values()}) > 1:
         raise ConfigError(
             f"--parallel {text}: one worker has one number of ranks, and its roles ask for {sorted(sizes)}"
         )
+    for word, named in TOGETHER.items():
+        if (roles is None or roles.issuperset(named)) and len({str(own.get(role)) for role in named}) > 1:
+            raise ConfigError(
+                f"--parallel {text}: {' and '.join(named)} of one worker have one model: say {word}=KIND:N for both, "
+                f"or give each a worker of its own, with --workers {','.join(f'{role}=1' for role in named)}"
+            )
     return own
 
 

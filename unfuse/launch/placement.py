@@ -13,7 +13,7 @@ from unfuse.arena.limits import readable_bytes
 from unfuse.core.compute import ComputeOptions, Offload
 from unfuse.core.errors import ConfigError
 from unfuse.core.plan import ALL, roles_of
-from unfuse.core.spread import PARTING, SHARD, Spread, own_spreads, parse_parallel, ranked
+from unfuse.core.spread import PARTING, SHARD, Spread, joined_by, own_spreads, parse_parallel, ranked
 
 CPU = "cpu"
 
@@ -108,7 +108,8 @@ class Wanted(msgspec.Struct, frozen=True):
         for named in (*self.place, *(() if self.split else self.counts)):
             if unknown := sorted((roles_of(named) or set()) - {*known}):
                 raise ConfigError(f"no stage has the role {unknown[0]}: roles are {', '.join(known)}, and {ALL}")
-        return {role: self.counts.get(role, 1) for role in known} if self.split else dict(self.counts)
+        words = joined_by(self.compute.parallel)
+        return {words.get(role, role): self.counts.get(role, 1) for role in known} if self.split else dict(self.counts)
 
     def goes_first(self, worker: str) -> bool:
         """Whether a worker of these roles is placed before others."""

@@ -144,12 +144,11 @@ class DiffusersFamily(Family):
         standard = {**call_defaults(*self.source), **self.standard(model)}
         limits = serving.bounds(self.limits(model, serving.over(standard)))
         pipeline = self.pipeline(model, limits, {component: WIDTHS[dtypes[component]] for component in dtypes})
-        pipeline = pipeline.spread(self.spreads(model))
         return ModelCard(
             name=name,
             source=source_of(folder),
             family=self.name,
-            pipeline=pipeline,
+            pipeline=pipeline.spread(self.spreads(model)),
             limits=asdict(limits),
             defaults=serving.within(limits, standard),
             quality=msgspec.to_builtins(serving.quality),
@@ -299,7 +298,8 @@ class Loader:
         began, runtime, (library, name) = time.monotonic(), self.runtime, self._classes[component]
         self.folder.weights(component)
         load, group, offload = partial(self._checked, component, part), runtime.group, runtime.options.offload != "none"
-        if group and (offload or not self.folder.has(component, runtime.dtypes[component])):
+        made = not isinstance(self.folder, GgufModel) and not self.folder.has(component, runtime.dtypes[component])
+        if group and (offload or made):
             model = load_together(group, self.folder, component, library, load, offload)
             mapped = Mapped(held(model))
         else:

@@ -1,4 +1,4 @@
-"""Where encoders of text and pictures may be cut, by their classes: the families share them."""
+"""Where encoders of text and pictures, and language models, may be cut, by their classes: the families share them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from unfuse.models.folder import ModelFolder
+from unfuse.models.folder import VISION, ModelFolder
 from unfuse.parallel.cut import Cut, Matrices
 
 T5 = Matrices(
@@ -31,14 +31,30 @@ SPEAKS = Matrices(
 )
 """A language model; of one that sees, the language. The words it reads may be those it speaks, which stay whole."""
 
+EXPERTS = replace(
+    SPEAKS, experts=("*layers.*.mlp.experts",), divided=(*SPEAKS.divided, "moe_intermediate_size")
+)  # fmt: skip
+"""A language model with a mixture of experts in some layers, or in all."""
+
+SEES = Matrices(
+    outputs=("*visual.*.attn.qkv", "*visual.*.gate_proj", "*visual.*.up_proj", "*visual.*.linear_fc1",
+             "*visual.merger.mlp.0"),
+    inputs=("*visual.*.attn.proj", "*visual.*.down_proj", "*visual.*.linear_fc2", "*visual.merger.mlp.2"),
+    packed={"*.qkv": (0, 3)},
+    heads=("*visual.*.attn.num_heads",),
+    divided=("num_heads", "intermediate_size"),
+)  # fmt: skip
+"""What sees for a language model."""
+
 READS = replace(SPEAKS, gathered=("*embed_tokens",))
 """One that does not speak."""
 
 ENCODERS = {
     "T5EncoderModel": T5, "UMT5EncoderModel": T5, "CLIPTextModel": CLIP, "CLIPTextModelWithProjection": CLIP,
-    "CLIPVisionModel": CLIP, "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS,
-    "Qwen2_5_VLForConditionalGeneration": SPEAKS, "Qwen3ForCausalLM": SPEAKS, "Qwen3Model": READS,
-    "Qwen3VLModel": READS,
+    "CLIPVisionModel": CLIP, "CLIPVisionModelWithProjection": CLIP, "LlamaModel": READS, "LlamaForCausalLM": SPEAKS,
+    "Qwen2ForCausalLM": SPEAKS, "Qwen2_5_VLForConditionalGeneration": SPEAKS, "Qwen3ForCausalLM": SPEAKS,
+    "Qwen3Model": READS, "Qwen3VLModel": READS, "Qwen3VLForConditionalGeneration": SPEAKS,
+    "Qwen3VLMoeForConditionalGeneration": EXPERTS,
 }  # fmt: skip
 
 
@@ -56,6 +72,8 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
 
 def cut_of(component: str, kind: str, transformers: Cut | None) -> Cut | Matrices | None:
     """Where a component of that class may be cut, of a model whose `transformers` may be cut so."""
+    if component == VISION:
+        return SEES
     return transformers if component.startswith("transformer") else ENCODERS.get(kind)
 
 

@@ -86,12 +86,12 @@ class _Process:
 class Grammars:
     """The grammars of one model, by its `source`; without one they can be compiled, and nothing be followed.
 
-    Where several processes make the same turns, they are `patient`: each waits for every answer, so that none goes on
-    without the others. Of many threads, each may call `open` and `refusal`; a Constraint belongs to one.
+    A step waits for what may follow for `patience_s` seconds (None: until it is known). Of many threads, each may call
+    `open` and `refusal`; a Constraint belongs to one.
     """
 
-    def __init__(self, source: str = "", patient: bool = False) -> None:
-        self.patience_s = None if patient else PATIENCE_S
+    def __init__(self, source: str = "", patience_s: float | None = PATIENCE_S) -> None:
+        self.patience_s = patience_s
         self._source, self._numbers, self._lock = source, count(), Lock()
         self._processes = OrderedDict[bytes, _Process]()
         self._control: socket.socket | None = None

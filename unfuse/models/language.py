@@ -22,6 +22,7 @@ from unfuse.core.words import TextLimits
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.defaults import SERVING, Serving
 from unfuse.models.dtypes import choose_dtypes
+from unfuse.models.encoders import ENCODERS
 from unfuse.models.folder import WHOLE, ModelFolder
 from unfuse.models.gguf import GGUF
 from unfuse.models.gguf_model import files_of
@@ -30,6 +31,7 @@ from unfuse.stages.refusal import refusal
 from unfuse.stages.specs import DECODE, PREFILL
 
 if TYPE_CHECKING:
+    from unfuse.parallel.group import Axis
     from unfuse.stages.base import Stage
     from unfuse.stages.sequences import Sequences
 
@@ -63,7 +65,7 @@ class LanguageFamily(Family):
         own = {"needs": {kv: Room(BLOCK, 1, 1, ("prompt_tokens",))}, "brings": (kv,)}
         pipeline = Pipeline(
             tuple(replace(stage, **own) if stage.kind == DECODE.kind else stage for stage in pipeline.stages)
-        )
+        ).spread(self.spreads(model))
         return ModelCard(
             name=name,
             source=source_of(folder),
@@ -88,6 +90,15 @@ class LanguageFamily(Family):
         prefill = replace(PREFILL, components=parts, room=Room(4096, each, 1, ("prompt_tokens",)))
         return Pipeline((prefill, replace(DECODE, components=parts)))
 
+    def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
+        """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them.
+
+        By `layers` ranks would wait for each other at each token, and by `shard` all weights would travel for it.
+        """
+        config = self.speaks(model)
+        way = {"tensor": ENCODERS[model.kind].common({"num_key_value_heads": config["num_attention_heads"], **config})}
+        return {PREFILL.kind: way, DECODE.kind: way}
+
     def vision(self, model: ModelFolder) -> Vision | None:
         """What it makes of pictures, if it sees any."""
         return None
@@ -100,10 +111,9 @@ class LanguageFamily(Family):
 
         shared, key = runtime.shared, (folder, runtime.dtypes[self.parts[0]])
         if key not in shared:
-            grammars = Grammars(str(folder), patient=runtime.mesh is not None)
-            shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), grammars
+            shared[key] = self.opened(folder, runtime, report), ChatTokenizer.read(folder), Grammars(str(folder))
         opened, tokenizer, grammars = shared[key]
-        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars)
+        stage = Prefill(opened) if spec.kind == PREFILL.kind else Decode(opened, tokenizer, grammars, runtime.group)
         stage.resources = dict.fromkeys(spec.brings, opened.tokens)
         stage.exact = runtime.options.batching == "exact"
         return stage
@@ -114,7 +124,7 @@ class LanguageFamily(Family):
 
         files = files_of(folder)
         model = Loader(files, {WHOLE: ("transformers", files.kind)}, runtime, report).model(WHOLE)
-        return open_model(model, runtime.device, self.room(folder, runtime))
+        return open_model(model, runtime.device, self.room(folder, runtime), axis=axis_of(runtime))
 
     @override
     def prepare(self, folder: Path) -> None:
@@ -124,11 +134,16 @@ class LanguageFamily(Family):
             import_module("gguf.quants")
 
     def room(self, folder: Path, runtime: Runtime) -> int:
-        """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text."""
-        files = files_of(folder)
-        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]])
-        most = int(self.card("", folder).limits["max_tokens"]) + BLOCK
-        room = runtime.kv or _usual(runtime.device, most * each)
+        """How many tokens the KV has room for. Raises ConfigError where that is less than the longest text.
+
+        Ranks have room for equally many, as the one with least has; what was set is for all of them together.
+        """
+        files, group, axis = files_of(folder), runtime.group, axis_of(runtime)
+        each = bytes_per_token(self.speaks(files), WIDTHS[runtime.dtypes[self.parts[0]]]) // (axis.size if axis else 1)
+        most, ranks = int(self.card("", folder).limits["max_tokens"]) + BLOCK, group.size if group else 1
+        room = runtime.kv // ranks or _usual(runtime.device, most * each, ranks)
+        if group:
+            room = min(int(said) for said in group.exchange(str(room).encode()))
         if room < most * each:
             raise ConfigError(
                 f"keys and values of the longest text, {most} tokens, take {readable_bytes(most * each)}; there are "
@@ -154,11 +169,19 @@ def _bounded(derived: TextLimits, said: dict[str, int | float]) -> TextLimits:
     return convert({**known, **said}, TextLimits)
 
 
-def _usual(device: str, least: int) -> int:
-    """Bytes for keys and values where nobody says how many: a quarter of what is free, or more for the longest text."""
+def axis_of(runtime: Runtime) -> Axis | None:
+    """The ranks that each have a share of the heads, if there are several."""
+    return runtime.mesh.axis("tensor") if runtime.mesh and "tensor" in runtime.mesh.degrees else None
+
+
+def _usual(device: str, least: int, ranks: int) -> int:
+    """Bytes for keys and values where nobody says how many: a quarter of what is free, or more for the longest text.
+
+    Ranks on CPUs share what is free.
+    """
     import torch
 
-    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory()
+    free = torch.cuda.mem_get_info(device)[0] if device.startswith("cuda") else available_memory() // ranks
     return max(free // 4, min(least, free // 4 * 3))
 
 

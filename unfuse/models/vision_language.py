@@ -21,8 +21,9 @@ from unfuse.core.object_ref import ALIGNMENT, DTYPES as WIDTHS
 from unfuse.core.plan import Pipeline, StageSpec
 from unfuse.core.vision import Bounds, Grid, Vision
 from unfuse.models.base import Loader, Report, Runtime
+from unfuse.models.encoders import SEES as SEEING
 from unfuse.models.folder import CONFIGS, LANGUAGE, SEES, VISION, WHOLE, ModelFolder
-from unfuse.models.language import LanguageFamily
+from unfuse.models.language import LanguageFamily, axis_of
 from unfuse.stages.specs import VISION_ENCODE
 
 if TYPE_CHECKING:
@@ -60,6 +61,11 @@ class VisionLanguage(LanguageFamily):
             replace(prefill, inputs=VISION_ENCODE.outputs),
             replace(decode, inputs=(*decode.inputs, *VISION_ENCODE.outputs)),
         ))  # fmt: skip
+
+    @override
+    def spreads(self, model: ModelFolder) -> dict[str, dict[str, int]]:
+        sees = SEEING.common(model.config(WHOLE)["vision_config"])
+        return super().spreads(model) | {VISION_ENCODE.kind: {"tensor": sees}}
 
     @override
     def vision(self, model: ModelFolder) -> Vision:
@@ -105,7 +111,8 @@ class VisionLanguage(LanguageFamily):
         files = ModelFolder(folder)
         model = _loader(files, runtime, report).model(LANGUAGE, _speaking)
         deep = len(files.config(WHOLE)["vision_config"].get("deepstack_visual_indexes") or ())
-        return open_model(model, runtime.device, self.room(folder, runtime), self.vision(files), deep)
+        room, vision = self.room(folder, runtime), self.vision(files)
+        return open_model(model, runtime.device, room, vision, deep, axis_of(runtime))
 
     @override
     def prepare(self, folder: Path) -> None:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+EXPERTS = {"gate_up_proj": (1, 2), "down_proj": (2, 1)}
+"""What the experts of a model have in a parameter each, number of the expert first: along which dimension their width
+is, and how many things lie side by side there.
+"""
+
+
 class Along(msgspec.Struct, frozen=True):
     """A tensor with tokens along the dimension `axis`: those of these segments, one behind the other.
 
@@ -31,8 +37,9 @@ class Matrices(msgspec.Struct, frozen=True):
     Of the layer behind, it has the columns for these `inputs`, and what ranks make of them is summed. Of `gathered`
     layers it has some outputs too, which are put together at once. Where several things lie side by side along what is
     cut, `packed` says how many of them are as wide as the other side, and into how many equal ones the rest falls.
-    `norms` are over all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Files have some `gathered`
-    layers under the names `stored`. Degrees must divide what the entries `divided` of the model's configuration say.
+    Of modules that are `experts` a rank has a part of the width of each expert, as of a feed-forward. `norms` are over
+    all heads, `heads` the numbers of heads that modules hold (MODULE.NAME). Files have some `gathered` layers under the
+    names `stored`. Degrees must divide what the entries `divided` of the model's configuration say.
     """
 
     outputs: tuple[str, ...]
@@ -43,13 +50,14 @@ class Matrices(msgspec.Struct, frozen=True):
     norms: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     stored: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     def shared(self, tensors: Mapping[str, int]) -> int:
         """How many elements ranks have a share of, by those of all tensors in a model's files: all but these a rank
         has whole, at most, since of a bias that is added to a sum only the first has any.
         """
         whole = (*self.outputs, *self.gathered, *self.stored)
-        ways = {"weight": (*whole, *self.inputs, *self.norms), "bias": whole}
+        ways = {"weight": (*whole, *self.inputs, *self.norms), "bias": whole, **dict.fromkeys(EXPERTS, self.experts)}
         named = ((*name.rpartition("."), elements) for name, elements in tensors.items())
         return sum(n for layer, _, kind, n in named if any(fnmatchcase(layer, way) for way in ways.get(kind, ())))
 

@@ -16,8 +16,12 @@ def spread(model: Module, cut: Cut | Matrices, mesh: Mesh) -> None:
     """Have the model compute its part of each forward, by the kinds over which its stage is spread."""
     if "tensor" in mesh.degrees:
         tensor.spread(model, cut if isinstance(cut, Matrices) else cut.matrices, mesh.axis("tensor"))
-    if isinstance(cut, Matrices):
-        return
+    if isinstance(cut, Cut):
+        _spread_blocks(model, cut, mesh)
+    give_back()
+
+
+def _spread_blocks(model: Module, cut: Cut, mesh: Mesh) -> None:
     if "layers" in mesh.degrees:
         layers.spread(model, cut, mesh.axis("layers"))
     if mesh.degrees.keys() & {"ring", "ulysses"}:
@@ -26,4 +30,3 @@ def spread(model: Module, cut: Cut | Matrices, mesh: Mesh) -> None:
         sequence.spread(model, cut, mesh.axis("ring", "ulysses"), attend)
     if SHARD in mesh.degrees:
         shard.spread(model, cut, mesh.axis(SHARD))
-    give_back()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
-from unfuse.parallel.cut import Matrices
+from unfuse.parallel.cut import EXPERTS, Matrices
 from unfuse.parallel.group import Axis
 
 OUTPUTS, INPUTS = 0, 1
@@ -32,6 +32,11 @@ def spread(model: Module, matrices: Matrices, axis: Axis) -> None:
         elif _among(name, matrices.gathered):
             _keep(name, module, matrices, OUTPUTS, axis)
             module.register_forward_hook(lambda _module, _given, made: axis.gather(made).movedim(0, -2).flatten(-2))
+        elif _among(name, matrices.experts):
+            for parameter, (along, parts) in EXPERTS.items():
+                weight = getattr(module, parameter)
+                _cut(weight, along, [weight.shape[along] // parts] * parts, axis)
+            module.register_forward_hook(lambda _module, _given, made: axis.sum(made))
         elif _among(name, matrices.norms):
             module.forward = _Norm(module, axis)
         for pattern in matrices.heads:

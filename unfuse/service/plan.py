@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -227,5 +227,15 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
             for one in held
             if one.memory
         )
-        found[stage.role] = found.get(stage.role, ()) + parts
+        found[stage.role] = (*found.get(stage.role, ()), *parts, *_texts(stage, model, tuple(users)))
     return found
+
+
+def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[Part]:
+    """Keys and values of the longest text, for which a stage that makes or takes them has room at the least."""
+    pipeline = model.card.pipeline
+    for name in {one.pieces for one in pipeline.stages if one.pieces}:
+        if name == stage.pieces or name in stage.outputs:
+            size = pipeline.producers()[name].room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
+            dtype = model.components[stage.components[0]].dtype
+            yield Part("keys and values", dtype, size, users, shared=size, once=True)

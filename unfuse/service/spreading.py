@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -77,7 +78,7 @@ def measure(plan: Plan, told: Mapping[str, Any], config: Path | None, logs: Logs
         return []
     cores = means(load(told, config).settings).cores
     most = min(MOST_DEGREE, cores) if all(worker.on_cpu for worker in plan.workers) else MOST_DEGREE
-    spreads, found, smallest = parse_parallel(compute.parallel), list[Found](), card.limits["min_size"]
+    spreads, found = parse_parallel(compute.parallel), list[Found]()
 
     @contextmanager
     def served(parallel: str, ranks: int) -> Iterator[Client]:
@@ -94,7 +95,7 @@ def measure(plan: Plan, told: Mapping[str, Any], config: Path | None, logs: Logs
         alone = {role: _measured(client, role, card) for role in spreads}
     with served(compute.parallel, max(spread.size for spread in spreads.values())) as client:
         for role, spread in spreads.items():
-            least = _measured(client, role, card, size=f"{smallest}x{smallest}")
+            least = _measured(client, role, card, least=True)
             step = msgspec.structs.replace(_measured(client, role, card), least_s=least.exchange_s)
             found += [Found(role, "", 1, alone[role], True), Found(role, str(spread), spread.size, step, True)]
             found += predicted(found[-1], alone[role], spread, card, most)
@@ -143,14 +144,12 @@ def advised(found: Sequence[Found]) -> Iterator[str]:
         yield f"{role}: {what}{more}"
 
 
-def _measured(client: Client, role: str, card: ModelCard, **more: Any) -> Step:
-    """The median step of a request, over all stages of the role."""
+def _measured(client: Client, role: str, card: ModelCard, least: bool = False) -> Step:
+    """The median step of a request, over all stages of the role; of the smallest one, if that is asked for."""
     names = {stage.name for stage in card.pipeline.stages if stage.role == role}
-    given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
-    given |= {"image": _picture()} if card.takes_image else {}
-    found = []
+    ask, found = _chat if "max_tokens" in card.limits else _pictures, []
     for seed in range(ROUNDS + 1):
-        view = client.generate(**given, seed=seed, cache=False).view
+        view = ask(client, card, least, {"seed": seed, "cache": False})
         own = [stage for stage in view["stages"] if stage["name"].partition(".")[0] in names]
         found.append(
             (
@@ -161,8 +160,25 @@ def _measured(client: Client, role: str, card: ModelCard, **more: Any) -> Step:
     return Step(*(median(seconds) for seconds in zip(*found[1:], strict=True)))
 
 
+def _pictures(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
+    given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
+    given |= {"image": _picture()} if card.takes_image else {}
+    side = card.limits["min_size"]
+    return client.generate(**given, **({"size": f"{side}x{side}"} if least else {})).view
+
+
+def _chat(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
+    """Of as many tokens as there are steps; a prompt has some hundred, of which there may be little room for."""
+    words = "a red circle on white " * (1 if least else max(1, min(50, int(card.limits["max_tokens"]) // 100)))
+    shown = f"data:image/png;base64,{b64encode(_picture()).decode()}"
+    parts: list[dict[str, Any]] = [{"type": "text", "text": words}]
+    parts += [{"type": "image_url", "image_url": {"url": shown}}] if card.vision else []
+    asked = {"messages": [{"role": "user", "content": parts}], "max_tokens": STEPS, **more}
+    return client.request(client.post("/v1/chat/completions", asked, {"prefer": "respond-async"})["id"]).result().view
+
+
 def _picture() -> bytes:
-    """A file of one, for models that start from a picture."""
+    """A file of one, for models that start from a picture, or see it."""
     from PIL import Image
 
     Image.new("RGB", (64, 64), "red").save(file := io.BytesIO(), "PNG")

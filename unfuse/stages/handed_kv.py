@@ -13,13 +13,16 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from typing_extensions import override
 
 from unfuse.core.text import CHUNK
-from unfuse.stages.base import OpenOutput
+from unfuse.stages.base import OpenOutput, Tensors
 from unfuse.stages.paged_kv import KvSequence
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unfuse.parallel.group import Axis
 
 CHUNKS, REST = "chunks", "rest"
 """The tensors: all chunks that are full, and the last one if it is not."""
@@ -116,6 +119,14 @@ class KvWriter:
             self._write(units, self._output.tensors)
             self._output.written(*self._written(units))
 
+    def stepped(self) -> None:
+        """A step of the sequence is made."""
+
+    def portion(self, number: int) -> Tensors:
+        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for other prompts."""
+        span = number * CHUNK, (number + 1) * CHUNK
+        return {"kv": torch.stack([torch.stack(self._kv.read(layer, *span)) for layer in range(self._layout.layers)])}
+
     def finish(self) -> dict[str, Tensor]:
         """All tensors of a sequence that is complete; none if they were written elsewhere."""
         units = -(-self._layout.tokens // CHUNK) * self._layout.layers
@@ -124,8 +135,7 @@ class KvWriter:
                 self._write(units, self._output.tensors)
                 self._output.written(*self._written(units))
             return {}
-        outline = self._layout.outline()
-        tensors = {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
+        tensors = self._room()
         self._write(units, tensors)
         return tensors
 
@@ -135,10 +145,18 @@ class KvWriter:
             chunk, layer = divmod(unit, self._layout.layers)
             start = chunk * CHUNK
             keys, values = self._kv.read(layer, start, min(start + CHUNK, self._layout.tokens))
-            into = tensors[CHUNKS][chunk, layer] if start + CHUNK <= self._layout.tokens else tensors[REST][layer]
+            into = self._chunk(tensors, chunk)[layer]
             into[:, 0].copy_(keys)
             into[:, 1].copy_(values)
         self._done = max(self._done, units)
+
+    def _room(self) -> dict[str, Tensor]:
+        outline = self._layout.outline()
+        return {name: torch.empty(shape, dtype=self._layout.dtype) for name, _, shape in outline}
+
+    def _chunk(self, tensors: Mapping[str, Tensor], chunk: int) -> Tensor:
+        """Where all layers of a chunk lie."""
+        return tensors[CHUNKS][chunk] if chunk < self._layout.tokens // CHUNK else tensors[REST]
 
     def _written(self, units: int) -> tuple[str, int]:
         """The tensor in which that many units end, and how many of its elements they are."""
@@ -147,3 +165,46 @@ class KvWriter:
         if units <= full:
             return CHUNKS, units * prod(self._layout.unit(CHUNK))
         return REST, (units - full) * prod(self._layout.unit(rest))
+
+
+class SharedKvWriter(KvWriter):
+    """Of a sequence of which each of several ranks has some heads, `layout` being that of all: behind a step they
+    gather the chunks that it completed, and the first one writes them. What it hands on is read from there, by it.
+    """
+
+    def __init__(self, kv: KvSequence, layout: KvLayout, axis: Axis) -> None:
+        super().__init__(kv, layout)
+        self._axis = axis
+        self._made: dict[str, Tensor] = {}
+
+    @override
+    def layer(self, layer: int) -> None:
+        pass
+
+    @override
+    def stepped(self) -> None:
+        layers, tokens = self._layout.layers, self._layout.tokens
+        while (start := self._done // layers * CHUNK) < tokens and self._kv.length >= min(start + CHUNK, tokens):
+            stop = min(start + CHUNK, tokens)
+            own = torch.stack([torch.stack(self._kv.read(layer, start, stop), 1) for layer in range(layers)])
+            whole = self._axis.gather(own).movedim(0, 1).flatten(1, 2)
+            self._done += layers
+            if self._axis.rank == 0:
+                self._chunk(self._tensors, start // CHUNK).copy_(whole)
+            if self._output:
+                self._output.written(*self._written(self._done))
+
+    @override
+    def portion(self, number: int) -> Tensors:
+        return {"kv": self._tensors[CHUNKS][number].transpose(1, 2).contiguous()}
+
+    @override
+    def finish(self) -> dict[str, Tensor]:
+        return {} if self._output else dict(self._tensors)
+
+    @property
+    def _tensors(self) -> Mapping[str, Tensor]:
+        if self._output:
+            return self._output.tensors
+        self._made = self._made or self._room()
+        return self._made

@@ -22,7 +22,7 @@ from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
-from unfuse.stages.handed_kv import KvReader, KvWriter
+from unfuse.stages.handed_kv import KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import Growing, Sequences
@@ -31,12 +31,17 @@ from unfuse.stages.words import Tokenizer, Words
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from unfuse.parallel.group import Group
+
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
 PATIENCE_S = 0.005
 """How long a step waits where there is nothing else to do."""
+
+Drawn = Sampled | PermanentError | None
+"""A token, why there cannot be one, or that there is none yet, since it is not known what may follow."""
 
 SAMPLED = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -70,9 +75,9 @@ class Prefill(JointStage[Prefilling, int]):
         ids = unpacked(task.uploads[PROMPT])
         sight = self._sequences.sight(ids, task)
         self._sequences.prompts += 1
-        kv, handed = self._sequences.begin(task.priority), self._sequences.layout(len(ids) - 1)
-        taken = self._sequences.take(kv, task.prefix, len(ids) - 1)
-        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=KvWriter(kv, handed))
+        kv = self._sequences.begin(task.priority)
+        taken, handed = self._sequences.take(kv, task.prefix, len(ids) - 1), self._sequences.writer(kv, len(ids) - 1)
+        return Prefilling(kv, ids[:-1], taken, sight=sight, before=taken, handed=handed)
 
     @override
     def compute(self, batch: Sequence[Prefilling]) -> list[int | Exception]:
@@ -94,7 +99,8 @@ class Prefill(JointStage[Prefilling, int]):
 
     @override
     def portion(self, state: Prefilling, number: int) -> Tensors:
-        return self._sequences.portion(state.kv, number)
+        assert state.handed
+        return state.handed.portion(number)
 
     @override
     def progress(self, state: Prefilling) -> tuple[int, int]:
@@ -170,15 +176,20 @@ class ReceivedKv(Receiving):
 
 
 class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
-    """Makes one token a step, once all that are there are in the KV."""
+    """Makes one token a step, once all that are there are in the KV.
+
+    Of several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
+    """
 
     kind = "decode"
     uploads = (PROMPT,)
     goes_ahead = all_together = True
 
-    def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
+    def __init__(
+        self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars, group: Group | None = None
+    ) -> None:
         self.texts = self._sequences = sequences
-        self._tokenizer, self._grammars = tokenizer, grammars
+        self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -206,18 +217,17 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             piece: Piece = decode(data, Piece)
             words.add(piece.id, piece.logprob, piece.top)
             ids.append(piece.id)
-        sight = self._sequences.sight(prompt, task)
+        sight, how, constraint = self._sequences.sight(prompt, task), sampling(task.params), self._constraint(task)
         if isinstance(task.received, ReceivedKv):
             kv, done = task.received.kv, task.received.tokens
         else:
             kv = self._sequences.begin(task.priority)
             done = self._taken(kv, task.tensors, len(prompt) - 1)
-        how, constraint = sampling(task.params), self._constraint(task)
         return Writing(kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=constraint)
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
-        if grammar is None:
+        if grammar is None or (self._group and self._group.rank):
             return None
         constraint = self._grammars.open(grammar)
         self._sequences.constraints.add(constraint)
@@ -237,7 +247,8 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         except NoBlocks:
             return 0
         for start, layer, unit in layout.read(tensors):
-            kv.write(layer, unit[:, 0], unit[:, 1], start)
+            own = unit[self._sequences.heads]
+            kv.write(layer, own[:, 0], own[:, 1], start)
         return tokens
 
     @override
@@ -249,16 +260,38 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         return self._computed([state], exact=self.exact)[0]
 
     def _computed(self, batch: Sequence[Writing], *, exact: bool) -> list[tuple[int, Sampled | None] | Exception]:
-        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain."""
+        """What may follow by a grammar is found out during the forward; where that is late, the step was in vain.
+
+        Ranks make it for all states, since the others do not know of what the first one waits for.
+        """
         constrained = [state.constraint for state in batch if state.constraint]
         if len(constrained) == len(batch) and all(one.waits() for one in constrained):
             constrained[0].waits(PATIENCE_S)
-        going = [state for state in batch if not self.waits(state)]
+        going = [state for state in batch if self._group or not self.waits(state)]
         for state in going:
             if state.constraint:
                 state.constraint.begin(state.answer)
-        logits = dict(zip((state.kv for state in going), self._sequences.forward(going, exact=exact), strict=True))
-        return [_sampled(state, logits[state.kv]) if state.kv in logits else (state.done, None) for state in batch]
+        logits = zip(going, self._sequences.forward(going, exact=exact), strict=True)
+        ends = [(state, behind) for state, behind in logits if behind is not None]
+        made: dict[KvSequence, tuple[int, Sampled | None] | Exception] = {}
+        made |= {state.kv: (state.kv.length, None) for state in going}
+        for (state, _), drawn in zip(ends, self._drawn(ends), strict=True):
+            if isinstance(drawn, PermanentError):
+                made[state.kv] = drawn
+            else:
+                made[state.kv] = (state.kv.length if drawn else state.done), drawn
+        return [made.get(state.kv, (state.done, None)) for state in batch]
+
+    def _drawn(self, ends: Sequence[tuple[Writing, Tensor]]) -> list[Drawn]:
+        """What follows each of these, by the logits behind it."""
+        group = self._group
+        own = [_draw(*end) for end in ends] if group is None or group.rank == 0 else []
+        if group is None or not ends:
+            return own
+        group.meet()
+        said = encode([str(drawn) if isinstance(drawn, PermanentError) else drawn for drawn in own])
+        told: list[Sampled | str | None] = decode(group.exchange(said)[0], list[Sampled | str | None])
+        return [PermanentError(drawn) if isinstance(drawn, str) else drawn for drawn in told]
 
     @override
     def advance(self, state: Writing, computed: tuple[int, Sampled | None]) -> Writing:
@@ -303,18 +336,16 @@ def verify_prompt(task: StageInput) -> None:
         raise PermanentError("the prompt is not as long as it was said to be")
 
 
-def _sampled(state: Writing, logits: Tensor | None) -> tuple[int, Sampled | None] | Exception:
-    """How many tokens are in the KV then, and which one comes next; without one, the last chunk may be made again."""
-    if logits is None:
-        return state.kv.length, None
+def _draw(state: Writing, logits: Tensor) -> Drawn:
     try:
-        allowed = state.constraint.allowed(state.answer) if state.constraint else None
+        allowed = None
+        if state.constraint:
+            allowed = None if state.constraint.waits() else state.constraint.allowed(state.answer)
+            if allowed is None:
+                return None
+        return sample(logits, state.how, len(state.ids), state.ids[: state.prompt], state.answer, allowed)
     except PermanentError as error:
         return error
-    if state.constraint and allowed is None:
-        return state.done, None
-    prompt = state.ids[: state.prompt]
-    return state.kv.length, sample(logits, state.how, len(state.ids), prompt, state.answer, allowed)
 
 
 def sampling(params: Params) -> Sampling:

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from unfuse.core.text import CHUNK, TextLoad
 from unfuse.core.vision import SHOWN, Vision
 from unfuse.stages.base import StageInput, Tensors
 from unfuse.stages.constraint import Constraint
-from unfuse.stages.handed_kv import KvLayout, KvWriter
+from unfuse.stages.handed_kv import KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sight import Sight
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from unfuse.parallel.group import Axis
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,17 @@ class Sequences:
     """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
 
     Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is computed again from its tokens.
+    none is lost: what a sequence gave up is computed again from its tokens. Of several ranks each has some of the
+    heads, and otherwise the same sequences: all make the same calls, in the same order.
     """
 
-    def __init__(self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0) -> None:
-        self._model, self._kv, self._vision, self._deep = model, kv, vision, deep
+    def __init__(
+        self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0, axis: Axis | None = None
+    ) -> None:
+        self._model, self._kv, self._vision, self._deep, self._axis = model, kv, vision, deep, axis
+        rank, self._share = axis.rank if axis else 0, kv.keys[0].shape[0]
+        self.heads = slice(rank * self._share, (rank + 1) * self._share)
+        """Those of the model whose keys and values are here."""
         self._ranks: dict[KvSequence, tuple[int, int]] = {}
         self._begun = 0
         self.retracted, self.prompts = 0, 0
@@ -64,8 +70,13 @@ class Sequences:
 
     def layout(self, tokens: int) -> KvLayout:
         """How so many tokens of a sequence are handed on."""
-        heads, _, width = self._kv.keys[0].shape
-        return KvLayout(len(self._kv.keys), heads, width, self._kv.keys[0].dtype, tokens)
+        heads = self._share * (self._axis.size if self._axis else 1)
+        return KvLayout(len(self._kv.keys), heads, self._kv.keys[0].shape[-1], self._kv.keys[0].dtype, tokens)
+
+    def writer(self, sequence: KvSequence, tokens: int) -> KvWriter:
+        """What hands so many tokens of a sequence on."""
+        layout = self.layout(tokens)
+        return SharedKvWriter(sequence, layout, self._axis) if self._axis else KvWriter(sequence, layout)
 
     def usage(self) -> KvUsage:
         """What of the KV is taken."""
@@ -95,23 +106,19 @@ class Sequences:
 
         Returns how many tokens there are then, `most` or less.
         """
-        heads, _, width = self._kv.keys[0].shape
+        layout = self.layout(CHUNK)
         for portion in prefix:
             both, start = portion.get("kv"), sequence.length
-            if both is None or both.shape != (len(self._kv.keys), 2, heads, CHUNK, width) or start + CHUNK > most:
+            shape = layout.layers, 2, layout.heads, CHUNK, layout.width
+            if both is None or both.shape != shape or start + CHUNK > most:
                 break
             try:
                 sequence.grow(CHUNK)
             except NoBlocks:
                 break
             for layer, (keys, values) in enumerate(both):
-                sequence.write(layer, keys, values, start)
+                sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
-
-    def portion(self, sequence: KvSequence, number: int) -> Tensors:
-        """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for `take`."""
-        span = number * CHUNK, (number + 1) * CHUNK
-        return {"kv": torch.stack([torch.stack(sequence.read(layer, *span)) for layer in range(len(self._kv.keys))])}
 
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
@@ -134,6 +141,9 @@ class Sequences:
 
         run = [(kv, *part) for kv, part in parts.items()]
         made = self._model.forward(run, exact, hand_on if handed else None)
+        for state in states:
+            if state.handed:
+                state.handed.stepped()
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
 
@@ -153,13 +163,16 @@ class Sequences:
                 self.retracted += 1
 
 
-def open_model(model: Any, device: str, tokens: int, vision: Vision | None = None, deep: int = 0) -> Sequences:
+def open_model(
+    model: Any, device: str, tokens: int, vision: Vision | None = None, deep: int = 0, axis: Axis | None = None
+) -> Sequences:
     """A model of transformers, with a KV for so many tokens. Raises ConfigError for one that is not served.
 
-    One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones.
+    One with `vision` reads what was encoded of pictures, with so many layers that add to deeper ones. Of one that is
+    spread over the ranks of an `axis`, this one has a share of the heads.
     """
     config = model.config.get_text_config()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = config.num_hidden_layers, config.num_key_value_heads, width
+    shape = config.num_hidden_layers, config.num_key_value_heads // (axis.size if axis else 1), width
     kv = PagedKv(*shape, tokens, dtype=model.dtype, device=device)
-    return Sequences(LanguageModel(model, kv), kv, vision, deep)
+    return Sequences(LanguageModel(model, kv), kv, vision, deep, axis)
