@@ -73,9 +73,10 @@ def gauge(server: Server, name: str) -> float:
 
 
 def stage(server: Server, name: str) -> dict[str, Any]:
-    """A stage of the newest request."""
-    stages = server.get("/v1/requests")["data"][0]["stages"]
-    return next(one for one in stages if one["name"] == name)
+    """A stage of the newest request, once there is one."""
+    (newest,) = until(lambda: server.get("/v1/requests?limit=1")["data"], "a request to be accepted")
+    found: dict[str, Any] = next(one for one in newest["stages"] if one["name"] == name)
+    return found
 
 
 @contextmanager
@@ -159,6 +160,29 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
         assert [one.result()["choices"] for one in answers] == [calm["choices"]] * 2
         until(lambda: not gauge(server, "unfuse_decode_prealloc_queue"), "the queue to be told empty")
         assert not moved(server)
+
+
+@pytest.mark.nightly
+def test_what_a_decoder_could_not_have_takes_no_room_from_what_is_made_again(
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any]
+) -> None:
+    """Given a worker whose arena holds the keys and values of one prompt, and a decoder that is refused all of them,
+    when that has given them up, then they are made again there, and the next decoder makes the text of them."""
+    refused = {
+        "TRANSFER_FAULTS": "refuse=1", "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",
+    }  # fmt: skip
+    flags = [*keys, "--served-model-name", "tiny", "--workers", "none"]
+    with serving(tmp_path, str(folder), *flags, at="127.0.0.1") as server, ThreadPoolExecutor() as pool:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("prefill", *keys, *KV)  # in an arena of 64 MiB
+        vain = server.worker("decode", *keys, *KV, **own_run_folder("vain"), **refused)
+        answer = pool.submit(asked, server.ready())
+        until(lambda: stage(server, "prefill")["recomputes"], "keys and values to be given up")
+        server.killed(vain)
+        server.worker("decode", *keys, *KV, **own_run_folder("far"))
+        until(lambda: stage(server, "prefill")["attempt"] > 1 and moved(server), "them to be made again")
+        assert answer.result()["choices"] == calm["choices"]
+        assert stage(server, "prefill")["recomputes"]
 
 
 @pytest.mark.nightly
