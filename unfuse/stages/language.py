@@ -22,8 +22,8 @@ from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
-from unfuse.stages.handed_kv import KvReader, KvWriter
-from unfuse.stages.paged_kv import KvSequence, NoBlocks
+from unfuse.stages.handed_kv import Given, KvReader, KvWriter
+from unfuse.stages.paged_kv import NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import Growing, Sequences
 from unfuse.stages.words import Tokenizer, Words
@@ -198,7 +198,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def start(self, task: StageInput) -> Writing:
-        """Where there is no room for the KV that came, it is computed again when there is."""
+        """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
         words = Words(self._tokenizer, json.loads(need(task.params, "stop", str)), need(task.params, "max_tokens", int))
         ids = [*prompt]
@@ -208,12 +208,14 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             ids.append(piece.id)
         sight = self._sequences.sight(prompt, task)
         if isinstance(task.received, ReceivedKv):
-            kv, done = task.received.kv, task.received.tokens
+            kv, done, given = task.received.kv, task.received.tokens, None
         else:
-            kv = self._sequences.begin(task.priority)
-            done = self._taken(kv, task.tensors, len(prompt) - 1)
+            kv, given = self._sequences.begin(task.priority), self._given(task.tensors, len(prompt) - 1)
+            done = self._sequences.put(kv, given) if given else 0
         how, constraint = sampling(task.params), self._constraint(task)
-        return Writing(kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=constraint)
+        return Writing(
+            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, constraint=constraint
+        )
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
@@ -227,18 +229,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     def waits(self, state: Writing) -> bool:
         return state.constraint is not None and state.constraint.waits()
 
-    def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:
-        """Put the KV that prefill made in its place. Returns how many tokens it has; none if it is no such KV."""
-        layout = self._sequences.layout(tokens)
-        if not layout.fits(tensors):
-            return 0
-        try:
-            kv.grow(tokens)
-        except NoBlocks:
-            return 0
-        for start, layer, unit in layout.read(tensors):
-            kv.write(layer, unit[:, 0], unit[:, 1], start)
-        return tokens
+    def _given(self, tensors: Tensors, tokens: int) -> Given | None:
+        """The KV that prefill made of so many tokens; None if it is no such KV."""
+        return Given(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:

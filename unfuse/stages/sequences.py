@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from unfuse.core.text import CHUNK, TextLoad
 from unfuse.core.vision import SHOWN, Vision
 from unfuse.stages.base import StageInput, Tensors
 from unfuse.stages.constraint import Constraint
-from unfuse.stages.handed_kv import KvLayout, KvWriter
+from unfuse.stages.handed_kv import Given, KvLayout, KvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sight import Sight
@@ -34,6 +35,13 @@ class Growing:
     sight: Sight | None = field(default=None, kw_only=True)
     handed: KvWriter | None = field(default=None, kw_only=True)
     """Writes what the sequence has for another worker, if it is for one."""
+    given: Given | None = field(default=None, kw_only=True)
+    """What another worker has made of it, as long as that can be read."""
+
+    @property
+    def elsewhere(self) -> Given | None:
+        """What is there of its beginning beside the KV."""
+        return self.handed.written if self.handed else self.given
 
     def chunk(self, *, exact: bool) -> list[int]:
         """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
@@ -45,7 +53,8 @@ class Sequences:
     """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
 
     Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is computed again from its tokens.
+    none is lost: what a sequence gave up is put in place again where it is there elsewhere, and else computed again
+    from its tokens.
     """
 
     def __init__(self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0) -> None:
@@ -108,6 +117,13 @@ class Sequences:
                 sequence.write(layer, keys, values, start)
         return sequence.length
 
+    def put(self, sequence: KvSequence, given: Given) -> int:
+        """Put what another worker has made in its place, where there is room now. Returns how many tokens there are."""
+        with suppress(NoBlocks):
+            sequence.grow(given.tokens)
+            self._put(sequence, given)
+        return sequence.length
+
     def portion(self, sequence: KvSequence, number: int) -> Tensors:
         """Keys and values of a chunk, of shape (layers, 2, heads, CHUNK, width), for `take`."""
         span = number * CHUNK, (number + 1) * CHUNK
@@ -123,6 +139,10 @@ class Sequences:
         parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
+            if not state.kv.length and (given := state.elsewhere):
+                if not self._make_room(state.kv, given.tokens):
+                    continue
+                self._put(state.kv, given)
             chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
                 parts[state.kv] = chunk, state.sight
@@ -133,9 +153,18 @@ class Sequences:
                 writer.layer(layer)
 
         run = [(kv, *part) for kv, part in parts.items()]
-        made = self._model.forward(run, exact, hand_on if handed else None)
+        try:
+            made = self._model.forward(run, exact, hand_on if handed else None)
+        except BaseException:
+            for kv, chunk, _ in run:  # or it would count as computed, where it was before the sequence gave it up
+                kv.truncate(kv.length - len(chunk))
+            raise
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+
+    def _put(self, sequence: KvSequence, given: Given) -> None:
+        for start, layer, unit in self.layout(given.tokens).read(given.tensors):
+            sequence.write(layer, unit[:, 0], unit[:, 1], start)
 
     def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
         """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""
