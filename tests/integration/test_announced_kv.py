@@ -166,16 +166,14 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
 def test_what_a_decoder_could_not_have_takes_no_room_from_what_is_made_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any]
 ) -> None:
-    """Given a worker whose arena holds the keys and values of one prompt, and a decoder that is refused all of them,
-    when that has given them up, then they are made again there, and the next decoder makes the text of them."""
-    refused = {
-        "TRANSFER_FAULTS": "refuse=1", "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",
-    }  # fmt: skip
+    """Given a worker whose arena holds the keys and values of one prompt, and a decoder that has none of its transfer
+    engines, when that has given them up, then they are made again there, and the next decoder makes the text."""
+    other = {"UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp"}
     flags = [*keys, "--served-model-name", "tiny", "--workers", "none"]
     with serving(tmp_path, str(folder), *flags, at="127.0.0.1") as server, ThreadPoolExecutor() as pool:
         until(lambda: server.get("/health"), "the server to answer", server.process)
         server.worker("prefill", *keys, *KV)  # in an arena of 64 MiB
-        vain = server.worker("decode", *keys, *KV, **own_run_folder("vain"), **refused)
+        vain = server.worker("decode", *keys, *KV, **own_run_folder("vain"), **other)
         answer = pool.submit(asked, server.ready())
         until(lambda: stage(server, "prefill")["recomputes"], "keys and values to be given up")
         server.killed(vain)

@@ -167,6 +167,32 @@ def test_what_a_text_gave_up_is_taken_again_from_what_prefill_made(
     assert min(start for start, _ in seen) == min(map(len, prompts)) - 1
 
 
+@pytest.mark.parametrize(("batching", "times"), [("batched", 3), ("exact", 1)])
+def test_what_gave_up_its_room_is_not_computed_again_and_again(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: str, times: int
+) -> None:
+    """Given room for a text and a half, when four are written at one time, then each goes on when there is room for
+    all of it, so that together they compute a few times as much as alone; one a forward, no more than alone."""
+    most, answer = 300, 150
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": most}}))
+    _, decode = Model(folder).stages(most + 16, batching)
+    asked = {"max_tokens": answer, "logit_bias": {str(id): -100 for id in model.tokenizer.stops}}
+    prompts = [model.ids(words) for words in (20, 21, 22, 23)]
+    going = [decode.start(task(model.card, ids, **asked)) for ids in prompts]
+    seen, ended = computed(decode, monkeypatch), 0
+    while going:
+        stepped = decode.step(going) if batching == "batched" else [decode.step([state])[0] for state in going]
+        states = [state for state in stepped if isinstance(state, Writing)]
+        going = [state for state in states if len(state.answer) < answer]
+        for state in states:
+            if state not in going:
+                ended += 1
+                decode.let_go(state)
+    assert ended == len(prompts)
+    assert sum(stop - start for start, stop in seen) <= times * sum(len(ids) + answer for ids in prompts)
+
+
 @pytest.mark.parametrize("batching", ["batched", "exact"])
 def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
     model: Model, monkeypatch: pytest.MonkeyPatch, batching: str

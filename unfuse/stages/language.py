@@ -135,6 +135,12 @@ class Writing(Growing):
     constraint: Constraint | None = None
 
     @property
+    @override
+    def most(self) -> int:
+        assert self.words
+        return self.prompt + self.words.most
+
+    @property
     def answer(self) -> list[int]:
         """The ids of the answer so far."""
         return self.ids[self.prompt :]

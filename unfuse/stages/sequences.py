@@ -43,6 +43,11 @@ class Growing:
         """What is there of its beginning beside the KV."""
         return self.handed.written if self.handed else self.given
 
+    @property
+    def most(self) -> int:
+        """How many tokens it may have."""
+        return len(self.ids)
+
     def chunk(self, *, exact: bool) -> list[int]:
         """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
         start = self.kv.length
@@ -60,6 +65,7 @@ class Sequences:
     def __init__(self, model: LanguageModel, kv: PagedKv, vision: Vision | None = None, deep: int = 0) -> None:
         self._model, self._kv, self._vision, self._deep = model, kv, vision, deep
         self._ranks: dict[KvSequence, tuple[int, int]] = {}
+        self._wanted: dict[KvSequence, int] = {}
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
@@ -133,16 +139,16 @@ class Sequences:
         """It is of no use any more."""
         sequence.free()
         self._ranks.pop(sequence, None)
+        self._wanted.pop(sequence, None)
 
     def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
         parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
-            if not state.kv.length and (given := state.elsewhere):
-                if not self._make_room(state.kv, given.tokens):
-                    continue
-                self._put(state.kv, given)
+            self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+            if not (state.kv.length or self._begins(state)):
+                continue
             chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
                 parts[state.kv] = chunk, state.sight
@@ -161,6 +167,21 @@ class Sequences:
             raise
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+
+    def _begins(self, state: Growing) -> bool:
+        """Whether a sequence that has nothing takes room: if there is enough for all tokens that it has by now.
+
+        Else it would soon give up again what it had computed again. Where that is one token a forward, there has to be
+        enough for all that it may have, beside what those before it may.
+        """
+        before = [other for other, rank in self._ranks.items() if other.length and rank < self._ranks[state.kv]]
+        held = sum(max(other.blocks, self._wanted.get(other, 0)) for other in before)
+        if self._wanted[state.kv] + held > self.usage().blocks:
+            return False
+        if given := state.elsewhere:
+            self._make_room(state.kv, given.tokens)
+            self._put(state.kv, given)
+        return True
 
     def _put(self, sequence: KvSequence, given: Given) -> None:
         for start, layer, unit in self.layout(given.tokens).read(given.tensors):
