@@ -233,7 +233,6 @@ class KvSequence:
             done += end - first
 
 
-
 def joined(tensor: Tensor, spans: list[Span]) -> Tensor:
     """What a layer's tensor has in these spans, in order: a view of one span, a copy of several."""
     if len(spans) == 1:
