@@ -24,7 +24,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
 from unfuse.core.media import TEXT
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.text import packed
+from unfuse.core.text import TextLoad, packed
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
@@ -232,6 +232,18 @@ def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.
         decode.step([state])
     monkeypatch.setattr(decode._sequences._model, "forward", forward)
     assert to_the_end(decode, [state]) == [model.generated(ids)]
+
+
+@pytest.mark.parametrize("batching", ["batched", "exact"])
+def test_a_made_up_prompt_goes_the_way_of_any_other_and_leaves_nothing(
+    model: Model, monkeypatch: pytest.MonkeyPatch, batching: str
+) -> None:
+    stages = model.stages(batching=batching)
+    seen = computed(stages[0], monkeypatch)
+    for stage in stages:
+        stage.warm_up()
+    assert seen == [(0, 16), (15, 16)]
+    assert stages[0].texts and stages[0].texts.load() == TextLoad(0, 256)
 
 
 def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:

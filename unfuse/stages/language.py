@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
+MADE_UP = 16
+"""Tokens of the prompts that stages warm up with."""
+
 PATIENCE_S = 0.005
 """How long a step waits where there is nothing else to do."""
 
@@ -56,6 +60,12 @@ class Prefill(JointStage[Prefilling, int]):
 
     def __init__(self, sequences: Sequences) -> None:
         self.texts = self._sequences = sequences
+
+    @override
+    def warm_up(self) -> None:
+        kv = self._sequences.begin(0)
+        self._sequences.forward([Growing(kv, [0] * MADE_UP)], exact=self.exact)
+        self._sequences.end(kv)
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -185,6 +195,21 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     def __init__(self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars) -> None:
         self.texts = self._sequences = sequences
         self._tokenizer, self._grammars = tokenizer, grammars
+
+    @override
+    def warm_up(self) -> None:
+        """A token of a made-up prompt, whose keys and values are put in place as those that come from prefill."""
+        layout = self._sequences.layout(MADE_UP - 1)
+        tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
+        kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
+        assert given
+        done, words = self._sequences.put(kv, given), Words(self._tokenizer, [], 1)
+        state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
+        (made,) = self.step([state])
+        self.let_go(state)
+        if isinstance(made, Exception):
+            raise made
+        self.grown(made)
 
     @override
     def verify(self, task: StageInput) -> None:
