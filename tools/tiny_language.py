@@ -16,11 +16,11 @@ KINDS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 def make_language_model(
     folder: Path, kind: str = KINDS[0], *, positions: int = 512, seed: int = 0, width: int = 64, layers: int = 2,
-    head_dim: int = 0,
+    head_dim: int = 0, heads: int = 4, kept: int = 2,
 ) -> Path:  # fmt: skip
-    """Save one as transformers does, with so many layers of that width.
+    """Save one as transformers does, with so many layers of that width, and heads of which so many are `kept`.
 
-    A token takes 16 × layers × head_dim bytes of keys and values; a head has a quarter of the width unless said.
+    A token takes 8 × kept × layers × head_dim bytes of keys and values; a head has a quarter of the width unless said.
     """
     import torch
     import transformers
@@ -29,7 +29,7 @@ def make_language_model(
     torch.manual_seed(seed)
     config = getattr(transformers, kind.replace("ForCausalLM", "Config"))(
         vocab_size=tokenizer.get_vocab_size(), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim or width // 4,
+        num_attention_heads=heads, num_key_value_heads=kept, head_dim=head_dim or width // 4,
         max_position_embeddings=positions,
         eos_token_id=tokenizer.token_to_id("<|im_end|>"), bos_token_id=None, pad_token_id=0, initializer_range=0.2,
         tie_word_embeddings=False,

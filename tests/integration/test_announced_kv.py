@@ -29,6 +29,8 @@ LONG: dict[str, Any] = {
     "logit_bias": {"2": -100, "0": -100},
 }  # fmt: skip
 """A prompt of some thousand tokens: its keys and values are several transfer chunks."""
+TOKENS = 100_000
+"""Of a very long prompt."""
 KV = "--kv", "72MiB", "--threads", "1"
 """Room for one such prompt, and not for two."""
 
@@ -74,9 +76,10 @@ def gauge(server: Server, name: str) -> float:
 
 
 def stage(server: Server, name: str) -> dict[str, Any]:
-    """A stage of the newest request."""
-    stages = server.get("/v1/requests")["data"][0]["stages"]
-    return next(one for one in stages if one["name"] == name)
+    """A stage of the newest request, once there is one."""
+    (newest,) = until(lambda: server.get("/v1/requests?limit=1")["data"], "a request to be accepted")
+    found: dict[str, Any] = next(one for one in newest["stages"] if one["name"] == name)
+    return found
 
 
 @contextmanager
@@ -181,6 +184,27 @@ def test_a_text_waits_in_the_queue_while_no_decoder_has_room_for_its_prompt(
 
 
 @pytest.mark.nightly
+def test_what_a_decoder_could_not_have_takes_no_room_from_what_is_made_again(
+    folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any]
+) -> None:
+    """Given a worker whose arena holds the keys and values of one prompt, and a decoder that has none of its transfer
+    engines, when that has given them up, then they are made again there, and the next decoder makes the text."""
+    other = {"UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp"}
+    flags = [*keys, "--served-model-name", "tiny", "--workers", "none"]
+    with serving(tmp_path, str(folder), *flags, at="127.0.0.1") as server, ThreadPoolExecutor() as pool:
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("prefill", *keys, *KV)  # in an arena of 64 MiB
+        vain = server.worker("decode", *keys, *KV, **own_run_folder("vain"), **other)
+        answer = pool.submit(asked, server.ready())
+        until(lambda: stage(server, "prefill")["recomputes"], "keys and values to be given up")
+        server.killed(vain)
+        server.worker("decode", *keys, *KV, **own_run_folder("far"))
+        until(lambda: stage(server, "prefill")["attempt"] > 1 and moved(server), "them to be made again")
+        assert answer.result()["choices"] == calm["choices"]
+        assert stage(server, "prefill")["recomputes"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("tokens", ["8192", "512"], ids=["at once", "in pieces"])
 def test_keys_and_values_that_were_damaged_on_the_way_are_fetched_again(
     folder: Path, tmp_path: Path, keys: list[str], calm: dict[str, Any], tokens: str
@@ -225,24 +249,33 @@ def test_a_decoder_of_another_host_begins_to_pull_before_prefill_is_done(
 
 
 @pytest.mark.nightly
-def test_a_prompt_of_thirty_thousand_tokens_reaches_a_decoder_whose_arena_has_no_room_for_it(
+def test_a_prompt_of_a_hundred_thousand_tokens_reaches_a_decoder_whose_arena_has_no_room_for_it(
     tmp_path: Path, keys: list[str]
 ) -> None:
-    """Given a narrow model, and a prompt of which the usual receive buffer holds a quarter, then the text is that of a
-    single worker, though the decoder's arena has room for no more than two such buffers."""
-    folder = make_language_model(tmp_path / "long", positions=34_816)
-    message = {"role": "user", "content": f"{TEXT} " * 1_650}
+    """Given a narrow model, a prompt of which the usual receive buffer holds a twelfth, and a network that flips bits
+    and cuts pulls, then the text is that of a single worker, and no more than the buffer was taken in the arena."""
+    token_bytes = 512
+    folder = make_language_model(
+        tmp_path / "long", positions=TOKENS + 4096, layers=1, heads=1, kept=1, head_dim=token_bytes // 8
+    )
+    message = {"role": "user", "content": f"{TEXT} " * (TOKENS // 20)}
     body = {"model": "tiny", **LONG, "messages": [message]}
-    room = "--kv", "20MiB", "--threads", "1"
+    room = "--kv", str((TOKENS + 8192) * token_bytes), "--threads", "1"
     named = str(folder), "--served-model-name", "tiny"
     (calm := tmp_path / "calm").mkdir()
     with serving(calm, *named, "--workers", "language=1", *room) as server:
         alone = server.ready().post("/v1/chat/completions", body)
-    assert alone["usage"]["prompt_tokens"] > 32_768
+    assert alone["usage"]["prompt_tokens"] > TOKENS
+    faulty = {
+        "TRANSFER_FAULTS": "corrupt=0.2,cut=0.2,drop=0.1,seed=1",
+        "UNFUSE_TRANSFER__ENGINE": "unfuse.testing.transfer_faults:FaultyTcp",
+    }
     (apart := tmp_path / "apart").mkdir()
     with serving(apart, *named, *keys, "--workers", "none", at="127.0.0.1") as server:
         until(lambda: server.get("/health"), "the server to answer", server.process)
-        server.worker("prefill", *keys, *room)
-        server.worker("decode", *keys, *room, "--arena", "8MiB", **own_run_folder("far"))
+        server.worker("prefill", *keys, *room, **faulty)
+        server.worker("decode", *keys, *room, "--arena", "8MiB", **own_run_folder("far"), **faulty)
         assert server.ready().post("/v1/chat/completions", body)["choices"] == alone["choices"]
-        until(lambda: sum(moved(server).values()) > 32_768 * 512, "all of it to be told")
+        until(lambda: sum(moved(server).values()) > TOKENS * token_bytes, "all of it to be told")
+        assert failures(server)
+        assert gauge(server, 'unfuse_arena_high_water{role="decode"}') * (8 << 20) <= 8192 * token_bytes

@@ -31,10 +31,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+WORKERS = {"language": "language=1", "decode": "prefill=1,decode=1"}
+
+
+@pytest.fixture(scope="module", params=["language", pytest.param("decode", marks=pytest.mark.nightly)])
+def role(request: pytest.FixtureRequest) -> str:
+    """That of the worker that decodes."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(role: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     where = tmp_path_factory.mktemp("serve")
-    with serving(where, str(folder), "--workers", "language=1", "--threads", "1", *ROOM) as server:
+    with serving(where, str(folder), "--workers", WORKERS[role], "--threads", "1", *ROOM) as server:
         yield server.ready()
 
 
@@ -44,20 +53,22 @@ def ask(server: Server, **asked: Any) -> str:
     return str(server.post("/v1/chat/completions", body, prefer="respond-async")["id"])
 
 
-def test_twelve_times_what_there_is_room_for_is_all_made_and_the_first_come_end_first(server: Server) -> None:
+def test_twelve_times_what_there_is_room_for_is_all_made_and_the_first_come_end_first(
+    server: Server, role: str
+) -> None:
     """Given room for one text and some of another, when twelve are asked for at once, then none fails or is begun
     anew, those that gave up what they had end before whoever came later, and the page of metrics tells of it."""
     before = scraped(server)
     texts = [ask(server, seed=seed) for seed in range(TEXTS)]
-    until(lambda: scraped(server)["unfuse_kv_blocks", "language", "used"] > KV_TOKENS // 32, "the room to be taken")
+    until(lambda: scraped(server)["unfuse_kv_blocks", role, "used"] > KV_TOKENS // 32, "the room to be taken")
     ended = [server.finished(text) for text in texts]
     assert [(one["status"], one["stages"][-1]["attempt"]) for one in ended] == [("completed", 1)] * TEXTS
     assert [one["completed_at"] for one in ended] == sorted(one["completed_at"] for one in ended)
-    until(lambda: not scraped(server)["unfuse_kv_blocks", "language", "used"], "what texts had to be free")
+    until(lambda: not scraped(server)["unfuse_kv_blocks", role, "used"], "what texts had to be free")
     after = scraped(server)
     gave = after["unfuse_retractions_total",] - before.get(("unfuse_retractions_total",), 0)
     assert gave >= TEXTS // 2
-    assert after["unfuse_kv_blocks", "language", "free"] == KV_TOKENS // 16
+    assert after["unfuse_kv_blocks", role, "free"] == KV_TOKENS // 16
     assert len({server.result(text) for text in texts}) > 1
     alone = server.finished(ask(server, seed=TEXTS - 1))
     assert json.loads(server.result(alone["id"]))["text"] == json.loads(server.result(texts[-1]))["text"]
@@ -93,6 +104,7 @@ def test_a_client_that_reads_byte_by_byte_holds_nobody_up(server: Server) -> Non
         ({"messages": [{"role": "user", "content": ""}] * 2000}, (400,), "shorten"),
         ({"messages": [{"role": "system", "content": "be kind"}]}, (400,), "no system here"),
         ({"messages": ["hello"]}, (400,), "messages"),
+        ({"messages": [*ASKED, {"role": "user"}]}, (400,), "messages[1] of role user needs a content"),
         ({"messages": ASKED, "stop": ["x" * 1000] * 10**4}, (400, 413), ""),
         ({"messages": ASKED, "logit_bias": {str(token): 1 for token in range(10**5)}}, (400, 413), ""),
         ({"messages": ASKED, "logit_bias": {"2": 1e300}}, (400,), "logit_bias"),

@@ -96,6 +96,8 @@ def test_texts_in_parts_are_joined_and_what_has_no_value_is_not_there() -> None:
         (["hi"], r"messages\[0\] must be an object with a role"),
         ([*HI, {"content": "hi"}], r"messages\[1\] must be an object with a role"),
         ([{"role": 1}], r"messages\[0\] must be an object"),
+        ([*HI, {"role": "user"}], r"messages\[1\] of role user needs a content"),
+        ([{"role": "system", "content": None}], r"messages\[0\] of role system needs a content"),
         ([{"role": "user", "content": 5}], r"messages\[0\]\.content must be a text or a list"),
         ([{"role": "user", "content": {"type": "text"}}], "a text or a list"),
         (

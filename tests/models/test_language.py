@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from tests.stages.test_handed_kv import Output
 from tools.tiny_language import KINDS, TEXT as SAID, make_language_model
 from unfuse.arena.arena import Arena
 from unfuse.core.card import ModelCard
@@ -24,13 +25,13 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.object_ref import ObjectRef
-from unfuse.core.text import packed
+from unfuse.core.text import TextLoad, packed
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.language import bytes_per_token
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
-from unfuse.stages.language import CHUNK, Decode, Prefill, Writing
+from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
 from unfuse.stores.checksums import checksums_of
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.fake import FakeEngine
@@ -160,6 +161,116 @@ def test_a_text_for_which_the_model_gives_no_numbers_fails_and_its_mates_go_on(m
     embeddings[7] = before
     assert isinstance(failed, PermanentError) and "weights may be damaged" in str(failed)
     assert isinstance(going, Writing) and going.ids[-1] == model.generated(kept, 1)[0]
+
+
+def computed(stage: Prefill | Decode, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The first and the last token of each part that the stage computes from now on."""
+    seen, forward = list[tuple[int, int]](), stage._sequences._model.forward
+
+    def counted(parts: Sequence[Any], *how: Any) -> Any:
+        seen.extend((kv.length - len(chunk), kv.length) for kv, chunk, _ in parts)
+        return forward(parts, *how)
+
+    monkeypatch.setattr(stage._sequences._model, "forward", counted)
+    return seen
+
+
+def test_what_a_text_gave_up_is_taken_again_from_what_prefill_made(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given room for two of five texts, and what prefill made of each, when all are decoded at one time, then they get
+    the tokens that they get alone, and of no prompt anything but the last token is computed."""
+    prompts = [model.ids(words) for words in range(60, 65)]
+    most = max(map(len, prompts)) + MOST
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": most}}))
+    prefill, decode = Model(folder).stages(2 * most + 16)
+    given = [task(model.card, ids) for ids in prompts]
+    kept = [prefilled(prefill, one) for one in given]
+    seen = computed(decode, monkeypatch)
+    states = [decode.start(StageInput(one.params, kv, one.uploads)) for one, kv in zip(given, kept, strict=True)]
+    assert to_the_end(decode, states) == [model.generated(ids) for ids in prompts]
+    assert decode._sequences.retracted
+    assert min(start for start, _ in seen) == min(map(len, prompts)) - 1
+
+
+@pytest.mark.parametrize(("batching", "times"), [("batched", 3), ("exact", 1)])
+def test_what_gave_up_its_room_is_not_computed_again_and_again(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batching: str, times: int
+) -> None:
+    """Given room for a text and a half, when four are written at one time, then each goes on when there is room for
+    all of it, so that together they compute a few times as much as alone; one a forward, no more than alone."""
+    most, answer = 300, 150
+    folder = shutil.copytree(model.folder, tmp_path / "short")
+    (folder / "serving.json").write_text(json.dumps({"limits": {"max_tokens": most}}))
+    _, decode = Model(folder).stages(most + 16, batching)
+    asked = {"max_tokens": answer, "logit_bias": {str(id): -100 for id in model.tokenizer.stops}}
+    prompts = [model.ids(words) for words in (20, 21, 22, 23)]
+    going = [decode.start(task(model.card, ids, **asked)) for ids in prompts]
+    seen, ended = computed(decode, monkeypatch), 0
+    while going:
+        stepped = decode.step(going) if batching == "batched" else [decode.step([state])[0] for state in going]
+        states = [state for state in stepped if isinstance(state, Writing)]
+        going = [state for state in states if len(state.answer) < answer]
+        for state in states:
+            if state not in going:
+                ended += 1
+                decode.let_go(state)
+    assert ended == len(prompts)
+    assert sum(stop - start for start, stop in seen) <= times * sum(len(ids) + answer for ids in prompts)
+
+
+@pytest.mark.parametrize("batching", ["batched", "exact"])
+def test_a_prompt_that_gave_up_its_room_takes_again_what_it_has_written(
+    model: Model, monkeypatch: pytest.MonkeyPatch, batching: str
+) -> None:
+    """Given a prompt of several chunks whose keys and values are read while it is computed, when it gives up its room
+    amid that, then its first chunks are computed once, and the output is that of a calm run."""
+    prefill, _ = model.stages(batching=batching)
+    given = task(model.card, model.ids(700))
+    calm = prefilled(prefill, given)
+    seen = computed(prefill, monkeypatch)
+    state = prefill.start(given)
+    output = Output(prefill._sequences.layout(len(state.ids)), 1 << 30)
+    prefill.write_to(state, output)
+    while (steps := prefill.progress(state))[0] < steps[1]:
+        (stepped,) = prefill.step([state])
+        assert isinstance(stepped, Prefilling)
+        state = stepped
+        if len(seen) == 2:
+            state.kv.free()
+    assert prefill.finish(state).tensors == {}
+    assert [start for start, _ in seen] == [*range(0, len(state.ids), CHUNK)]
+    assert all(torch.equal(output.tensors[name], calm[name]) for name in calm)
+
+
+def test_what_fails_is_not_taken_for_computed(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a text that gave up its room amid its answer, when the forward that computes it again fails, then it is
+    computed by the next one."""
+    _, decode = model.stages()
+    (state,) = decode.step([decode.start(task(model.card, ids := model.ids(20)))])
+    assert isinstance(state, Writing)
+    forward = decode._sequences._model.forward
+    state.kv.free()
+    for values in decode._sequences._kv.values:
+        values.fill_(torch.nan)
+    monkeypatch.setattr(decode._sequences._model, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        decode.step([state])
+    monkeypatch.setattr(decode._sequences._model, "forward", forward)
+    assert to_the_end(decode, [state]) == [model.generated(ids)]
+
+
+@pytest.mark.parametrize("batching", ["batched", "exact"])
+def test_a_made_up_prompt_goes_the_way_of_any_other_and_leaves_nothing(
+    model: Model, monkeypatch: pytest.MonkeyPatch, batching: str
+) -> None:
+    stages = model.stages(batching=batching)
+    seen = computed(stages[0], monkeypatch)
+    for stage in stages:
+        stage.warm_up()
+    assert seen == [(0, 16), (15, 16)]
+    assert stages[0].texts and stages[0].texts.load() == TextLoad(0, 256)
 
 
 def test_an_attempt_goes_on_from_what_was_recorded(model: Model) -> None:

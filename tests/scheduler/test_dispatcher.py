@@ -190,6 +190,30 @@ async def test_a_beat_renews_leases_and_answers_what_is_over() -> None:
         )
 
 
+async def test_whoever_holds_objects_of_a_request_hears_which_of_them_was_given_up() -> None:
+    """Given an output that its reader cannot have, when its owner tells what it holds for, then it hears of it, at this
+    scheduler and at one that learned of it from the queue, and nobody hears of another request's."""
+    async with dispatching() as (dispatcher, clock):
+        request, other = await submit(dispatcher), await submit(dispatcher)
+        (first,) = await granted(dispatcher)
+        await dispatcher.answer(PEER, made := done(first))
+        assert isinstance(made, Done) and made.output
+        (lease,) = await granted(dispatcher)
+        assert lease.task.request == request
+        beat, gone = Beat((), (request,)), (made.output.id,)
+        assert await dispatcher.answer(PEER, beat) == Pulse((), ())
+        lost = Failed(lease.claim, "object_lost", "cannot be fetched", object_id=made.output.id)
+        assert await dispatcher.answer(PEER, lost) == Accepted()
+        assert await dispatcher.answer(PEER, beat) == Pulse((), (), gone)
+        assert await dispatcher.answer(PEER, Beat((), (other,))) == Pulse((), ())
+        elsewhere = Scheduler(dispatcher.scheduler.queue, clock=clock)
+        assert elsewhere.in_flight.lost([request]) == []
+        await elsewhere.upkeep.requests()
+        assert elsewhere.in_flight.lost([request, other]) == [*gone]
+        await elsewhere.cancel(request)
+        assert elsewhere.in_flight.lost([request]) == []
+
+
 @in_virtual_time
 async def test_a_beat_that_waits_hears_of_a_cancellation_at_once() -> None:
     async with dispatching() as (dispatcher, _):

@@ -283,6 +283,7 @@ class TestLostObjects:
         change = fail(ready, "denoise.0", "object_lost", "text@1")
         assert names(change) == ["text"]
         assert (change.push[0].attempt, change.context.stages["text"].recomputes) == (2, 1)
+        assert [name for name, state in change.context.stages.items() if state.lost == "text@1"] == ["text"]
         assert change.context.stages["denoise.0"].status == change.context.stages["denoise.1"].status == "waiting"
         assert change.close == ((change.context.id, "denoise.1"),)
         again = finish(change, "text")

@@ -106,6 +106,15 @@ def test_a_guess_is_called_so_and_what_was_measured_is_used(tmp_path: Path) -> N
     assert "splitting would give 1× the rate (measured)" in found(2, costs=tmp_path / "costs.json").why
 
 
+def test_where_all_stages_have_one_role_no_gain_of_a_split_is_told() -> None:
+    needs, wanted = {"whole": NEEDS["denoiser"]}, Wanted({}, {}, auto=True, first=frozenset({"whole"}))
+    chosen = layouts([], needs, wanted, (Device(CPU, 1 << 45),), Means(2))
+    assert chosen.why == (
+        "layout all=2: it fits, and there is nothing to split: all stages have one role, whole; "
+        "--workers all=2 keeps it so"
+    )
+
+
 def _model() -> object:
     from unfuse.scheduler.time_model import TimeModel
 

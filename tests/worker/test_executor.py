@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.worker import outside
 from tests.worker.forking import forking
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
@@ -108,6 +109,18 @@ async def test_a_task_runs_and_after_a_crash_the_next_process_runs_another(
         assert again.claim == third.claim
         assert again.output is not None
         assert again.output.checksums == done.output.checksums
+
+
+async def test_stages_have_warmed_up_when_a_process_is_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outside.install(monkeypatch)
+    monkeypatch.setenv("OUTSIDE_WARMED", str(warmed := tmp_path / "warmed"))
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        executor = Executor(
+            [load(store, tmp_path, str(outside.model(tmp_path / "m")), "denoiser")], asyncio.Queue().put
+        )
+        await executor.start()
+        assert warmed.exists()
+        await executor.close()
 
 
 async def test_a_cancelled_task_stops_at_its_next_step(tmp_path: Path, fork_server: socket.socket) -> None:

@@ -103,6 +103,17 @@ async def freed(objects: Objects) -> None:
             await asyncio.sleep(0.01)
 
 
+async def test_what_is_known_to_be_read_by_nobody_any_more_gives_its_room_back(near: Objects) -> None:
+    kept, lost = made(near), made(near)
+    with near.store.get(lost):
+        assert not near.drop([lost.id])  # somebody reads it
+        assert near.usage().used == 2 * PIECE
+    assert near.usage().used == PIECE
+    again = made(near)
+    assert near.drop(["of another worker", again.id])
+    assert (near.usage().used, near.drop([again.id]), read(near, kept)) == (PIECE, False, {7})
+
+
 async def test_a_copy_is_its_reader_s_and_lost_under_its_first_name(far: Objects, near: Objects) -> None:
     """Given an object that an earlier request made, then it is not dropped here with that one, and the scheduler hears
     of the object that it knows."""

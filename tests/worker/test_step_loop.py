@@ -301,6 +301,16 @@ def test_an_exact_loop_compares_before_it_shares_and_remembers_what_it_found(tmp
     assert again.batches == [[4, 5, 6, 7]], "another process, later"
 
 
+def test_texts_that_may_not_share_a_forward_take_turns_and_other_tasks_do_not(tmp_path: Path) -> None:
+    for together, batches in ((True, [[-1], [-2], [-3]] * 3), (False, [[-1]] * 3 + [[-2]] * 3 + [[-3]] * 3)):
+        stage = Shared()
+        stage.all_together = together
+        loop = exact(tmp_path, stage)
+        leases = [loop.run(tag=tag, steps=3) for tag in (-1, -2, -3)]
+        assert [len(found(loop, lease)) for lease in leases] == [3, 3, 3]
+        assert stage.batches == batches
+
+
 def test_where_mates_change_a_byte_nobody_gets_that_byte(tmp_path: Path) -> None:
     stage = Shared(sloppy=4)
     loop = exact(tmp_path, stage)

@@ -308,11 +308,12 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 class Pulse(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
-    To Steps and Append it has the claims alone.
+    `lost` are ids of single objects that may be. To Steps and Append it has the claims alone.
     """
 
     ended: tuple[Claim, ...]
     over: tuple[str, ...]
+    lost: tuple[str, ...] = ()
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

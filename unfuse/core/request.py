@@ -75,7 +75,8 @@ class StageState(msgspec.Struct, frozen=True):
     repeated commit. `queued_at` is Unix seconds. `failures`, `crashes` and `recomputes` have a budget each. `alone`:
     the task must run with no other, because several ran when a compute process died. `checkpoint` is the saved state
     after `checkpoint_step` steps. Earlier attempts got as far as the share `reached` of the stage, and held leases for
-    `leased_s` seconds. It waits for what another request encodes, which it `follows`.
+    `leased_s` seconds. It waits for what another request encodes, which it `follows`. `lost` is the id of the last
+    output that was given up: nobody reads it any more, though its owner may still have it.
     """
 
     status: TaskStatus = "waiting"
@@ -94,6 +95,7 @@ class StageState(msgspec.Struct, frozen=True):
     reached: float = 0.0
     leased_s: float = 0.0
     follows: str = ""
+    lost: str = ""
 
 
 class Webhook(msgspec.Struct, frozen=True):

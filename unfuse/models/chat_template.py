@@ -107,6 +107,8 @@ def plain(messages: Sequence[Message], shows: Collection[str] = ()) -> list[dict
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise InvalidParameter(f"messages[{number}] must be an object with a role", "messages")
+        if message.get("content") is None and message["role"] != "assistant":
+            raise InvalidParameter(f"messages[{number}] of role {message['role'][:40]} needs a content", "messages")
         content = {"content": _content(message["content"], number, shows)} if "content" in message else {}
         made.append({key: value for key, value in {**message, **content}.items() if value is not None})
     return made

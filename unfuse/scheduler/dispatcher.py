@@ -334,7 +334,7 @@ class Dispatcher(Observer):
         if not ended and not over:
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return Pulse(ended, tuple(over))
+        return Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)))
 
     async def _report(
         self, peer: _Peer, message: Announced | Saved | Keep | Done | Failed

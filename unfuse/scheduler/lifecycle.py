@@ -344,7 +344,7 @@ def _object_lost(draft: Draft, failed: Failed, running: set[str]) -> Change:
         draft.move(lost, "queued")
         draft.withdraw(lost)
     elif lost is not None:
-        draft.move(lost, "waiting", token=b"", reached=1.0)
+        draft.move(lost, "waiting", token=b"", reached=1.0, lost=failed.object_id)
         draft.withdraw(lost, running)
     draft.queue_ready()
     return draft.change(failed.claim)

@@ -296,6 +296,7 @@ class Scheduler:
             lambda record, wall: lifecycle.failed(record.context, told, worker, wall, queue_now, record.running),
         )
         if failed.object_id:
+            self.in_flight.announced(record.context)
             with self._background.besides("giving up a lost output"):
                 await self._cache.lost(record.context.plan, claim.stage, failed.object_id)
         return record

@@ -59,10 +59,11 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """All that were looked at, the best first, and whether what they do was measured."""
+    """All that were looked at, the best first, whether what they do was measured, and the roles of their stages."""
 
     found: tuple[Layout, ...]
     measured: bool
+    roles: tuple[str, ...] = ()
 
     @property
     def chosen(self) -> Layout:
@@ -88,6 +89,8 @@ class Layouts(msgspec.Struct, frozen=True):
         elif chosen.gave:
             others = (f"{one.workers} {one.gave:.2g}" for one in self.found if one.gave and one is not chosen)
             reason = f"measured here, {chosen.gave:.2g} requests a second ({', '.join(others) or 'no other was'})"
+        elif len(self.roles) == 1:
+            reason = f"it fits, and there is nothing to split: all stages have one role, {self.roles[0]}"
         elif split.refusal:
             reason = "it fits, and the split does not"
         else:
@@ -120,7 +123,7 @@ def layouts(
         found.append((rate(placed, guessed, wanted, means), layout))
     enough = EQUAL * max((layout.gave for _, layout in found if not layout.refusal), default=0.0)
     ordered = sorted(found, key=lambda one: (not one[1].gave or one[1].gave < enough, -round(one[0], 3)))
-    return Layouts(tuple(layout for _, layout in ordered), measured)
+    return Layouts(tuple(layout for _, layout in ordered), measured, tuple(needs))
 
 
 def parts(cards: Iterable[ModelCard], costs: Path | None) -> tuple[dict[str, float], bool]:

@@ -161,6 +161,9 @@ class SteppedStage(Stage, Generic[State]):
     nothing that steps need, and may find that the state is over: then the step was one too many.
     """
 
+    def warm_up(self) -> None:
+        """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
+
     def receive(self, params: Params, priority: int) -> Receiving:
         """Begin to take an input of a task before the task begins. Raises PermanentError if it has to come whole."""
         raise PermanentError(f"stage {self.kind} takes no input in pieces")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from typing_extensions import override
@@ -64,6 +64,13 @@ class KvLayout:
             yield from ((chunk * CHUNK, layer, unit) for layer, unit in enumerate(layers))
 
 
+class Given(NamedTuple):
+    """Keys and values of the first `tokens` of a sequence, in tensors of such an object."""
+
+    tokens: int
+    tensors: Mapping[str, Tensor | None]
+
+
 class KvReader:
     """Puts what comes of such an object, in pieces of any length, into a sequence, which has grown by as much."""
 
@@ -108,6 +115,15 @@ class KvWriter:
     def to(self, output: OpenOutput) -> None:
         """Write there from now on."""
         self._output = output
+
+    @property
+    def written(self) -> Given | None:
+        """What is there of it, in whole chunks; None without any."""
+        chunks = min(self._done, self._layout.tokens // CHUNK * self._layout.layers) // self._layout.layers
+        if not (self._output and chunks):
+            return None
+        whole, rest = (self._output.tensors[name] for name in (CHUNKS, REST))
+        return Given(chunks * CHUNK, {CHUNKS: whole[:chunks], REST: rest[..., :0, :]})
 
     def layer(self, layer: int) -> None:
         """This layer has what it keeps of the sequence's last chunk. What others can read then is written at once."""
@@ -176,6 +192,11 @@ class SharedKvWriter(KvWriter):
         super().__init__(kv, layout)
         self._axis = axis
         self._made: dict[str, Tensor] = {}
+
+    @property
+    @override
+    def written(self) -> None:
+        """Nothing: it is not there for all of them."""
 
     @override
     def layer(self, layer: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 from typing_extensions import override
 
 from unfuse.core.codec import decode, encode
@@ -22,7 +23,7 @@ from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
-from unfuse.stages.handed_kv import KvReader
+from unfuse.stages.handed_kv import Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import Growing, Sequences
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 PROMPT = "prompt"
 """The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
+
+MADE_UP = 16
+"""Tokens of the prompts that stages warm up with."""
 
 PATIENCE_S = 0.005
 """How long a step waits where there is nothing else to do."""
@@ -61,6 +65,12 @@ class Prefill(JointStage[Prefilling, int]):
 
     def __init__(self, sequences: Sequences) -> None:
         self.texts = self._sequences = sequences
+
+    @override
+    def warm_up(self) -> None:
+        kv = self._sequences.begin(0)
+        self._sequences.forward([Growing(kv, [0] * MADE_UP)], exact=self.exact)
+        self._sequences.end(kv)
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -141,6 +151,12 @@ class Writing(Growing):
     constraint: Constraint | None = None
 
     @property
+    @override
+    def most(self) -> int:
+        assert self.words
+        return self.prompt + self.words.most
+
+    @property
     def answer(self) -> list[int]:
         """The ids of the answer so far."""
         return self.ids[self.prompt :]
@@ -192,6 +208,21 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
 
     @override
+    def warm_up(self) -> None:
+        """A token of a made-up prompt, whose keys and values are put in place as those that come from prefill."""
+        layout = self._sequences.layout(MADE_UP - 1)
+        tensors = {name: torch.zeros(shape, dtype=layout.dtype) for name, _, shape in layout.outline()}
+        kv, given = self._sequences.begin(0), self._given(tensors, layout.tokens)
+        assert given
+        done, words = self._sequences.put(kv, given), Words(self._tokenizer, [], 1)
+        state = Writing(kv, [0] * (done + 1), done, given=given, prompt=done + 1, words=words)
+        (made,) = self.step([state])
+        self.let_go(state)
+        if isinstance(made, Exception):
+            raise made
+        self.grown(made)
+
+    @override
     def verify(self, task: StageInput) -> None:
         verify_prompt(task)
 
@@ -209,7 +240,7 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
 
     @override
     def start(self, task: StageInput) -> Writing:
-        """Where there is no room for the KV that came, it is computed again when there is."""
+        """Where there is no room for the KV that came, it is put in place when there is."""
         prompt = unpacked(task.uploads[PROMPT])
         words = Words(self._tokenizer, json.loads(need(task.params, "stop", str)), need(task.params, "max_tokens", int))
         ids = [*prompt]
@@ -219,11 +250,13 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
             ids.append(piece.id)
         sight, how, constraint = self._sequences.sight(prompt, task), sampling(task.params), self._constraint(task)
         if isinstance(task.received, ReceivedKv):
-            kv, done = task.received.kv, task.received.tokens
+            kv, done, given = task.received.kv, task.received.tokens, None
         else:
-            kv = self._sequences.begin(task.priority)
-            done = self._taken(kv, task.tensors, len(prompt) - 1)
-        return Writing(kv, ids, done, sight=sight, prompt=len(prompt), how=how, words=words, constraint=constraint)
+            kv, given = self._sequences.begin(task.priority), self._given(task.tensors, len(prompt) - 1)
+            done = self._sequences.put(kv, given) if given else 0
+        return Writing(
+            kv, ids, done, sight=sight, given=given, prompt=len(prompt), how=how, words=words, constraint=constraint
+        )
 
     def _constraint(self, task: StageInput) -> Constraint | None:
         grammar = task.uploads.get(GRAMMAR)
@@ -237,19 +270,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
     def waits(self, state: Writing) -> bool:
         return state.constraint is not None and state.constraint.waits()
 
-    def _taken(self, kv: KvSequence, tensors: Tensors, tokens: int) -> int:
-        """Put the KV that prefill made in its place. Returns how many tokens it has; none if it is no such KV."""
-        layout = self._sequences.layout(tokens)
-        if not layout.fits(tensors):
-            return 0
-        try:
-            kv.grow(tokens)
-        except NoBlocks:
-            return 0
-        for start, layer, unit in layout.read(tensors):
-            own = unit[self._sequences.heads]
-            kv.write(layer, own[:, 0], own[:, 1], start)
-        return tokens
+    def _given(self, tensors: Tensors, tokens: int) -> Given | None:
+        """The KV that prefill made of so many tokens; None if it is no such KV."""
+        return Given(tokens, tensors) if self._sequences.layout(tokens).fits(tensors) else None
 
     @override
     def compute(self, batch: Sequence[Writing]) -> list[tuple[int, Sampled | None] | Exception]:

@@ -117,6 +117,10 @@ class PagedKv:
         self._gaps = _Gaps(self._blocks)
         self._grown: set[KvSequence] = set()
 
+    def blocks(self, tokens: int) -> int:
+        """How many hold so many tokens."""
+        return -(-tokens // self.block)
+
     def sequence(self) -> KvSequence:
         """A sequence without tokens."""
         return KvSequence(self)
@@ -168,6 +172,11 @@ class KvSequence:
         return len(self._runs)
 
     @property
+    def blocks(self) -> int:
+        """How many it has."""
+        return self._kv.blocks(self.length)
+
+    @property
     def tail(self) -> int:
         """The block behind its last one, into which it would grow; -1 without blocks."""
         return self._runs[-1][1] if self._runs else -1
@@ -178,7 +187,7 @@ class KvSequence:
             raise ValueError(f"a sequence does not grow by {tokens} tokens: truncate it")
         if not tokens:
             return
-        wanted = self._blocks(self.length + tokens) - self._blocks(self.length)
+        wanted = self._kv.blocks(self.length + tokens) - self._kv.blocks(self.length)
         self._runs = self._kv._take(self, self._runs, wanted)
         self.length += tokens
 
@@ -186,8 +195,8 @@ class KvSequence:
         """Keep this many tokens, from the first one on, and give back the blocks of the others."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"a sequence of {self.length} tokens has no first {tokens}")
-        kept = [*_within(self._runs, 0, self._blocks(tokens))]
-        given = [*_within(self._runs, self._blocks(tokens), self._blocks(self.length))]
+        kept = [*_within(self._runs, 0, self._kv.blocks(tokens))]
+        given = [*_within(self._runs, self._kv.blocks(tokens), self._kv.blocks(self.length))]
         self._runs, self.length = kept, tokens
         self._kv._give(self, given)
 
@@ -222,9 +231,6 @@ class KvSequence:
             self._kv.keys[layer][:, first:end] = keys[:, part]
             self._kv.values[layer][:, first:end] = values[:, part]
             done += end - first
-
-    def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self._kv.block)
 
 
 def joined(tensor: Tensor, spans: list[Span]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from unfuse.core.text import CHUNK, TextLoad
 from unfuse.core.vision import SHOWN, Vision
 from unfuse.stages.base import StageInput, Tensors
 from unfuse.stages.constraint import Constraint
-from unfuse.stages.handed_kv import KvLayout, KvWriter, SharedKvWriter
+from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
 from unfuse.stages.sight import Sight
@@ -34,6 +35,18 @@ class Growing:
     sight: Sight | None = field(default=None, kw_only=True)
     handed: KvWriter | None = field(default=None, kw_only=True)
     """Writes what the sequence has for another worker, if it is for one."""
+    given: Given | None = field(default=None, kw_only=True)
+    """What another worker has made of it, as long as that can be read."""
+
+    @property
+    def elsewhere(self) -> Given | None:
+        """What is there of its beginning beside the KV."""
+        return self.handed.written if self.handed else self.given
+
+    @property
+    def most(self) -> int:
+        """How many tokens it may have."""
+        return len(self.ids)
 
     def chunk(self, *, exact: bool) -> list[int]:
         """The tokens to add next; where they were added before, `exact` says to do so in the same chunks."""
@@ -45,8 +58,9 @@ class Sequences:
     """All sequences of a process, in one KV. Where that is full, the last ones give up theirs, and wait.
 
     Those of higher priority come before others, and of one priority the older. So the first one can always go on, and
-    none is lost: what a sequence gave up is computed again from its tokens. Of several ranks each has some of the
-    heads, and otherwise the same sequences: all make the same calls, in the same order.
+    none is lost: what a sequence gave up is put in place again where it is there elsewhere, and else computed again
+    from its tokens. Of several ranks each has some of the heads, and otherwise the same sequences: all make the same
+    calls, in the same order.
     """
 
     def __init__(
@@ -57,6 +71,7 @@ class Sequences:
         self.heads = slice(rank * self._share, (rank + 1) * self._share)
         """Those of the model whose keys and values are here."""
         self._ranks: dict[KvSequence, tuple[int, int]] = {}
+        self._wanted: dict[KvSequence, int] = {}
         self._begun = 0
         self.retracted, self.prompts = 0, 0
         """How often a sequence gave up its blocks, and how many sequences are prompts that are prefilled."""
@@ -120,16 +135,27 @@ class Sequences:
                 sequence.write(layer, keys[self.heads], values[self.heads], start)
         return sequence.length
 
+    def put(self, sequence: KvSequence, given: Given) -> int:
+        """Put what another worker has made in its place, where there is room now. Returns how many tokens there are."""
+        with suppress(NoBlocks):
+            sequence.grow(given.tokens)
+            self._put(sequence, given)
+        return sequence.length
+
     def end(self, sequence: KvSequence) -> None:
         """It is of no use any more."""
         sequence.free()
         self._ranks.pop(sequence, None)
+        self._wanted.pop(sequence, None)
 
     def forward(self, states: Sequence[Growing], *, exact: bool = False) -> list[Tensor | None]:
         """Add the next chunk of each to the KV. Returns the logits behind those whose tokens are all there then."""
         parts, handed = dict[KvSequence, tuple[list[int], Sight | None]](), list[KvWriter]()
         for state in sorted(states, key=lambda state: self._ranks[state.kv]):
             state.kv.truncate(min(state.done, state.kv.length))  # of a step that was made before, to compare
+            self._wanted[state.kv] = self._kv.blocks(state.most if exact else len(state.ids))
+            if not (state.kv.length or self._begins(state)):
+                continue
             chunk = state.chunk(exact=exact)
             if chunk and self._make_room(state.kv, len(chunk)):
                 parts[state.kv] = chunk, state.sight
@@ -140,12 +166,37 @@ class Sequences:
                 writer.layer(layer)
 
         run = [(kv, *part) for kv, part in parts.items()]
-        made = self._model.forward(run, exact, hand_on if handed else None)
+        try:
+            made = self._model.forward(run, exact, hand_on if handed else None)
+        except BaseException:
+            for kv, chunk, _ in run:  # or it would count as computed, where it was before the sequence gave it up
+                kv.truncate(kv.length - len(chunk))
+            raise
         for state in states:
             if state.handed:
                 state.handed.stepped()
         logits = dict(zip(parts, made, strict=True))
         return [logits.get(state.kv) if state.kv.length == len(state.ids) else None for state in states]
+
+    def _begins(self, state: Growing) -> bool:
+        """Whether a sequence that has nothing takes room: if there is enough for all tokens that it has by now.
+
+        Else it would soon give up again what it had computed again. Where that is one token a forward, there has to be
+        enough for all that it may have, beside what those before it may.
+        """
+        before = [other for other, rank in self._ranks.items() if other.length and rank < self._ranks[state.kv]]
+        held = sum(max(other.blocks, self._wanted.get(other, 0)) for other in before)
+        if self._wanted[state.kv] + held > self.usage().blocks:
+            return False
+        if given := state.elsewhere:
+            self._make_room(state.kv, given.tokens)
+            self._put(state.kv, given)
+        return True
+
+    def _put(self, sequence: KvSequence, given: Given) -> None:
+        for start, layer, unit in self.layout(given.tokens).read(given.tensors):
+            own = unit[self.heads]
+            sequence.write(layer, own[:, 0], own[:, 1], start)
 
     def _make_room(self, sequence: KvSequence, tokens: int) -> bool:
         """Grow a sequence, if need be in place of those behind it. False if it has to wait for those before it."""

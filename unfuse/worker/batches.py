@@ -43,7 +43,7 @@ class Batches:
         jobs = [job for job in jobs if not job.stage.waits(job.state)] or jobs
         first = min(jobs, key=self._place)
         self._turn += 1
-        self._turns[first.lease.task.pool] = self._turn
+        self._turns[first.lease.task.pool] = first.turn = self._turn
         if first.alone:
             return [first], "alone"
         same = first.key, first.priority, False
@@ -85,15 +85,16 @@ class Batches:
             self._compare(batch, made)
         return [*zip(batch, made, strict=True)]
 
-    def _place(self, job: Job) -> tuple[int, bool, bool, int]:
+    def _place(self, job: Job) -> tuple[int, bool, bool, int, int]:
         """Urgent ones first, then what takes one step, and of either what ends requests: so the others share as large a
         forward as they can, and slots bound how long they wait. Pools take turns, those of texts whatever they end: for
         a long prompt would wait until no text is written. So does what has made its only step in vain: a prompt for
-        which there is no room would keep texts from making some.
+        which there is no room would keep texts from making some. Texts that may not share a forward take turns.
         """
         task, steps = job.lease.task, job.stage.progress(job.state)[1]
         soon = task.final or job.stage.texts is not None
-        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.pool, 0)
+        own = job.turn if self._exactness and job.stage.all_together else 0
+        return -job.priority, steps > 1 or job.steps > 0, not soon, self._turns.get(task.pool, 0), own
 
     def _tell(self, job: Job, found: Sharing) -> None:
         """Let the parent know how requests of this job's pool share forwards, when that is news."""

@@ -87,6 +87,8 @@ def compute(descriptor: int) -> None:
         places.store, owner=load.owner, node=load.node, address=load.arena, write_token=load.write_token,
         threshold=places.threshold, spill_capacity=places.spill_capacity, durable=places.durable, run_dir=load.run_dir,
     )  # fmt: skip
+    for stage in stages.values():
+        stage.warm_up()
     ranks = SeveralRanks(group, channel.send) if group else Ranks()
     brought = {name: amount for stage in stages.values() for name, amount in stage.resources.items()}
     send = telling(channel.send, device)

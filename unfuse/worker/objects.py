@@ -121,6 +121,14 @@ class Objects:
         except TransientError as error:
             log.warning("an object was not fully deleted", object=ref.id, reason=str(error))
 
+    def drop(self, ids: Iterable[str]) -> bool:
+        """Free those of these objects that are in the arena: nobody reads them any more. Returns whether any was."""
+        before = self.usage().used
+        for id in ids:
+            if self._arena:
+                self._arena.delete(id)
+        return self.usage().used < before
+
     async def release(self, requests: Iterable[str]) -> None:
         """Free everything that is held for these requests, durable copies included."""
         for request in requests:

@@ -33,6 +33,8 @@ class Job:
     alone: bool = False
     resumed: int = 0
     steps: int = 0
+    turn: int = 0
+    """When its last step was decided, in the order of such turns."""
     mates: int = 0
     """The number of tasks in its forwards, itself included, summed over its steps."""
     saved: int = 0

@@ -359,6 +359,8 @@ class Worker:
             await objects.release(pulse.over)
             self._changed.set()
             self._released.set()
+        if objects.drop(pulse.lost):
+            self._changed.set()
 
     async def _until_read(self, objects: Objects) -> None:
         """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so."""
