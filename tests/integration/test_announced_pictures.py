@@ -121,6 +121,7 @@ def test_a_picture_is_pulled_while_the_next_one_is_encoded(
     with far_reader(folder, tmp_path, keys, **own) as server, ThreadPoolExecutor() as pool:
         encoder = server.worker("vision", *keys, *KV)
         answer = pool.submit(asked, server.ready(), prompts[name])
+        assert all(one["engines"]["tcp"] and one["healthy"] for one in server.get("/v1/workers")["data"])
         with amid(server, encoder, 1):
             until(lambda: moved(server), "the first to be pulled")
             assert status(server, "vision_encode.0", "vision_encode.1", "prefill") == ["done", "leased", "leased"]
