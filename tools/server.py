@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 import psutil
 
@@ -99,15 +101,20 @@ class Server:
             return None
 
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
-        """The JSON that a POST returns; raises HTTPError for a refusal."""
+        """The JSON that a POST returns; raises HTTPError for a refusal, whose text is here: no socket is left to it."""
         data = json.dumps(body).encode()
         request = urllib.request.Request(
             self.url + path,
             data,
             {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()},
         )
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
-            return json.loads(answer.read())
+        try:
+            with urllib.request.urlopen(request, timeout=START_S) as answer:
+                return json.loads(answer.read())
+        except HTTPError as error:
+            with error:
+                text = io.BytesIO(error.read())
+            raise HTTPError(error.url, error.code, error.msg, error.headers, text) from None
 
     def ready(self) -> Server:
         until(lambda: self.get("/ready") is not None, "every pool to have a worker", self.process)

@@ -1,7 +1,7 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
 Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
-an image among them is a file, as is a `lora`, whose scale is `lora_scale`, and a model another folder. The
+an image among them is a file, `loras` are [file, scale] each, and a model is another folder. The
 answer lists the SHA-256 of every picture's RGB bytes.
 """
 
@@ -17,12 +17,15 @@ from diffusers import DiffusionPipeline  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
 
 
-def load(folder: str, lora: str | None, scale: float) -> DiffusionPipeline:
+def load(folder: str, loras: str) -> DiffusionPipeline:
     pipeline = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    if lora:
-        pipeline.load_lora_weights(lora, adapter_name="lora")
-        pipeline.set_adapters(["lora"], [scale])
+    scales = {}
+    for file, scale in json.loads(loras):
+        pipeline.load_lora_weights(file, adapter_name=Path(file).stem)
+        scales[Path(file).stem] = scale
+    if scales:
+        pipeline.set_adapters([*scales], [*scales.values()])
     return pipeline
 
 
@@ -31,7 +34,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digests, pipelines = [], {}
     for case in json.loads(Path(cases).read_text()):
-        asked = case.pop("model", folder), case.pop("lora", None), case.pop("lora_scale", 1.0)
+        asked = case.pop("model", folder), json.dumps(case.pop("loras", []))
         if asked not in pipelines:
             pipelines[asked] = load(*asked)
         pipeline = pipelines[asked]

@@ -21,7 +21,8 @@ def asked(server: Server, path: str) -> tuple[int, str]:
         with urllib.request.urlopen(server.url + path, timeout=10) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+        with error:
+            return error.code, error.read().decode()
 
 
 def waiting(server: Server) -> float:

@@ -22,7 +22,8 @@ from tools.tiny import adapter
 STEPS, MORE = 4, 100
 PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gray")
 ADAPTERS: list[dict[str, Any]] = [
-    {}, {"lora": "plain"}, {"lora": "alpha"}, {"lora": "plain", "lora_scale": 0.4}
+    {}, {"lora": "plain"}, {"lora": ["alpha:-0.5", {"name": "plain", "scale": 0.8}]},
+    {"lora": "plain", "lora_scale": 0.4}
 ]  # fmt: skip
 CASES = [{"prompt": prompt, "seed": seed} | own for own in ADAPTERS for seed, prompt in enumerate(PROMPTS)]
 
@@ -41,8 +42,10 @@ def expected(loras: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     asked = {**defaults(), "num_inference_steps": STEPS}
     cases = [{**asked, **case} for case in CASES]
     for case in cases:
-        if "lora" in case:
-            case["lora"] = str(loras / f"{case['lora']}.safetensors")
+        scales = {"alpha": -0.5, "plain": 0.8} if isinstance(case.get("lora"), list) else {}
+        scales = scales or ({case["lora"]: case.get("lora_scale", 1.0)} if "lora" in case else {})
+        case["loras"] = [[str(loras / f"{name}.safetensors"), scale] for name, scale in scales.items()]
+        case.pop("lora", None), case.pop("lora_scale", None)
     found = [frames[0] for frames in undivided(SHAPES, tmp_path_factory.mktemp("reference"), cases)]
     assert len(set(found)) == len(CASES)
     return found
@@ -97,13 +100,13 @@ def test_two_adapters_and_none_in_one_load_each_make_their_own_picture(
 def test_the_command_line_asks_for_one(
     server: Server, denoiser: Popen[bytes], expected: list[str], tmp_path: Path
 ) -> None:
-    case = CASES[-1]
-    asked = {"lora": case["lora"], "lora-scale": case["lora_scale"], "seed": case["seed"], "steps": STEPS}
-    flags = [text for name, value in asked.items() for text in (f"--{name}", str(value))]
+    case = CASES[2 * len(PROMPTS)]
+    flags = ["--lora", "alpha:-0.5", "--lora", "plain", "--lora-scale", "0.8"]
+    flags += ["--seed", str(case["seed"]), "--steps", str(STEPS)]
     command = unfuse("generate", case["prompt"], *flags, "--server", server.url, "-o", "out.png")
     subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), check=True, capture_output=True)
 
-    assert digest((tmp_path / "out.png").read_bytes()) == expected[-1]
+    assert digest((tmp_path / "out.png").read_bytes()) == expected[2 * len(PROMPTS)]
 
 
 @pytest.mark.nightly

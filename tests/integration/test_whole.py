@@ -167,7 +167,9 @@ def test_a_lora_is_applied_by_the_pipeline_s_own_loader_and_not_to_others(server
     """Given a request with it, and one without, which are amid their calls at one time."""
     cases = [{**CASES[0], "num_inference_steps": 20, "lora": "made", "lora_scale": 0.5}, CASES[0]]
     (call, _), file = calls("sd3"), server.folder / "loras" / "made.safetensors"
-    with_it, without = undivided(Path(), server.folder, [{**call, **cases[0], "lora": str(file)}, call])
+    with_it, without = undivided(
+        Path(), server.folder, [{**call, "num_inference_steps": 20, "loras": [[str(file), 0.5]]}, call]
+    )
 
     first = submitted(server, "sd3", cases[0])
     assert any(event["type"] == "progress" for event in server.events(first))

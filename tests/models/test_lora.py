@@ -29,7 +29,17 @@ from unfuse.stages.base import StageInput, SteppedStage
 
 JOBS = {job.name: job for job in c.LORA_JOBS}
 ONE = ComputeOptions(max_loras=1)
-SEQUENCE = ["lora-plain", "lora-none", "lora-alpha", "lora-scaled", "lora-plain", "lora-alpha", "lora-none"]
+SEQUENCE = [
+    "lora-plain",
+    "lora-none",
+    "lora-alpha",
+    "lora-scaled",
+    "lora-two",
+    "lora-plain",
+    "lora-two",
+    "lora-alpha",
+    "lora-none",
+]
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +68,7 @@ Prepare = Callable[..., tuple[SteppedStage[Any], StageInput]]
 
 def known(params: Params, loras: Loras) -> Params:
     """A request's parameters as the gateway passes them on."""
-    return {**params, "lora_id": loras.id_of(str(params["lora"]))} if "lora" in params else params
+    return {**params, "lora_id": loras.ids_of(str(params["lora"]))} if "lora" in params else params
 
 
 def latents(stage: SteppedStage[Any], task: StageInput) -> np.ndarray:
@@ -75,7 +85,10 @@ def test_with_an_adapter_latents_are_those_of_the_undivided_pipeline(
 
 
 def test_the_references_can_tell_adapters_and_scales_apart(undivided: c.Undivided) -> None:
-    for names in (["lora-none", "lora-plain", "lora-alpha", "lora-scaled"], ["lora-flux-none", "lora-flux"]):
+    for names in (
+        ["lora-none", "lora-plain", "lora-alpha", "lora-scaled", "lora-two"],
+        ["lora-flux-none", "lora-flux", "lora-flux-two", "lora-flux-kohya"],
+    ):
         made = [undivided.result(name)["latents"] for name in names]
         for place, one in enumerate(made):
             assert all(np.abs(one - other).mean() > 0.01 for other in made[place + 1 :]), names[place]
@@ -95,7 +108,7 @@ def test_one_after_the_other_they_leave_no_trace(
 def test_step_by_step_in_turn_they_do_not_touch_each_other(
     options: ComputeOptions, undivided: c.Undivided, prepared: Prepare
 ) -> None:
-    names = ["lora-plain", "lora-none", "lora-alpha", "lora-scaled"]
+    names = ["lora-plain", "lora-none", "lora-two", "lora-alpha", "lora-scaled"]
     stage, _ = prepared(JOBS["lora-none"], options)
     states = [stage.start(prepared(JOBS[name], options)[1]) for name in names]
 
@@ -128,10 +141,10 @@ def test_a_resumed_task_goes_on_with_its_adapter(undivided: c.Undivided, prepare
 
 def test_only_requests_with_one_adapter_at_one_scale_share_a_forward(loras: Loras, prepared: Prepare) -> None:
     stage, _ = prepared(JOBS["lora-none"])
-    names = ("lora-plain", "lora-alpha", "lora-scaled", "lora-none")
+    names = ("lora-plain", "lora-alpha", "lora-scaled", "lora-two", "lora-none")
     keys = [stage.batch_key(known(JOBS[name].params, loras)) for name in names]
 
-    assert len(set(keys)) == 4
+    assert len(set(keys)) == 5
     assert stage.batch_key(known({**JOBS["lora-plain"].params, "seed": 1}, loras)) == keys[0]
 
 
@@ -163,6 +176,7 @@ def folder(undivided: c.Undivided, tmp_path_factory: pytest.TempPathFactory) -> 
         "more": {**plain, "transformer.blocks.0.attn1.to_q.lora_magnitude_vector": plain[first].clone()},
         "second": {key.replace("transformer.", "transformer_2."): tensor for key, tensor in plain.items()},
         "empty": {},
+        "kohya": load_file(undivided.folder("loras") / "flux-kohya.safetensors"),
     }
     for name, tensors in broken.items():
         save_file(tensors, folder / f"{name}.safetensors")
@@ -192,6 +206,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(("name", "says"), [
         ("text", "only the denoiser is adapted"), ("other", "made for another one"), ("second", "no such layer"),
+        ("kohya", "cannot be loaded|another one"),
         ("ranks", "does not fit the model"), ("wide", "does not fit the model"), ("empty", "is empty"),
         ("half", "no half of a low-rank pair"), ("more", "no half of a low-rank pair"),
         ("pickle", "cannot be loaded"), ("cut", "cannot be loaded"),

@@ -4,7 +4,8 @@
 
 Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
 names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER, a `lora` one of the adapters under FOLDER/loras. A job
+uint8). An `image` among the parameters is a file under FOLDER, a `lora` one or several of the
+adapters under FOLDER/loras, each with a scale or with `lora_scale`. A job
 that asks for `blocks` gets, under that name, also the pixels that diffusers' modular pipeline makes of it.
 """
 
@@ -115,6 +116,20 @@ def adapters(root: Path) -> None:
     layers = sorted({key.partition(".lora_")[0] for key in whole["flux"]})
     alphas = {f"{layer}.alpha": torch.tensor(float(2 + number % 2)) for number, layer in enumerate(layers)}
     save_file(whole["flux"] | alphas, loras / "flux-alphas.safetensors")
+    save_file(kohya(whole["flux"]), loras / "flux-kohya.safetensors")
+
+
+def kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """These of FLUX as kohya's scripts and ComfyUI name them, where queries, keys and values are one layer."""
+    made = {}
+    for block in {key.split(".")[2] for key in tensors if ".transformer_blocks." in key}:
+        layers = f"transformer.transformer_blocks.{block}.attn.to_", f"lora_unet_double_blocks_{block}_img_attn_"
+        ups = [tensors[f"{layers[0]}{part}.lora_B.weight"] for part in "qkv"]
+        made |= {f"{layers[1]}qkv.lora_down.weight": tensors[f"{layers[0]}q.lora_A.weight"]}
+        made |= {f"{layers[1]}qkv.lora_up.weight": torch.cat(ups), f"{layers[1]}qkv.alpha": torch.tensor(3.0)}
+        made |= {f"{layers[1]}proj.lora_down.weight": tensors[f"{layers[0]}out.0.lora_A.weight"].clone()}
+        made |= {f"{layers[1]}proj.lora_up.weight": tensors[f"{layers[0]}out.0.lora_B.weight"]}
+    return made
 
 
 def replaced(text: str, words: dict[str, str]) -> str:
@@ -136,8 +151,11 @@ def main() -> None:
         if key not in pipes:
             pipes[key] = pipeline(root / job["model"], job["dtype"])
             if lora:
-                pipes[key].load_lora_weights(root / "loras" / f"{lora}.safetensors", adapter_name="a")
-                pipes[key].set_adapters(["a"], [scale])
+                named = [one.split(":") for one in lora.split(",")]
+                for name, *_ in named:
+                    pipes[key].load_lora_weights(root / "loras" / f"{name}.safetensors", adapter_name=name)
+                scales = [float(own[0]) if own else scale for _, *own in named]
+                pipes[key].set_adapters([name for name, *_ in named], scales)
         pipes[key].vae.use_tiling = job["tiled"]
         made = run(pipes[key], job["params"], root)
         if job["blocks"]:

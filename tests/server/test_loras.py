@@ -60,6 +60,27 @@ def test_a_request_keeps_the_name_the_content_and_the_scale(served: Served, http
     assert not {"lora", "lora_id", "lora_scale"} & none.keys()
 
 
+@pytest.mark.parametrize("asked", [
+    "ink,oil:-0.5", ["ink", "oil:-0.5"], [{"name": "ink"}, {"name": "oil", "scale": -0.5}],
+    [{"name": "ink", "scale": None}, {"name": "oil", "scale": "-0.5"}], ["ink,oil:-0.50"],
+])  # fmt: skip
+def test_several_are_kept_in_their_order_each_with_its_scale(
+    asked: object, served: Served, http: httpx2.Client, folder: Path
+) -> None:
+    loras = Loras(str(folder))
+    kept = params_of(served, ask(http, lora=asked, lora_scale=2))
+    assert kept["lora"] == "ink,oil:-0.5"
+    assert kept["lora_id"] == f"{loras.id_of('ink')},{loras.id_of('oil')}"
+    assert kept["lora_scale"] == 2
+
+
+def test_one_file_by_two_names_is_refused(http: httpx2.Client, folder: Path) -> None:
+    (folder / "twin.safetensors").write_bytes((folder / "ink.safetensors").read_bytes())
+    message = error_of(ask(http, lora="ink,twin"))["message"]
+    (folder / "twin.safetensors").unlink()
+    assert "'ink' and 'twin' are one file" in message
+
+
 def test_another_content_under_the_name_is_another_adapter(served: Served, http: httpx2.Client, folder: Path) -> None:
     (folder / "new.safetensors").write_bytes(b"one")
     first = params_of(served, ask(http, lora="new"))
@@ -81,8 +102,23 @@ def test_videos_take_one_too(served: Served, http: httpx2.Client) -> None:
 @pytest.mark.parametrize(("given", "param", "says"), [
     ({"lora": "sand"}, "lora", "no lora 'sand' is there; there are ink, oil"),
     ({"lora": "../ink"}, "lora", "no lora '../ink' is there"),
-    ({"lora": ""}, "lora", "1 to 128 characters"),
+    ({"lora": ""}, "lora", "characters long"),
     ({"lora": 7}, "lora", "must be text"),
+    ({"lora": []}, "lora", "1 to 8 names"),
+    ({"lora": [f"a{number}" for number in range(9)]}, "lora", "1 to 8 names"),
+    ({"lora": "ink," * 2000}, "lora", "characters long"),
+    ({"lora": "ink,ink:2"}, "lora", "'ink' twice"),
+    ({"lora": "ink,sand"}, "lora", "no lora 'sand' is there"),
+    ({"lora": ",ink"}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": "ink:"}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": "ink:much"}, "lora", "must be a number"),
+    ({"lora": "ink:11"}, "lora", "-10 to 10, not 11"),
+    ({"lora": [["ink"]]}, "lora", "must be text"),
+    ({"lora": {"scale": 1}}, "lora", "must be text"),
+    ({"lora": [{"name": "ink:1"}]}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": [{"name": ["ink"]}]}, "lora", "a name, or NAME:SCALE"),
+    ({"lora": [{"name": "ink", "weight": 1}]}, "lora", "must be text"),
+    ({"lora": [{"name": "ink", "scale": True}]}, "lora", "must be a number"),
     ({"lora": "ink", "lora_scale": 11}, "lora_scale", "-10 to 10, not 11"),
     ({"lora": "ink", "lora_scale": "nan"}, "lora_scale", "must be a number"),
     ({"lora_scale": 1}, "lora_scale", "send the name of one as lora too"),

@@ -14,7 +14,7 @@ from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, VIDEO
 from unfuse.core.parameters import Parameter
 
-TYPES = {"integer": int, "number": float, "flag": bool}
+TYPES = {"integer": int, "number": float, "flag": bool, "scaled": list[str]}
 """Types that the command line parses; all others are text."""
 
 LINES = {one.name: one for medium in (IMAGE, VIDEO) for one in medium.parameters if one.offered}

@@ -169,8 +169,11 @@ COMMON = (
         "seed", "integer", 0, MAX_SEED, use="request",
         description="seed of the first picture; if left out it is drawn, and the answer has it",
     ),
-    Parameter("lora", "text", 1, 128, description="adapter to use, by its name in --loras", metavar="NAME"),
-    Parameter("lora_scale", "number", -10, 10, description="how strong the adapter is; 1 if left out"),
+    Parameter(
+        "lora", "scaled", -10, 10, metavar="NAME[:SCALE]",
+        description="adapter to use, by its name in --loras, and how strong it is; several are added up",
+    ),
+    Parameter("lora_scale", "number", -10, 10, description="how strong adapters without a scale are; 1 if left out"),
     Parameter("fps", "integer", 1, 120, description="frames a second of a video"),
     Parameter("output_compression", "integer", 0, 100, default=100, description="quality of jpeg and webp"),
     Parameter(

@@ -19,8 +19,9 @@ Value = str | int | float | bool | None
 Params = dict[str, Value]
 """The parameters of a request, by name, as stages get them."""
 
-Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "any"]
-"""`form` is a text that matches a pattern, `texts` an object of a few short texts; `any` is not checked."""
+Kind = Literal["text", "integer", "number", "choice", "flag", "form", "texts", "scaled", "any"]
+"""`form` is a text that matches a pattern, `texts` an object of a few short texts, `scaled` a name or
+several, each with a scale or without one; `any` is not checked."""
 
 Use = Literal["stages", "request", "delivery", "nothing"]
 """Who reads a parameter: the stages, the code that makes the request, its delivery, or nobody."""
@@ -29,6 +30,7 @@ Bound = float | str
 """A number, or the name of one of the model's limits."""
 
 MAX_TEXTS = 16
+MAX_SCALED = 8
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}(\.[0-9]{1,18})?")
@@ -98,6 +100,8 @@ class Parameter(msgspec.Struct, frozen=True):
                 return matching(self.name, value, *self.form)
             case "texts":
                 return texts(self.name, value)
+            case "scaled":
+                return scaled(self.name, value, low, high)
             case "any":
                 return value
 
@@ -156,6 +160,37 @@ def texts(name: str, value: object) -> dict[str, str]:
     if not isinstance(value, dict) or len(value) > MAX_TEXTS:
         raise InvalidParameter(f"{name} must be an object of at most {MAX_TEXTS} texts", name)
     return {text(f"{name} key", key, 1, 64): text(f"{name}.{key}"[:80], one, 0, 512) for key, one in value.items()}
+
+
+def scaled(name: str, value: object, low: float, high: float) -> str:
+    """A few names as a text that `scales` reads. Each is given as a text (`ink:0.8`) or as an object with `name` and
+    `scale`; several as a list, or with commas between.
+    """
+    given, found = value if isinstance(value, list) else [value], dict[str, str]()
+    parts: list[tuple[object, object]] = []
+    for one in given[: MAX_SCALED + 1]:
+        if isinstance(one, dict) and {"name"} <= one.keys() <= {"name", "scale"}:
+            parts.append((one["name"], one.get("scale")))
+        else:
+            cut = _cut(text(name, one, 1, 129 * MAX_SCALED))
+            parts += [(part if scale or not colon else "", scale or None) for part, colon, scale in cut]
+    for part, scale in parts:
+        called = matching(name, part, "[^,:]{1,128}", "a name, or NAME:SCALE, or several with commas between")
+        if called in found:
+            raise InvalidParameter(f"{name} has {printable(called)} twice: name it once, with the scale of both", name)
+        found[called] = called if scale is None else f"{called}:{number(name, scale, low, high)!r}"
+    if not 1 <= len(found) <= MAX_SCALED:
+        raise InvalidParameter(f"{name} must be 1 to {MAX_SCALED} names", name)
+    return ",".join(found.values())
+
+
+def scales(text: str) -> list[tuple[str, float | None]]:
+    """The names in a text that `scaled` has made, each with its scale, if it has one."""
+    return [(name, float(scale) if scale else None) for name, _, scale in _cut(text)]
+
+
+def _cut(text: str) -> list[tuple[str, str, str]]:
+    return [part.partition(":") for part in text.split(",")]
 
 
 def printable(value: object) -> str:

@@ -125,7 +125,7 @@ class Call:
         if GRAMMAR in uploads:
             await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
-            params["lora_id"] = await gateway.lora_id(card, str(params["lora"]))
+            params["lora_id"] = await gateway.lora_ids(card, str(params["lora"]))
         if picture is not None:
             data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
             uploads["image"], params["image"] = data, hashlib.sha256(data).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unfuse.core.media import IMAGE, TEXT, VIDEO, Medium
-from unfuse.core.parameters import MAX_TEXTS, Parameter
+from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
 
 Schema = dict[str, Any]
 
@@ -20,6 +20,26 @@ TYPES: dict[str, Schema] = {
         "type": "object",
         "maxProperties": MAX_TEXTS,
         "additionalProperties": {"type": "string", "maxLength": 512},
+    },
+    "scaled": {
+        "anyOf": [
+            {"type": "string"},
+            {
+                "type": "array",
+                "maxItems": MAX_SCALED,
+                "items": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {
+                            "type": "object",
+                            "required": ["name"],
+                            "properties": {"name": {"type": "string"}, "scale": {"type": "number"}},
+                            "additionalProperties": False,
+                        },
+                    ]
+                },
+            },
+        ]
     },
     "any": {},
 }

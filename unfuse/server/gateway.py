@@ -115,14 +115,14 @@ class Gateway(Observer):
             raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
         return name, served[name]
 
-    async def lora_id(self, card: ModelCard, name: str) -> str:
-        """The hash of an adapter's content, so that workers use the same. Raises InvalidParameter."""
+    async def lora_ids(self, card: ModelCard, named: str) -> str:
+        """The hashes of adapters' contents, so that workers use the same. Raises InvalidParameter."""
         if not card.takes_lora:
             raise InvalidParameter(f"model {card.name} takes no lora: leave it out", "lora")
         if self.loras is None:
             raise InvalidParameter("no lora is served here: start the server with --loras FOLDER", "lora")
         try:
-            return await to_thread.run_sync(self.loras.id_of, name, limiter=self.decoding)
+            return await to_thread.run_sync(self.loras.ids_of, named, limiter=self.decoding)
         except NotFound as error:
             raise InvalidParameter(str(error), "lora") from error
 

@@ -15,8 +15,8 @@ from warnings import catch_warnings
 import xxhash
 
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
+from unfuse.core.parameters import scales
 from unfuse.core.plan import Params
-from unfuse.stages.base import need
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,6 +69,14 @@ class Loras:
             self._ids[file] = as_it_is, digest.hexdigest()
         return self._ids[file][1]
 
+    def ids_of(self, named: str) -> str:
+        """The ids of all adapters that a request names, with commas between. Raises NotFound."""
+        ids = {name: self.id_of(name) for name, _ in scales(named)}
+        for name, id in ids.items():
+            if twin := next((other for other in ids if other != name and ids[other] == id), ""):
+                raise NotFound(f"loras {name!r} and {twin!r} are one file: name one of them, with the scale of both")
+        return ",".join(ids.values())
+
     def file(self, name: str, id: str) -> Path:
         """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
         if self.id_of(name) != id:
@@ -77,7 +85,7 @@ class Loras:
 
 
 class Adapters:
-    """The adapters of one transformer: at most `most` are loaded, and one or none of them is active.
+    """The adapters of one transformer: at most `most` are loaded, or as many as a request names, which are active.
 
     They are read and applied by diffusers, in the formats that its `pipeline` class knows, and stay on the device.
     Raises ConfigError where the library peft is missing.
@@ -89,38 +97,47 @@ class Adapters:
         self._loras, self._transformer, self._pipeline = loras, transformer, pipeline
         self._device, self._most = device, most
         self._loaded: list[str] = []  # the least recently used first
-        self._active: tuple[str, float] | None = None
+        self._active: dict[str, float] | None = {}
 
     def use(self, params: Params) -> None:
-        """Make the next forward run with the adapter of a request, or with none, which gives the model's exact bits.
+        """Make the next forward run with the adapters of a request, or with none, which gives the model's exact bits.
 
-        Raises PermanentError and NotFound when it cannot be had.
+        Raises PermanentError and NotFound when one cannot be had.
         """
-        id = str(params.get("lora_id") or "")
-        wanted = (id, need(params, "lora_scale", float)) if id else None
-        if wanted == self._active:
+        named, usual = scales(str(params.get("lora") or "")), float(params.get("lora_scale") or 0.0)
+        ids = str(params.get("lora_id") or "").split(",")
+        wanted = {id: usual if one is None else one for id, (_, one) in zip(ids, named, strict=True) if id}
+        if wanted == self._active and [*wanted] == [*self._active]:
             return
-        self._active = "", 0.0  # should anything fail on the way, nothing is taken for granted
-        if wanted is None:
-            self._transformer.disable_lora()
-        else:
-            if id in self._loaded:
-                self._loaded.remove(id)
-            else:
-                self._load(need(params, "lora", str), id)
-            self._loaded.append(id)
+        self._active = None  # should anything fail on the way, nothing is taken for granted
+        if wanted:
+            self._keep(dict(zip(ids, (name for name, _ in named), strict=True)))
             self._transformer.enable_lora()
-            self._transformer.set_adapters(id, wanted[1])
+            self._transformer.set_adapters([*wanted], [*wanted.values()])
+        else:
+            self._transformer.disable_lora()
         self._active = wanted
 
+    def _keep(self, names: Mapping[str, str]) -> None:
+        """Have these loaded, by id, in the place of the least recently used of the others."""
+        self._loaded = [id for id in self._loaded if id not in names] + [id for id in self._loaded if id in names]
+        missing = [id for id in names if id not in self._loaded]
+        spare = len(self._loaded) + len(missing) - max(self._most, len(names))
+        for id in self._loaded[: max(spare, 0)]:
+            self._forget(id)
+            self._loaded.remove(id)
+        for id in missing:
+            self._load(names[id], id)
+            self._loaded.append(id)
+
+    def _forget(self, id: str) -> None:
+        self._transformer.set_adapters([], [])
+        self._transformer.delete_adapters(id)
+
     def _load(self, name: str, id: str) -> None:
-        """Load an adapter, in the place of the least recently used one."""
         from safetensors import SafetensorError
 
         file, model = str(self._loras.file(name, id)), self._transformer
-        while len(self._loaded) >= self._most:
-            model.set_adapters([], [])
-            model.delete_adapters(self._loaded.pop(0))
         how = {"use_safetensors": True, "local_files_only": True, "return_alphas": True, "return_lora_metadata": True}
         try:
             tensors, *alphas, metadata = self._pipeline().lora_state_dict(file, **how)
@@ -140,12 +157,13 @@ class Adapters:
 class PipelineAdapters(Adapters):
     """Those of a whole pipeline, put where its own loader puts them, text encoders too."""
 
+    def _forget(self, id: str) -> None:
+        self._transformer.delete_adapters(id)
+
     def _load(self, name: str, id: str) -> None:
         from safetensors import SafetensorError
 
         file, pipeline = self._loras.file(name, id), self._transformer
-        while len(self._loaded) >= self._most:
-            pipeline.delete_adapters(self._loaded.pop(0))
         how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
         try:
             with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now

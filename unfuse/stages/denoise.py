@@ -183,9 +183,9 @@ class Denoise(JointStage[DenoiseState, Tensor]):
             need_tensor(task, name, shape)
 
     def batch_key(self, params: Params) -> Hashable:
-        """Requests of one size, text length and adapter at one scale, all with or all without guidance."""
+        """Requests of one size, text length and adapters at one scale, all with or all without guidance."""
         guided = applies(self._denoiser.guidance(params))
-        shared = (params.get(name) for name in ("max_sequence_length", "lora_id", "lora_scale"))
+        shared = (params.get(name) for name in ("max_sequence_length", "lora", "lora_id", "lora_scale"))
         return super().batch_key(params), guided, *shared
 
     @torch.no_grad()
