@@ -95,10 +95,7 @@ class Undivided:
                 [sys.executable, "-I", str(PEER), str(threads)], env=variables, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
-            stack.callback(process.wait)
-            assert process.stdin
-            stack.callback(process.stdin.close)
-            self._free.put(process)
+            self._free.put(stack.enter_context(process))
 
     def ask(self, chat: tuple[dict[str, Any], dict[str, Any]]) -> int:
         """The tokens of the prompt."""
