@@ -159,6 +159,7 @@ def main() -> None:
             ways = {"generate": Undivided(stack, 1, CORES).ask}
             ways |= {layout: served(stack, shots.model, layout, CORES) for layout in LAYOUTS[:2]}
             found["one chat"] = {name: row(compared(shots, ways, scene, 1, rounds)) for name, scene in SCENES.items()}
+            table("one chat", found["one chat"])
         with ExitStack() as stack:
             ways = {"generate": Undivided(stack, CORES, 1).ask}
             ways |= {layout: served(stack, shots.model, layout, 1) for layout in LAYOUTS}
@@ -167,13 +168,13 @@ def main() -> None:
                 for clients in CLIENTS
             }
             found["chats at a time"] = {name: row(one, int(name)) for name, one in at_once.items()}
+            table("chats at a time", found["chats at a time"])
             encoders = {name: ways[name] for name in LAYOUTS[1:]}
             found["one chat of many pictures"] = {
                 f"{MANY[1]} pictures of {MANY[0] ** 2} tokens": row(compared(shots, encoders, MANY, 1, rounds))
             }
+            table("one chat of many pictures", found["one chat of many pictures"])
     show("seen", rounds=rounds, tables=found)
-    for name, rows in found.items():
-        table(name, rows)
 
 
 if __name__ == "__main__":
