@@ -39,15 +39,15 @@ SIDE = 32
 """Pixels of a token, each way."""
 LAYOUTS = ("all=1", "vision=1,language=1", "vision=2,language=1")
 SCENES = {
-    "1 picture of 1K tokens, 64 new": (32, 1, 0, 64),
-    "4 pictures, 4K tokens, 64 new": (32, 4, 0, 64),
-    "8 frames of a video, 1K tokens, 64 new": (16, 0, 8, 64),
+    "1 picture of 1K tokens, 16 new": (32, 1, 0, 16),
+    "4 pictures, 2.3K tokens, 16 new": (24, 4, 0, 16),
+    "8 frames of a video, 1K tokens, 16 new": (16, 0, 8, 16),
 }
 """The tokens of a side, pictures, frames, and tokens to make."""
-CLIENTS, FEW = (1, 4, 16, 64), (16, 1, 0, 16)
+CLIENTS, FEW = (1, 4, 16, 64), (12, 1, 0, 8)
 MOST = 64
 """Of so many chats at a time there is a single round."""
-MANY = (20, 16, 0, 1)
+MANY = (20, 8, 0, 1)
 ROUNDS = 3
 Scene = tuple[int, int, int, int]
 
