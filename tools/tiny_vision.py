@@ -18,8 +18,13 @@ TEMPLATE = (
 )
 
 
-def make_vision_model(folder: Path, kind: str = KINDS[0], *, positions: int = 2048, seed: int = 0) -> Path:
-    """Save one as transformers does; pictures of it have 4 to 64 tokens, and all frames of a video 16 to 128."""
+def make_vision_model(
+    folder: Path, kind: str = KINDS[0], *, positions: int = 2048, width: int = 64, most: int = 64, seed: int = 0
+) -> Path:
+    """Save one as transformers does; pictures have 4 tokens to so many, all frames of a video 16 to twice as many.
+
+    Another `width` than 64 is for those whose heads say how wide they are, which are all but the first kind.
+    """
     import torch
     import transformers
 
@@ -27,14 +32,15 @@ def make_vision_model(folder: Path, kind: str = KINDS[0], *, positions: int = 20
     begin, end, picture, video = (tokenizer.token_to_id(token) for token in TOKENS)
     torch.manual_seed(seed)
     speaks = {
-        "vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions,
+        "vocab_size": tokenizer.get_vocab_size(), "hidden_size": width, "intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": positions,
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"), "bos_token_id": None, "pad_token_id": 0,
         "initializer_range": 0.2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }  # fmt: skip
     sees = {
-        "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+        "depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": width,
         "initializer_range": 0.2,
     }  # fmt: skip
     if kind == "Qwen2_5_VL":
@@ -51,8 +57,8 @@ def make_vision_model(folder: Path, kind: str = KINDS[0], *, positions: int = 20
     )  # fmt: skip
     getattr(transformers, f"{kind}ForConditionalGeneration")(config).save_pretrained(folder)
     side = (patch * 2) ** 2
-    size = {"size": {"shortest_edge": 4 * side, "longest_edge": 64 * side}}
+    size = {"size": {"shortest_edge": 4 * side, "longest_edge": most * side}}
     transformers.Qwen2VLImageProcessor(patch_size=patch, **size).save_pretrained(folder)
-    video_size = {"size": {"shortest_edge": 16 * side, "longest_edge": 128 * side}, "patch_size": patch}
+    video_size = {"size": {"shortest_edge": 16 * side, "longest_edge": 2 * most * side}, "patch_size": patch}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video_size))
     return folder

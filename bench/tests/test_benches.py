@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from bench import (
     leases,
     load,
     lora,
+    seen,
     steps,
     stored,
     stream,
@@ -231,6 +233,19 @@ def test_what_a_client_saw_of_a_chat_becomes_a_row_beside_others() -> None:
 
     assert (row["tokens/s"], row["÷ other"], row["CPU ms a token"]) == (30.0, 2.0, 10.0)
     assert (row["first token, ms"], row["p99"]) == (500.0, 400.0)
+
+
+def test_chats_with_pictures_are_asked_alike_of_both_sides(tmp_path: Path) -> None:
+    """Given a picture, and frames of a video, then what is served reads as many tokens as the undivided model."""
+    shots = seen.Shots(tmp_path)
+    with ExitStack() as stack:
+        ways = {"generate": seen.Undivided(stack, 1, 1).ask, "all=1": seen.served(stack, shots.model, "all=1", 1)}
+        for scene in ((2, 1, 0, 2), (4, 0, 2, 2)):
+            chat = shots.chat(scene)
+            assert len({ask(chat) for ask in ways.values()}) == 1
+        found = seen.compared(shots, ways, (2, 1, 0, 2), 2, 1)
+    assert {"generate, s", "all=1, s", "all=1 ÷ generate"} == seen.row(found).keys()
+    assert {"generate, chats/s", "all=1, chats/s", "all=1 ÷ generate"} == seen.row(found, 2).keys()
 
 
 def test_leases_are_timed_at_every_depth() -> None:

@@ -1,5 +1,6 @@
 """Pieces of a text, as they are recorded."""
 
+import pytest
 from hypothesis import given, strategies as st
 
 from tests.core.structs import of
@@ -33,11 +34,17 @@ def test_beginnings_are_equal_as_far_as_whole_chunks_are(one: list[int], other: 
         assert (mine == theirs) == (one[: number * CHUNK] == other[: number * CHUNK])
 
 
-def test_beginnings_are_other_ones_where_something_else_is_shown() -> None:
+@pytest.mark.parametrize(("place", "equal"), [(0, 0), (CHUNK - 1, 0), (CHUNK, 1), (3 * CHUNK - 1, 2), (3 * CHUNK, 3)])
+def test_beginnings_are_other_ones_from_where_something_else_is_shown(place: int, equal: int) -> None:
+    """Given prompts of equal tokens, then what they show in one place counts from the chunk on in which that is, and
+    not before."""
     ids = [1] * (4 * CHUNK)
-    plain, one, other = (beginnings(ids, shown) for shown in ("", "a", "b"))
-    assert len({*plain, *one, *other}) == 9
-    assert one == beginnings(ids, "a")
+    plain, one, other = (beginnings(ids, shown) for shown in ((), [(place, "a")], [(place, "b")]))
+    for number, each in enumerate(zip(plain, one, other, strict=True)):
+        assert len({*each}) == (1 if number < equal else 3)
+    assert one == beginnings(ids, [(place, "a")])
+    both = beginnings(ids, [(place, "a"), (place, "b")]), beginnings(ids, [(place, "ab")])
+    assert [len({*each}) for each in zip(*both, strict=True)] == [1] * equal + [2] * (3 - equal)
 
 
 def test_of_a_very_long_prompt_only_so_many_are_told() -> None:

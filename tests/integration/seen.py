@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-UNDIVIDED = Path(__file__).parents[1] / "models" / "sees_undivided.py"
+UNDIVIDED = Path(__file__).parents[2] / "tools" / "sees_undivided.py"
 SIZES = ((200, 100), (90, 130))
 
 

@@ -99,6 +99,18 @@ def test_equal_pictures_of_several_chats_are_encoded_once(server: Server, pictur
     assert hits(server) >= before + 2
 
 
+def test_a_text_before_the_first_picture_is_computed_once_whatever_the_picture_is(server: Server) -> None:
+    """Given a long text, when chats show different pictures behind it, then whole chunks of it are found; those before
+    a picture alone, and with it where it is the same."""
+    lead = {"role": "system", "content": "the quick brown fox jumps over the lazy dog " * 30}
+    folder = server.folder
+    one, other = (draw(folder / f"behind{number}.png", 64, 64, 90 + number) for number in range(2))
+    chats = [[lead, {"role": "user", "content": [shown(file), said("what is it")]}] for file in (one, other, one)]
+    cached = [asked(server, chat).usage.prompt_tokens_details.cached_tokens for chat in chats]
+    text = asked(server, [lead, {"role": "user", "content": "what is it"}]).usage
+    assert cached[0] == 0 < cached[1] == cached[2] == text.prompt_tokens_details.cached_tokens
+
+
 def test_no_token_is_lost_when_the_worker_that_decodes_dies_and_a_picture_has_to_be_there_again(
     server: Server, chats: list[list[dict[str, Any]]]
 ) -> None:

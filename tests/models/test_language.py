@@ -364,7 +364,7 @@ def test_a_hundred_thousand_tokens_come_through_a_buffer_of_eight_thousand(tmp_p
     )  # fmt: skip
     given = task(model.card, torch.randint(3, 200, (tokens,), generator=source).tolist(), max_tokens=1)
     window = Window(np.empty(8192 * TOKEN_BYTES, np.uint8), whole)
-    session, received = transfers.fetch(whole, window), decode.receive(given.params, 0)
+    session, received = transfers.fetch(whole, window), decode.receive(given.params, 0, made)
     for piece in window:
         received.take(torch.from_numpy(piece))
     session.result(60)

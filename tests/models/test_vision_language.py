@@ -26,7 +26,7 @@ from unfuse.core.errors import ConfigError, InvalidParameter, PermanentError
 from unfuse.core.media import TEXT
 from unfuse.core.plan import compile_plan
 from unfuse.core.text import CHUNK, beginnings, packed
-from unfuse.core.vision import Bounds, Vision
+from unfuse.core.vision import Bounds, Vision, places_of
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.tokenizer import ChatTokenizer
@@ -47,7 +47,7 @@ class Chat:
         self.folder, self.card, self.messages = folder, card_of("m", folder), messages
         assert self.card.vision
         self.ids, self.shown, self.uploads = read_shown(self.card.vision, ChatTokenizer.read(folder), messages)
-        self.begins = beginnings(self.ids, self.shown)
+        self.begins = beginnings(self.ids, places_of(self.card.vision, self.ids, self.shown))
         given = {"messages": messages, "prompt_tokens": len(self.ids), "shown": self.shown, "temperature": 0}
         self.params, _ = check(self.card, {**given, "max_tokens": MOST, "seed": 1, **asked}, TEXT)
         self.plan = compile_plan(self.card.pipeline, self.card.pools(), self.params, [{"index": 0}], ())
@@ -238,12 +238,45 @@ def test_an_attempt_goes_on_from_what_was_recorded_with_the_positions_it_had(
     assert decoded(decode, chat.task(made, *recorded)) == [calm]
 
 
+def test_a_text_before_the_first_picture_is_shared_whatever_the_picture_is(folder: Path, pictures: list[Path]) -> None:
+    """Given two prompts with a long text before pictures of one size, then the chunks before the one in which these
+    begin are equal, and no others; and the second one goes on from what was computed of the first one, with the tokens
+    that it gets without."""
+    lead = {"role": "system", "content": WORDS * 30}
+    other = draw(pictures[0].with_name("other.png"), *SIZES[0], 77)
+    first, second = (Chat(folder, [lead, *messages([one, pictures[1]])]) for one in (pictures[0], other))
+    assert first.ids == second.ids and first.card.vision
+    place = first.ids.index(first.card.vision.picture) // CHUNK
+    assert place and first.begins[:place] == second.begins[:place]
+    assert not {*first.begins[place:]} & {*second.begins[place:]}
+    stages = first.stages("exact")
+    prefill, decode = stages["prefill"], stages["decode"]
+    portions = portions_of(prefill, first.task(first.encoded(stages["vision_encode"])))
+    made = second.encoded(stages["vision_encode"])
+    found = msgspec.structs.replace(second.task(made), prefix=tuple(portions[:place]))
+    assert prefill.start(found).done == CHUNK * place
+    kv = made | prefilled(prefill, found)
+    assert decoded(decode, second.task(kv)) == decoded(decode, second.task(made))
+
+
+def portions_of(prefill: Prefill, task: StageInput) -> list[dict[str, Any]]:
+    """What others may go on from, of a prompt that is computed."""
+    state, portions = prefill.start(task), list[dict[str, Any]]()
+    while len({*prefill.progress(state)}) > 1:
+        (stepped,) = prefill.step([state])
+        assert not isinstance(stepped, Exception)
+        state = stepped
+        portions += [dict(prefill.portion(state, number)) for number in prefill.kept(state)]
+    prefill.let_go(state)
+    return portions
+
+
 def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed(
     folder: Path, pictures: list[Path]
 ) -> None:
     """Given two prompts that show the same and end differently, and one of the same tokens that shows another picture,
     then the second one goes on from the chunks of the first one, with the tokens that it gets without, and the third
-    one shares nothing."""
+    one, whose picture is in the first chunk, shares nothing."""
     first, second = pictures
     asked = messages(pictures)
     other = draw(first.with_name("other.png"), *SIZES[0], 77)
@@ -254,11 +287,7 @@ def test_prompts_that_show_the_same_begin_alike_and_go_on_from_what_was_computed
     assert not {*differs.begins} & {*begins.begins}
     stages = begins.stages("exact")
     prefill, made = stages["prefill"], begins.encoded(stages["vision_encode"])
-    state, portions = prefill.start(begins.task(made)), []
-    while len({*prefill.progress(state)}) > 1:
-        (state,) = prefill.step([state])
-        portions += [dict(prefill.portion(state, number)) for number in prefill.kept(state)]
-    prefill.let_go(state)
+    portions = portions_of(prefill, begins.task(made))
     task = goes_on.task(made)
     found = msgspec.structs.replace(task, prefix=tuple(portions[: len(begins.begins)]))
     assert prefill.start(found).done == CHUNK * len(begins.begins)

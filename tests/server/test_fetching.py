@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -136,6 +137,28 @@ def test_a_name_that_leads_where_nobody_may_go_is_not_followed(
     found = [(0, 0, 0, "", ("10.1.2.3", 80))]
     monkeypatch.setattr("unfuse.server.targets.socket.getaddrinfo", lambda *_, **__: found)
     assert "10.1.2.3, which may not be called" in refused(ai, "http://pictures.example/sky.png")
+
+
+def test_a_name_that_is_bound_to_another_address_is_connected_to_where_it_was_looked_at(
+    ai: openai.OpenAI, host: ThreadingHTTPServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a name that leads to an allowed address once, and to a private one from then on, then a picture is fetched
+    with a single look, and the next one is not."""
+    real, looked_up = socket.getaddrinfo, list[str]()
+
+    def rebound(name: str, port: int, *more: Any, **how: Any) -> Any:
+        if name != "pictures.example":
+            return real(name, port, *more, **how)
+        looked_up.append("10.1.2.3" if looked_up else "127.0.0.1")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (looked_up[-1], port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", rebound)
+    url = f"http://pictures.example:{host.server_port}/sky.png"
+    assert json.loads(asked(ai, url)["params"]["shown"])
+    assert looked_up == ["127.0.0.1"]
+    before = [*host.asked]  # type: ignore[attr-defined]
+    assert "10.1.2.3, which may not be called" in refused(ai, url)
+    assert host.asked == before  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

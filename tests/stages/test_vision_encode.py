@@ -22,6 +22,8 @@ from unfuse.stages.vision_encode import Seen, View, VisionEncode
 class Looks:
     """Sees the mean of each image's first colour."""
 
+    dtype, width, deep = "float32", 1, 1
+
     def encode(self, views: Sequence[View]) -> list[Seen]:
         self.grids = [(view.grid, view.video) for view in views]
         means = [[float(np.asarray(image)[..., 0].mean()) for image in view.images] for view in views]
@@ -49,6 +51,7 @@ def task(data: bytes, **params: object) -> StageInput:
         "frames": 1,
         "rows": 2,
         "columns": 4,
+        "tokens": 2,
     }
     return StageInput({**given, **params}, {}, {"shown-abc": data})  # type: ignore[dict-item]
 
@@ -60,6 +63,9 @@ def seen(*tasks: StageInput) -> list[list[float]]:
         stage.verify(one)
     made = [output.tensors for output in stage.run(tasks)]
     assert [[*tensors] for tensors in made] == [["abc", "abc.0"]] * len(tasks)
+    assert OneStep(stage).outline(OneStep(stage).start(tasks[0])) == [
+        (name, "float32", (2, 1)) for name in ("abc", "abc.0")
+    ]
     return [tensors["abc"].flatten().round().tolist() for tensors in made if tensors["abc"] is not None]
 
 
@@ -77,7 +83,7 @@ def test_an_encoder_is_told_the_grid_and_whether_it_is_a_video() -> None:
     assert looks.grids == [(Grid(1, 2, 4), False), (Grid(1, 2, 4), True)]
 
 
-@pytest.mark.parametrize("without", ["shown", "frames", "rows", "columns"])
+@pytest.mark.parametrize("without", ["shown", "frames", "rows", "columns", "tokens"])
 def test_a_task_without_a_name_or_a_grid_is_refused(without: str) -> None:
     with pytest.raises(PermanentError, match=without):
         VisionEncode(Looks()).verify(task(b"", **{without: None}))

@@ -66,6 +66,25 @@ def test_chunks_can_be_read_as_soon_as_they_are_complete_and_all_when_it_is_seal
     assert checksums_of(reader.hold(output.ref).bytes()) == ref.checksums
 
 
+def test_a_small_one_is_filled_at_once_with_what_it_was_said_to_have(owner: TensorStore, reader: TensorStore) -> None:
+    """Given an output of one chunk that is begun all the same, then it is whole when it is filled, with tensors of any
+    strides; those of another shape or dtype, or name, are refused."""
+    outline = [("a", "float32", (3, 5)), ("b", "bfloat16", (10,))]
+    output = owner.begin(outline, request="req_a", stage="s", attempt=1, small=True)
+    assert output and not output.ref.whole and not reader.is_whole(output.ref)
+    made = {"a": torch.arange(15.0).reshape(5, 3).mT, "b": torch.ones(10, dtype=torch.bfloat16)}
+    for wrong in ({**made, "a": made["a"].mT}, {**made, "b": torch.ones(10)}, {"a": made["a"]}):
+        with pytest.raises(ValueError, match="was said to be"):
+            output.fill(wrong)
+    output.fill({})
+    output.fill(made)
+    assert owner.arena and len(owner.arena.written(output.ref.id)[0]) == 1
+    ref = output.finish()
+    with reader.get(output.ref, as_torch=True) as held:
+        assert all(held[name].equal(made[name]) for name in made)
+    assert checksums_of(reader.hold(output.ref).bytes()) == ref.checksums
+
+
 def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: TensorStore) -> None:
     """Given one output whose task ends, one whose request is over, and one whose writer dies, then each is lost, and
     writing goes on to no effect."""
@@ -88,8 +107,8 @@ def test_who_waits_for_an_output_that_comes_to_nothing_hears_of_it(owner: Tensor
 
 
 def test_what_nobody_could_read_before_it_is_whole_is_not_begun(owner: TensorStore) -> None:
-    """Given an output of one chunk, or a store that others cannot read meanwhile, then there is none; nor without
-    room."""
+    """Given an output of one chunk that is not wanted so, or a store that others cannot read meanwhile, then there is
+    none; nor without room."""
     assert owner.begin(OUTLINE[1:], request="req_a", stage="s", attempt=1) is None
     with TensorStore.create("memory") as store:
         assert store.begin(OUTLINE, request="req_a", stage="s", attempt=1) is None

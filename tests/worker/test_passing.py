@@ -26,18 +26,17 @@ class Process:
         return self.there
 
 
-async def test_only_what_a_stage_takes_so_and_is_longer_than_the_buffer_comes_in_pieces() -> None:
-    """Given a buffer of fifty tokens, then a prompt of a hundred has a window of a half of its bytes, or a chunk if
-    that is more; a shorter prompt, an input that another stage has made, and a buffer of any length have none."""
+async def test_what_a_prompt_reads_that_is_longer_than_the_buffer_comes_in_pieces() -> None:
+    """Given a buffer of fifty tokens, then each input of a prompt of a hundred has a window of a half of its bytes, or
+    a chunk if that is more, or all of what is less; a shorter prompt, what has none, and a buffer of any length have no
+    window."""
     passing = Passing(50, Process().send)
-    passing.inputs = frozenset({("decode:abc:float32", "prefill")})
     assert passing.window(TASK, KV) == 4 * CHUNK_BYTES
     assert passing.window(replace(TASK, params={"prompt_tokens": 5000}), KV) == CHUNK_BYTES
     assert passing.window(replace(TASK, params={"prompt_tokens": 50}), KV) == 0
-    assert passing.window(TASK, replace(KV, stage="vision_encode.0")) == 0
+    assert passing.window(TASK, replace(ref(1000), stage="vision_encode.0")) == 1000
     assert passing.window(replace(TASK, params={}), KV) == 0
     endless = Passing(0, Process().send)
-    endless.inputs = passing.inputs
     assert endless.window(TASK, KV) == 0
     for one in (passing, endless):
         one.close()
@@ -51,14 +50,15 @@ async def test_who_waits_for_the_process_hears_that_it_cannot_or_is_gone() -> No
         await gone._pass(ARRIVED)
     passing = Passing(50, process.send)
     answers = (
-        ("no room", lambda: passing.heard(Taken(ARRIVED.lease.claim, "no room"))),
+        ("no room", lambda: passing.heard(Taken(ARRIVED.lease.claim, KV.id, "no room"))),
         ("ended", passing.lost),
     )
     for says, happens in answers:
         passing._loop.call_later(0.01, happens)
         with pytest.raises(TransientError, match=says):
             await passing._pass(ARRIVED)
-    passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim))
+    passing._loop.call_later(0.01, passing.heard, Taken(ARRIVED.lease.claim, KV.id))
+    passing._loop.call_later(0.005, passing.heard, Taken(ARRIVED.lease.claim, "another", "of no matter"))
     await passing._pass(ARRIVED)
     await passing.drop(ARRIVED.lease.claim)
     assert process.sent == [ARRIVED] * 3 + [Cancel(ARRIVED.lease.claim)]

@@ -29,9 +29,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     by the hash of its bytes): requests with equal values share one output. A stage with inputs, or without `reads`,
     shares nothing. Workers of the role `role` run this stage and hold `slots` tasks at a time by default: some run,
     the others wait for their inputs. `needs` says how much of further named resources a task takes; those that it
-    `brings`, workers have by themselves, as much as they found room for. Its input `pieces` can come so, before a task
-    begins ("": each has to be whole). Requests may share
-    forwards of a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
+    `brings`, workers have by themselves, as much as they found room for. Requests may share forwards of
+    a stage that `shares` also where each has to get the bytes that it has alone. It `spreads` over ranks by
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
     `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage for `each`
     entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
@@ -51,7 +50,6 @@ class StageSpec(msgspec.Struct, frozen=True):
     work: Workload = Workload()
     needs: dict[str, Room] = {}
     brings: tuple[str, ...] = ()
-    pieces: str = ""
     shares: bool = False
     spreads: dict[str, int] = {}
     goes_on: bool = False

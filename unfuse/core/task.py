@@ -41,7 +41,8 @@ class Task(msgspec.Struct, frozen=True):
     seconds of the queue's clock. `room` is the predicted bytes of the output, `needs` what it takes of further named
     resources. Two preferences: `near` is the node that holds most bytes of its inputs; tasks of equal `affinity` can
     share a forward, or an adapter. A task to run `alone` must not run beside another in one compute process, because
-    several ran when one died. `cache` is the key under which other requests find its output ("": they do not),
+    several ran when one died. Of a task that is one of `several`, other stages make the same of something else, and
+    whoever reads one reads all. `cache` is the key under which other requests find its output ("": they do not),
     `prefixes` those of what it makes on the way.
     """
 
@@ -65,6 +66,7 @@ class Task(msgspec.Struct, frozen=True):
     cache: str = ""
     needs: dict[str, int] = {}
     prefixes: tuple[str, ...] = ()
+    several: bool = False
 
     @property
     def key(self) -> tuple[str, str]:

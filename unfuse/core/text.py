@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Annotated
@@ -27,14 +28,16 @@ def unpacked(data: bytes) -> list[int]:
     return array("I", data).tolist()
 
 
-def beginnings(ids: Sequence[int], besides: str = "") -> tuple[str, ...]:
+def beginnings(ids: Sequence[int], shown: Sequence[tuple[int, str]] = ()) -> tuple[str, ...]:
     """A digest of each beginning of a prompt that ends with a chunk, the shortest first.
 
-    Equal ones are of equal tokens, and equal in what keys and values depend on `besides`, such as what is shown.
-    The last token is in none: its keys and values are those that decoding begins with.
+    Equal ones are of equal tokens, and equal in what is `shown` there: (place of its first token, what it is), in
+    order. The last token is in none: its keys and values are those that decoding begins with.
     """
-    found, digest = list[str](), besides.encode()
+    found, digest, left = list[str](), b"", deque(shown)
     for start in range(0, min(len(ids) - CHUNK, MOST_SHARED * CHUNK), CHUNK):
+        while left and left[0][0] < start + CHUNK:
+            digest = blake2b(digest + left.popleft()[1].encode(), digest_size=16).digest()
         digest = blake2b(digest + packed(ids[start : start + CHUNK]), digest_size=16).digest()
         found.append(digest.hex())
     return tuple(found)

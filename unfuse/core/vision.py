@@ -185,6 +185,12 @@ class Vision(msgspec.Struct, frozen=True):
             place, before, first = place + self._length(one), one.shown, first + self._length(one)
 
 
+def places_of(vision: Vision, ids: Sequence[int], shown: str) -> list[tuple[int, str]]:
+    """Where in expanded ids stands what is shown, as JSON has it: (place, all that there is to know of it)."""
+    runs = vision.runs(ids, shown_of({SHOWN: shown}) if shown else ())
+    return [(run.start, msgspec.json.encode(run.shown).decode()) for run in runs]
+
+
 def shown_of(params: Params) -> list[Shown]:
     """What a prompt shows. Raises PermanentError for a parameter that nobody has checked."""
     try:

@@ -132,6 +132,9 @@ class Tower:
         self._tower, self._device = loader.model(VISION, _seeing).model.visual, loader.device
         self._processor = AutoImageProcessor.from_pretrained(str(folder), local_files_only=True)
         self._vision, self._said = FAMILY.vision(files), self._processor.to_dict() | files.beside(VIDEOS)
+        sees = files.config(WHOLE)["vision_config"]
+        self.dtype, self.width = runtime.dtypes[VISION], int(sees["out_hidden_size"])
+        self.deep = len(sees.get("deepstack_visual_indexes") or ())
 
     def encode(self, views: Sequence[View]) -> list[Seen]:
         """Each in a forward of its own."""

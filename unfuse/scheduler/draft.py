@@ -77,6 +77,7 @@ class Draft:
                 alone=self.stages[stage].alone,
                 cache=planned.cache,
                 prefixes=planned.prefixes,
+                several=sum(stage.kind == planned.kind for stage in request.plan.stages) > 1,
             )
         )
 

@@ -22,7 +22,7 @@ from unfuse.core.media import TEXT
 from unfuse.core.request import Record, RequestContext
 from unfuse.core.text import CHUNK, Answer, Piece, beginnings, packed
 from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
-from unfuse.core.vision import SHOWN
+from unfuse.core.vision import SHOWN, places_of
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.server.accept import Call, Prompt, respond_async
@@ -82,13 +82,14 @@ def _prompt(card: ModelCard, fields: dict[str, object]) -> Prompt:
         raise InvalidParameter("messages must be a list of what was said, the last of it by the user", "messages")
     tokenizer, tools = _tokenizer(card.source), read_tools(fields)
     told = tokenizer.told(messages, tools.functions if tools else None)
-    shown, uploads = "", dict[str, bytes]()
+    shown, places, uploads = "", list[tuple[int, str]](), dict[str, bytes]()
     if card.vision is None:
         ids = tokenizer.prompt(*told)
     else:
         ids, shown, uploads = read_shown(card.vision, tokenizer, *told)
+        places = places_of(card.vision, ids, shown)
     fields["prompt_tokens"], fields[SHOWN] = len(ids), shown
-    return Prompt(packed(ids), beginnings(ids, shown), _grammar(fields, tokenizer, tools) | uploads)
+    return Prompt(packed(ids), beginnings(ids, places), _grammar(fields, tokenizer, tools) | uploads)
 
 
 def _grammar(fields: dict[str, object], tokenizer: ChatTokenizer, tools: Tools | None) -> dict[str, bytes]:

@@ -300,7 +300,7 @@ class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens: Annotated[
         int,
         says(
-            "Tokens of which a worker receives keys and values at a time; longer prompts arrive in pieces. 0 is any "
+            "Tokens of which a worker receives what a prompt reads at a time; longer ones arrive in pieces. 0 is any "
             "length at once.",
             ge=0,
         ),

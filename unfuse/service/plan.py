@@ -34,6 +34,7 @@ from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
 from unfuse.service.size import Size
+from unfuse.stages.specs import PREFILL
 
 AUTO, SPLIT, NONE = "auto", ("split", "true"), ("none", "false")
 """Values of `--workers`: what fits, and is fastest; one worker for each role; no workers."""
@@ -233,9 +234,9 @@ def needs(models: Iterable[Model]) -> dict[str, tuple[Part, ...]]:
 
 def _texts(stage: StageSpec, model: Model, users: tuple[str, ...]) -> Iterator[Part]:
     """Keys and values of the longest text, for which a stage that makes or takes them has room at the least."""
-    pipeline = model.card.pipeline
-    for name in {one.pieces for one in pipeline.stages if one.pieces}:
-        if name == stage.pieces or name in stage.outputs:
-            size = pipeline.producers()[name].room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
+    for name in PREFILL.outputs:
+        if name in (*stage.inputs, *stage.outputs):
+            producer = model.card.pipeline.producers()[name]
+            size = producer.room.bytes({"prompt_tokens": int(model.card.limits["max_tokens"])})
             dtype = model.components[stage.components[0]].dtype
             yield Part("keys and values", dtype, size, users, shared=size, once=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = Mapping[str, "Tensor | None"]
+Outline = Sequence[tuple[str, str, tuple[int, ...]]]
 
 
 class StageInput(msgspec.Struct, frozen=True):
@@ -26,7 +27,7 @@ class StageInput(msgspec.Struct, frozen=True):
     Its parameters, the tensors of its inputs by name (read-only: never written), the uploads it reads by name, and the
     pieces that are recorded of what it makes: see `SteppedStage.grown`. A task of a higher `priority` goes first.
     `prefix` is what others have made of the same beginning: see `SteppedStage.kept`; it is gone once the task began. An
-    input that came in pieces is not among the tensors: it was `received`.
+    input that the stage has `received` in pieces is not among the tensors.
     """
 
     params: Params
@@ -139,6 +140,10 @@ class Stage(ABC):
         """Tasks of equal key may run in one batch."""
         return tuple(params.get(name) for name in PIXELS)
 
+    def outline_of(self, task: StageInput) -> Outline:
+        """As `SteppedStage.outline`, of a task."""
+        return ()
+
     @abstractmethod
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         """Run tasks to their end, in order."""
@@ -164,9 +169,9 @@ class SteppedStage(Stage, Generic[State]):
     def warm_up(self) -> None:
         """Compute something made up, so that no task pays for what is made at first use. Leaves nothing behind."""
 
-    def receive(self, params: Params, priority: int) -> Receiving:
-        """Begin to take an input of a task before the task begins. Raises PermanentError if it has to come whole."""
-        raise PermanentError(f"stage {self.kind} takes no input in pieces")
+    def receive(self, params: Params, priority: int, names: Collection[str]) -> Receiving | None:
+        """Begin to take an input, which has tensors of these names, before its task begins; None: it is to be whole."""
+        return None
 
     @abstractmethod
     def start(self, task: StageInput) -> State:
@@ -221,7 +226,7 @@ class SteppedStage(Stage, Generic[State]):
     def progress(self, state: State) -> tuple[int, int]:
         """(steps done, steps in all)."""
 
-    def outline(self, state: State) -> Sequence[tuple[str, str, tuple[int, ...]]]:
+    def outline(self, state: State) -> Outline:
         """Names, dtypes and shapes of an output that can be read while it is written, when a state begins.
 
         None from a stage whose output is known only at its end.
@@ -229,11 +234,10 @@ class SteppedStage(Stage, Generic[State]):
         return ()
 
     def write_to(self, state: State, output: OpenOutput) -> None:
-        """Have the steps of a state that begins write its output there, each as much as it has; `finish` has none then.
+        """Have the steps of a state that begins write its output there, each as much as it has; or `finish` has it all.
 
         What is written once stays, also where a step is made again.
         """
-        raise NotImplementedError(f"the output of stage {self.kind} has no outline")
 
     @abstractmethod
     def finish(self, state: State) -> StageOutput:
@@ -359,6 +363,10 @@ class OneStep(JointStage[Once, StageOutput]):
     def progress(self, state: Once) -> tuple[int, int]:
         """(0, 1), then (1, 1)."""
         return int(state.done), 1
+
+    def outline(self, state: Once) -> Outline:
+        """That of the task."""
+        return self._stage.outline_of(state.task)
 
     def finish(self, state: Once) -> StageOutput:
         """The output of the plain stage."""

@@ -7,7 +7,7 @@ sequence that comes from another worker, one whose blocks were taken, and one of
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -23,7 +23,7 @@ from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
-from unfuse.stages.handed_kv import Given, KvReader
+from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
 from unfuse.stages.sequences import Growing, Sequences
@@ -235,7 +235,9 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         return ()
 
     @override
-    def receive(self, params: Params, priority: int) -> ReceivedKv:
+    def receive(self, params: Params, priority: int, names: Collection[str]) -> ReceivedKv | None:
+        if {*names} != {CHUNKS, REST}:
+            return None
         return ReceivedKv(self._sequences, priority, need(params, "prompt_tokens", int) - 1)
 
     @override

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 from unfuse.core.codec import decode
 from unfuse.core.plan import Params
 from unfuse.core.vision import SHOWN, Grid
-from unfuse.stages.base import Stage, StageInput, StageOutput, need
+from unfuse.stages.base import Outline, Stage, StageInput, StageOutput, need
 from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import read_frames
 
@@ -37,7 +37,14 @@ class View:
 
 
 class VisionEncoder(Protocol):
-    """What a family says about pictures: its vision tower in memory."""
+    """What a family says about pictures: its vision tower in memory.
+
+    What it makes has this dtype and width, and so many `deep` layers.
+    """
+
+    dtype: str
+    width: int
+    deep: int
 
     def encode(self, views: Sequence[View]) -> list[Seen]:
         """What it sees in each. Raises PermanentError for a grid that is not theirs."""
@@ -45,7 +52,10 @@ class VisionEncoder(Protocol):
 
 
 class VisionEncode(Stage):
-    """An upload in, what the family sees in it out, under the name that it has by its content."""
+    """An upload in, what the family sees in it out, under the name that it has by its content.
+
+    Each is told of as soon as it is made, so that its readers may fetch it: none waits for mates.
+    """
 
     kind = "vision_encode"
 
@@ -58,12 +68,17 @@ class VisionEncode(Stage):
 
     @override
     def verify(self, task: StageInput) -> None:
-        need(task.params, SHOWN, str)
+        self.outline_of(task)
         _grid(task.params)
 
     @override
-    def batch_key(self, params: Params) -> tuple[()]:
-        return ()
+    def batch_key(self, params: Params) -> Hashable:
+        return params.get(SHOWN)
+
+    @override
+    def outline_of(self, task: StageInput) -> Outline:
+        shape = need(task.params, "tokens", int), self._encoder.width
+        return [(name, self._encoder.dtype, shape) for name in _names(task, self._encoder.deep)]
 
     @override
     @torch.no_grad()
@@ -73,9 +88,12 @@ class VisionEncode(Stage):
 
 
 def _output(task: StageInput, seen: Seen) -> StageOutput:
+    return StageOutput(dict(zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)))
+
+
+def _names(task: StageInput, deep: int) -> list[str]:
     name = need(task.params, SHOWN, str)
-    deep = {f"{name}.{layer}": tensor for layer, tensor in enumerate(seen.deep)}
-    return StageOutput({name: seen.embeddings, **deep})
+    return [name, *(f"{name}.{layer}" for layer in range(deep))]
 
 
 def _images(task: StageInput) -> Iterator[Image.Image]:

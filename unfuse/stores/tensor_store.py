@@ -188,15 +188,22 @@ class TensorStore:
         )
 
     def begin(
-        self, outline: Iterable[tuple[str, str, tuple[int, ...]]], *, request: str, stage: str, attempt: int
+        self,
+        outline: Iterable[tuple[str, str, tuple[int, ...]]],
+        *,
+        request: str,
+        stage: str,
+        attempt: int,
+        small: bool = False,
     ) -> Unsealed | None:
         """Begin an output that is written step by step, of these names, dtypes and shapes, and can be read meanwhile.
 
-        None where nobody could read any of it before it is whole: it is one chunk, or the store does not announce.
+        None where nobody could read any of it before it is whole: the store does not announce, or it is one chunk, and
+        not wanted though it is `small`.
         Raises ArenaFull, and ValueError for what no object can be.
         """
         metas, nbytes = lay_out(outline)
-        if not self._backend.announces or nbytes <= chunk_bytes(nbytes):
+        if not self._backend.announces or (nbytes <= chunk_bytes(nbytes) and not small):
             return None
         draft = self._backend.create(nbytes, request)
         ref = ObjectRef(

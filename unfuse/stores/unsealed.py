@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, DTYPES, ObjectRef, chunk_bytes
 from unfuse.stores.base import StorageBackend
 from unfuse.stores.checksums import Checksums
-from unfuse.stores.tensors import torch_over
+from unfuse.stores.tensors import copy_into, describe, torch_over
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,6 +47,16 @@ class Unsealed:
         """These are written, and do not change any more."""
         self._checksums.filled(self._end(name, elements), 1)
         if len(self._checksums.known) > self._told:
+            self._announce()
+
+    def fill(self, tensors: Mapping[str, Any]) -> None:
+        """Write all of these, if there are any. Raises ValueError for other tensors than were said to come."""
+        for meta in self.ref.tensors if tensors else ():
+            if (found := describe(tensors.get(meta.name))) != (meta.dtype, meta.shape):
+                raise ValueError(f"{meta.name} is {found}, and was said to be {(meta.dtype, meta.shape)}")
+            copy_into(self._memory[meta.offset : meta.offset + meta.nbytes], tensors[meta.name])
+        if tensors:
+            self._checksums.filled(self._memory.nbytes, 1)
             self._announce()
 
     def finish(self) -> ObjectRef:

@@ -147,9 +147,10 @@ class PairDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Taken(msgspec.Struct, frozen=True, tag=True):
-    """What has arrived of a task's input is taken, or cannot be, for the reason in `error`: its place is free again."""
+    """What has arrived of a task's input, that object, is taken: its place is free again. Or it cannot be (`error`)."""
 
     claim: Claim
+    object: str
     error: str = ""
 
 

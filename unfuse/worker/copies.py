@@ -26,9 +26,9 @@ from unfuse.worker.unwritten import Unwritten
 MOST_LOOKED_AT = 64
 """How many owners at a time are tested for whether their memory can be mapped."""
 
-KEPT_S = 30.0
-"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, and what there
-is of one for the next attempt at the object.
+KEPT_S, NEXT_S = 30.0, 2.0
+"""Seconds for which a copy is kept for the next attempt of a task that ended with its compute process, or whose inputs
+came to nothing, and what there is of one for the next attempt at the object; and for the next stage of a request.
 """
 
 log = structlog.get_logger(__name__)
@@ -85,7 +85,8 @@ class Copies:
         self._ways.update(granted.engines)
         self._store.learn(granted.peers)
         claim, task = lease.claim, lease.task
-        others = [ref for ref in lease.reads if ref.owner != self._owner and ref.owner in granted.peers]
+        there = [ref for ref in lease.reads if ref.owner in granted.peers or (claim.request, ref.id) in self._copies]
+        others = [ref for ref in there if ref.owner != self._owner]
         others += [ref for ref in lease.reads if ref.owner == self._owner and not ref.whole]
         if not others or not self._arena:
             return lease
@@ -112,13 +113,18 @@ class Copies:
         copies = (copy for copy in self._copies.values() if copy.sink.extent and copy.sink.extent.id == id)
         return next((copy.ref.id for copy in copies), id)
 
-    def keep(self, claim: Claim) -> None:
-        """A task has ended with its compute process: drop its copies later, if it has not begun here again by then."""
-        asyncio.get_running_loop().call_later(KEPT_S, self.let_go, claim)
+    def keep(self, claim: Claim, again: bool = True) -> None:
+        """A task has ended, and may begin here `again`, or another one of its request may: drop later what it has read,
+        and now what has not come yet.
+        """
+        self.let_go(claim, but_whole=True)
+        asyncio.get_running_loop().call_later(KEPT_S if again else NEXT_S, self.let_go, claim)
 
-    def let_go(self, claim: Claim) -> None:
+    def let_go(self, claim: Claim, but_whole: bool = False) -> None:
         """A task has ended: drop the copies that no other task uses."""
         for key, copy in list(self._copies.items()):
+            if but_whole and copy.session.whole:
+                continue
             copy.users.discard(claim)
             if not copy.users:
                 del self._copies[key]
@@ -150,7 +156,14 @@ class Copies:
         return Transfers(self._engines, lambda owner: self._ways.get(owner, {}), self._options)
 
     async def _bring_all(self, lease: Lease, refs: Iterable[ObjectRef]) -> list[ObjectRef | None]:
-        return await asyncio.gather(*(self._bring(lease, ref) for ref in refs))
+        """All at one time; with one that fails the others end, before that is told."""
+        bringing = [asyncio.create_task(self._bring(lease, ref)) for ref in refs]
+        try:
+            return await asyncio.gather(*bringing)
+        finally:
+            for one in bringing:
+                one.cancel()
+            await asyncio.gather(*bringing, return_exceptions=True)
 
     async def _reaches(self, owner: str) -> bool:
         """Whether an owner's memory can be mapped. One thread for each owner finds out: a stopped owner blocks it."""

@@ -16,6 +16,7 @@ from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
 from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
+from unfuse.worker.collected import Collected
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits
 from unfuse.worker.failure import failure
 from unfuse.worker.ranks import Verdict
@@ -39,24 +40,25 @@ class Intake:
         exact: bool,
     ) -> None:
         self._stages, self._store, self._results, self._plain, self._exact = stages, store, results, plain, exact
-        self._receiving: dict[Claim, Receiving] = {}
+        self._receiving: dict[Claim, dict[str, Receiving]] = {}
 
     def receive(self, arrived: Arrived) -> Taken:
-        """Take what has come of an input; the answer says if that cannot be."""
-        task, claim = arrived.lease.task, arrived.lease.claim
+        """Take what has come of an input, as its stage does, or else into memory; the answer says if that cannot be."""
+        task, claim, ref = arrived.lease.task, arrived.lease.claim, arrived.ref
         try:
-            if claim not in self._receiving:
-                stage = self._stages[declared(task.pool)]
-                self._receiving[claim] = stage.receive(task.params, task.priority)
-            self._receiving[claim].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
+            inputs = self._receiving.setdefault(claim, {})
+            if ref.id not in inputs:
+                stage, names = self._stages[declared(task.pool)], [meta.name for meta in ref.tensors]
+                inputs[ref.id] = stage.receive(task.params, task.priority, names) or Collected(ref)
+            inputs[ref.id].take(self._store.at(arrived.offset, arrived.stop - arrived.start))
         except Exception as error:  # an error of one task must not end the process
             self.forget(claim)
-            return Taken(claim, str(error) or type(error).__name__)
-        return Taken(claim)
+            return Taken(claim, ref.id, str(error) or type(error).__name__)
+        return Taken(claim, ref.id)
 
     def forget(self, claim: Claim) -> None:
         """Drop what has come for a task that will not begin, if anything has."""
-        if receiving := self._receiving.pop(claim, None):
+        for receiving in self._receiving.pop(claim, {}).values():
             receiving.drop()
 
     def begin(self, run: Run) -> Job:
@@ -67,13 +69,14 @@ class Intake:
             self._store.learn(run.peers)
             for ref in task.inputs:
                 inputs.append(self._store.get(ref, as_torch=self._as_torch(run.lease)))
-            tensors = {name: tensor for held in inputs for name, tensor in held.items()}
+            collected, received = self._came(run.lease)
+            tensors = {name: tensor for held in inputs for name, tensor in held.items()} | collected
             stage = self._stages[declared(task.pool)]
             uploads = {name: self._results.attached(task.request, name) for name in stage.uploads_of(task.params)}
             prefix += self._prefix(run.lease)
             given = StageInput(
                 task.params, tensors, uploads, run.recorded, task.priority,
-                tuple(map(dict, prefix)), self._receiving.get(run.lease.claim),
+                tuple(map(dict, prefix)), received,
             )  # fmt: skip
             got = time.monotonic()
             stage.verify(given)
@@ -93,6 +96,13 @@ class Intake:
             raise
         finally:
             close(prefix)
+
+    def _came(self, lease: Lease) -> tuple[dict[str, Any], Receiving | None]:
+        """What has come in pieces: tensors that were put together, and what the stage has taken itself."""
+        came = self._receiving.get(lease.claim, {}).values()
+        whole = [one.tensors(as_torch=self._as_torch(lease)) for one in came if isinstance(one, Collected)]
+        tensors = {name: tensor for one in whole for name, tensor in one.items()}
+        return tensors, next((one for one in came if not isinstance(one, Collected)), None)
 
     def _prefix(self, lease: Lease) -> Iterator[Held]:
         """What others have made of the same beginning, as far as it can be read."""

@@ -81,18 +81,25 @@ class Objects:
         held = self._arena.requests() if self._arena and self.store.bounded else frozenset()
         return frozenset(name for name in held if not name.startswith(CACHED)) - self._elsewhere
 
-    def settle(self, lease: Lease, message: Outcome) -> Outcome:
+    def settle(self, lease: Lease, message: Outcome, read_here: bool) -> Outcome:
         """A task has ended: drop copies of its inputs and keep its output. Returns the report to send.
 
-        Copies stay for a while if its compute process died, since it may come here again. If the report names a lost
-        copy, it gets the id of the original, which is the one that the scheduler knows.
+        Copies stay for a while if its compute process died, or an input came to nothing, since it may come here again;
+        and if its output is `read_here`, by a stage that may read the same inputs. If the report names a lost copy, it
+        gets the id of the original, which is the one that the scheduler knows.
         """
         if isinstance(message, Failed) and message.object_id:
             message = msgspec.structs.replace(message, object_id=self.copies.original(message.object_id))
         elif isinstance(message, Done):
             self.made(message, lease.task.kind)
         crashed = isinstance(message, Failed) and (message.kind == "crash" or message.reason == "compute")
-        (self.copies.keep if crashed else self.copies.let_go)(message.claim)
+        withdrawn = isinstance(message, Stopped) and not all(ref.whole for ref in lease.task.inputs)
+        if crashed or withdrawn or (isinstance(message, Failed) and message.kind == "object_lost"):
+            self.copies.keep(message.claim)
+        elif isinstance(message, Done) and read_here:
+            self.copies.keep(message.claim, again=False)
+        else:
+            self.copies.let_go(message.claim)
         return message
 
     def made(self, done: Done, kind: str) -> None:

@@ -24,13 +24,16 @@ def announce(
 ) -> None:
     """Have a task that begins write its output where others may read it meanwhile, and `tell` of it.
 
-    It comes whole, at the end, if it is to be narrowed, if there is no room yet, and where nobody can be told.
+    It comes whole, at the end, if it is to be narrowed, if there is no room yet, and where nobody can be told. One of
+    several is told of however small it is: who reads all of them begins with those that are there.
     """
     task, outline = job.lease.task, job.stage.outline(job.state)
     if not outline or tell is None or task.final or encodings.get(task.kind, "none") != "none":
         return
     with suppress(TransientError):
-        job.output = store.begin(outline, request=task.request, stage=task.stage, attempt=task.attempt)
+        job.output = store.begin(
+            outline, request=task.request, stage=task.stage, attempt=task.attempt, small=task.several
+        )
     if job.output:
         job.stage.write_to(job.state, job.output)
         tell(Announced(job.claim, job.output.ref))
@@ -43,6 +46,7 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
     """
     task = job.lease.task
     if job.output:
+        job.output.fill(output.tensors)
         return job.output.finish()
     if task.final:
         return None

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, TransientError
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
-from unfuse.core.pool import declared
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.session import Transfers
@@ -31,19 +30,16 @@ class Passing:
 
     def __init__(self, tokens: int, send: Callable[[Arrived | Cancel], Awaitable[bool]]) -> None:
         self._tokens, self._send, self._loop = tokens, send, asyncio.get_running_loop()
-        self._waiting: dict[Claim, asyncio.Future[None]] = {}
-        self.inputs = frozenset[tuple[str, str]]()
-        """What can pass: the declared pools of tasks, each with the stage that makes such an input of theirs."""
+        self._waiting: dict[tuple[Claim, str], asyncio.Future[None]] = {}
         self._drains = ThreadPoolExecutor(MOST, "input-window")
 
     def window(self, task: Task, ref: ObjectRef) -> int:
-        """Bytes of the window for an input of a task; 0 where it comes whole, since it is not longer than the buffer.
+        """Bytes of the window for an input of a task; 0 where it comes whole: its prompt is not longer than the buffer.
 
-        At least a chunk, since only chunks can be verified.
+        Each input has its share of the buffer, but at least a chunk, since only chunks can be verified.
         """
         tokens = task.params.get("prompt_tokens")
-        takes = (declared(task.pool), ref.stage.partition(".")[0]) in self.inputs
-        if not takes or not isinstance(tokens, int) or not 0 < self._tokens < tokens:
+        if not isinstance(tokens, int) or not 0 < self._tokens < tokens:
             return 0
         return max(ref.nbytes * self._tokens // tokens, min(chunk_bytes(ref.nbytes), ref.nbytes))
 
@@ -65,7 +61,7 @@ class Passing:
             await asyncio.shield(draining)
         except BaseException:
             session.cancel()
-            await self.drop(lease.claim)
+            self.heard(Taken(lease.claim, ref.id, "it is not wanted any more"))
             raise
         finally:
             await asyncio.wait({draining})
@@ -73,13 +69,12 @@ class Passing:
             arena.abort(extent.id)
 
     async def drop(self, claim: Claim) -> None:
-        """A task will not run: what the process has taken for it is of no use. Idempotent."""
-        self.heard(Taken(claim, "it is not wanted any more"))
+        """A task will not run, and nothing passes for it: what the process has taken is of no use. Idempotent."""
         await self._send(Cancel(claim))
 
     def heard(self, taken: Taken) -> None:
         """The process has answered."""
-        waiting = self._waiting.pop(taken.claim, None)
+        waiting = self._waiting.pop((taken.claim, taken.object), None)
         if waiting and not waiting.done():
             if taken.error:
                 waiting.set_exception(TransientError(taken.error))
@@ -88,8 +83,8 @@ class Passing:
 
     def lost(self) -> None:
         """The process is gone, with all that it had taken."""
-        for claim in list(self._waiting):
-            self.heard(Taken(claim, "the compute process ended"))
+        for claim, id in list(self._waiting):
+            self.heard(Taken(claim, id, "the compute process ended"))
 
     def close(self) -> None:
         """Pass nothing more."""
@@ -116,8 +111,8 @@ class Passing:
             start += piece.nbytes
 
     async def _pass(self, arrived: Arrived) -> None:
-        claim = arrived.lease.claim
-        waiting = self._waiting[claim] = self._loop.create_future()
+        claim, id = arrived.lease.claim, arrived.ref.id
+        waiting = self._waiting[claim, id] = self._loop.create_future()
         if not await self._send(arrived):
-            self.heard(Taken(claim, "no compute process runs"))
+            self.heard(Taken(claim, id, "no compute process runs"))
         await waiting

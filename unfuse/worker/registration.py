@@ -30,8 +30,7 @@ Models = tuple[tuple[str, str, str], ...]
 class Served(msgspec.Struct, frozen=True):
     """What a worker serves: models, their cards and pools; how many tasks it holds at a time; its ranks' devices.
 
-    What its tasks of the declared pools in `read_here` make is read by others of its own. Tasks of a declared pool can
-    take in `pieces` what that stage makes.
+    What its tasks of the declared pools in `read_here` make is read by others of its own.
     """
 
     models: Models
@@ -40,7 +39,6 @@ class Served(msgspec.Struct, frozen=True):
     slots: int
     devices: tuple[str, ...]
     read_here: frozenset[str] = frozenset()
-    pieces: frozenset[tuple[str, str]] = frozenset()
 
 
 def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> Served:
@@ -70,7 +68,7 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     slots = max(options.slots or slots_of(stages), batch + 1)
     devices = ranked(compute.device, spreads)
     pools = pools_of(cards, choice, options.resources)
-    return Served(models, cards, pools, slots, devices, _read_here(cards, choice), _pieces(cards, choice))
+    return Served(models, cards, pools, slots, devices, _read_here(cards, choice))
 
 
 def refuse_unseen(stages: Sequence[StageSpec], places: Places) -> None:
@@ -92,14 +90,6 @@ def _read_here(cards: Sequence[ModelCard], choice: Choice) -> frozenset[str]:
         made = {producers[name].name for stage in card.pipeline.stages if choice.takes(stage) for name in stage.inputs}
         found |= {pools[name] for name in made & pools.keys()}
     return frozenset(found)
-
-
-def _pieces(cards: Sequence[ModelCard], choice: Choice) -> frozenset[tuple[str, str]]:
-    """The declared pools of the chosen stages that take an input in pieces, each with the stage that makes it."""
-    chosen = ((card, stage) for card in cards for stage in card.pipeline.stages if choice.takes(stage) and stage.pieces)
-    return frozenset(
-        (card.pools(choice)[stage.name], card.pipeline.producers()[stage.pieces].name) for card, stage in chosen
-    )
 
 
 def loads_of(served: Served, choice: Choice, options: WorkerOptions, store: TensorStore, places: Places) -> list[Load]:

@@ -167,7 +167,6 @@ class Worker:
         watch = options.stall_s, options.memory_limit
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
         objects.copies.passing = executor.passing
-        executor.passing.inputs = served.pieces
         started = await executor.start()
         self._device = started.device
         self._holding.resources |= started.resources
@@ -227,6 +226,7 @@ class Worker:
         try:
             brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
         except Exception as error:  # any error must end the task, or it would be lost
+            await executor.passing.drop(lease.claim)
             await self._end(unfetched(lease.claim, error, executor.ready))
             if not isinstance(error, TransientError):
                 raise
@@ -290,7 +290,7 @@ class Worker:
         if self._saved_states and isinstance(message, Failed):
             await self._saved_states.settled()  # the next attempt resumes from there
         if self._objects and lease:
-            message = self._objects.settle(lease, message)
+            message = self._objects.settle(lease, message, declared(lease.task.pool) in self._read_here)
         log_outcome(message)
         if self._executor and not self._executor.ready:
             await self._link.call(WITHDRAW)

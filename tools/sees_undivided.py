@@ -1,13 +1,15 @@
 """Run as a program: what undivided models that see make of chats, given as JSON, in a process of its own.
 
-Usage: python -I sees_undivided.py < CASES; a case has a folder, messages, files of the pictures, and how many tokens to
-make. Of a video, it has the files of its frames and how many there are a second.
+Usage: python -I sees_undivided.py [THREADS]; each line it reads is a list of cases, and answered by a line. A case has
+a folder, messages, files of the pictures, and how many tokens to make, and if it is to be so many, how many at least.
+Of a video, it has the files of its frames and how many there are a second.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +81,32 @@ def inputs(case: dict[str, Any], tokenizer: Any, model: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}
 
 
+@cache
+def opened(folder: str) -> tuple[Any, Any]:
+    kind = settings(folder, "config.json")["architectures"][0]
+    model = getattr(transformers, kind).from_pretrained(folder)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def made_of(case: dict[str, Any]) -> dict[str, Any]:
+    model, tokenizer = opened(case["folder"])
+    given = inputs(case, tokenizer, model)
+    length = {"max_new_tokens": case["most"], "min_new_tokens": case.get("least")}
+    told = model.generate(**given, **length, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    ids = told.sequences[0, given["input_ids"].shape[1] :].tolist()
+    return {
+        "prompt": given["input_ids"][0].tolist(),
+        "ids": ids,
+        "text": tokenizer.decode(ids, skip_special_tokens=True),
+        "logits": [step[0].tolist() for step in told.logits],
+    }
+
+
 def main() -> None:
     logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    made = []
-    for case in json.load(sys.stdin):
-        kind = settings(case["folder"], "config.json")["architectures"][0]
-        model = getattr(transformers, kind).from_pretrained(case["folder"])
-        tokenizer = transformers.AutoTokenizer.from_pretrained(case["folder"])
-        given = inputs(case, tokenizer, model)
-        told = model.generate(
-            **given, do_sample=False, max_new_tokens=case["most"], return_dict_in_generate=True, output_logits=True
-        )
-        ids = told.sequences[0, given["input_ids"].shape[1] :].tolist()
-        made.append({
-            "prompt": given["input_ids"][0].tolist(),
-            "ids": ids,
-            "text": tokenizer.decode(ids, skip_special_tokens=True),
-            "logits": [step[0].tolist() for step in told.logits],
-        })  # fmt: skip
-    json.dump(made, sys.stdout)
+    torch.set_num_threads(int(sys.argv[1]) if sys.argv[1:] else 1)
+    for line in sys.stdin:
+        print(json.dumps([made_of(case) for case in json.loads(line)]), flush=True)
 
 
 main()
