@@ -157,9 +157,7 @@ class SteppedStage(Stage, Generic[State]):
     """A stage that advances in steps. Its whole state is one value, so that it can pause, stop and move."""
 
     all_together = False
-    """Whether all tasks that may share a forward do, as long as there is memory, without finding out if that pays: each
-    of them is waited for at every step, and mates take little of what it needs.
-    """
+    """Whether all tasks that may share a forward do, as far as there is memory, without finding out if that pays."""
 
     goes_ahead = False
     """Whether a step may be computed while the one before is still told of, by `grown`, in another thread. That touches
