@@ -43,7 +43,8 @@ def scraped(server: Server) -> dict[str, Metric]:
 
 
 def held(server: Server) -> float:
-    return sum(sample.value for sample in scraped(server)["unfuse_device_memory_bytes"].samples)
+    told = [scraped(server)[f"unfuse_device_{name}"].samples for name in ("busy_ratio", "memory_bytes")]
+    return min(sum(sample.value for sample in samples) for samples in told)
 
 
 def labels_of(families: dict[str, Metric]) -> dict[str, set[str]]:
@@ -98,7 +99,7 @@ def test_all_queries_are_of_what_a_server_has(server: Server) -> None:
     try:
         server.ready()
         assert server.finished(server.submit("a red circle on white"))["status"] == "completed"
-        until(lambda: held(server), "a heartbeat to tell of memory")
+        until(lambda: held(server), "a heartbeat to tell of what was computed, and of memory")
         known = labels_of(families := scraped(server))
     finally:
         worker.terminate()

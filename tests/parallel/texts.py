@@ -19,7 +19,6 @@ from tests.models.test_language import Model, task, to_the_end
 from tests.models.test_vision_language import Chat, decoded, messages
 from tools.tiny_language import KINDS
 from unfuse.core.spread import Spread
-from unfuse.core.text import CHUNK
 from unfuse.models import card_of, find
 from unfuse.models.base import Runtime
 from unfuse.models.gguf_model import files_of
@@ -31,8 +30,6 @@ LIMIT_S = 60.0
 MOST = 12
 LENGTHS = 1, 60, 560
 """Words of the prompts."""
-CLOSE = 2 * CHUNK
-"""Tokens of room in which not all texts have theirs at one time."""
 
 
 class Ranks:
@@ -99,7 +96,9 @@ def language(folder: Path, dtype: str, group: Group) -> dict[str, Any]:
         "room": [(one._sequences.tokens, one._sequences._kv.keys[0].shape[0]) for one in (by_one, decode)],
     }
     if (folder.name, dtype) == (KINDS[0], "float32"):
-        close = Ranks(folder, dtype, group, CLOSE + len(model.ids(LENGTHS[-1])) + MOST).stages["decode"]
+        block, lengths = decode._sequences._kv.block, [len(model.ids(words)) for words in LENGTHS]
+        full = 3 * block * sum(-(-length // block) for length in lengths)  # and nothing for answers
+        close = Ranks(folder, dtype, group, full).stages["decode"]
         found["close"] = to_the_end(close, [close.start(given) for given in asked])
         found["left"] += [close._sequences.usage().used, close._sequences.retracted]
     return found

@@ -263,7 +263,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["role"] <= {"encoder", "denoiser", "decoder", "all", None}
     assert labels["engine"] <= {"tcp", None}
     assert labels["tenant"] <= {"default", None}
-    assert labels["device"] <= {"unknown", None}
+    assert labels["device"] <= {"", "unknown", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
     assert names <= {*labels, "le", "state"}
 

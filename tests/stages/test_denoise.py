@@ -45,6 +45,7 @@ class Constant:
     embeds = {"embeds": (1, None)}
     masks: Mapping[str, tuple[int | None, ...]] = {}
     transformers = ()
+    first = ""
 
     def __init__(self, bad: int = 0, conditions: Mapping[str, tuple[int | None, ...]] | None = None) -> None:
         self.bad = bad

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.core.test_object_ref import ref
+from tests.worker.refs import ref
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Claim, Lease, Task
 from unfuse.worker.holding import WITHDRAW, Holding

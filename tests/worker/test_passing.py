@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from tests.core.test_object_ref import ref
+from tests.worker.refs import ref
 from unfuse.core.errors import TransientError
 from unfuse.core.object_ref import CHUNK_BYTES
 from unfuse.core.task import Lease, Task

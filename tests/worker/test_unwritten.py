@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tests.core.test_object_ref import ref
+from tests.worker.refs import ref
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.worker.unwritten import Unwritten
