@@ -97,7 +97,7 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
         job = {job.name: job for job in [*c.JOBS, *c.LORA_JOBS, *c.TILED]}[name]
         params, loras = dict(job.params), str(root / "loras") if "lora" in job.params else ""
         if loras:
-            params["lora_id"] = Loras(loras).id_of(params["lora"])
+            params["lora_id"] = Loras(loras).ids_of(params["lora"])
         by_role = dict(each.split("=") for each in spread.split(",")) if "=" in spread else {"denoiser": spread}
         encoders = stage(job.model, job.dtype, "encode", by_role.get("encoder", ""), "")
         encoded = {}
