@@ -200,7 +200,7 @@ def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
 
 
 def test_one_whose_process_is_killed_begins_again_and_has_the_same_bytes(server: Server) -> None:
-    case = {**CASES[0], "num_inference_steps": 60}
+    case = {**CASES[0], "num_inference_steps": 1000}
     alone = frames(server, submitted(server, "auraflow", case))
     request = submitted(server, "auraflow", case)
     assert any(event["type"] == "progress" for event in server.events(request))
