@@ -32,8 +32,10 @@ COPIES = {"shard", "cfg", "layers"}
 where these lie in memory.
 """
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
-"""Of the largest number among the latents."""
+TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-2}
+"""Of the largest number among the latents. In bfloat16 rounding alone comes near: LTX's halves of guidance differ by
+0.040 on ranks of their own, its ring by 0.050, where in float32 both agree to 1e-6.
+"""
 
 CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
 """What is made with a part of the weights: with each transformer, with each encoder."""
