@@ -1,7 +1,8 @@
 """A stand-in for the kubelet: what a pod says, as processes of this machine.
 
 Environment, volumes and probes are as the pod has them, the address of a pod is one of loopback's, and paths of
-mounts are those of folders. Not here: images, other users, read-only roots, limits, NetworkPolicies and name servers.
+mounts are those of folders. Where this user is root, nothing but the volumes can be written to, as on a root that is
+read-only, and there are no capabilities. Not here: images, other users, limits, NetworkPolicies and name servers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import threading
 import urllib.request
 from contextlib import suppress
+from functools import cache
 from itertools import count
 from pathlib import Path
 from urllib.error import HTTPError
@@ -25,8 +27,22 @@ from tools.helm import Made, Object
 from tools.programs import program
 from tools.server import RUN_DIR, all_gone, family_of, until
 
+CONFINE = """
+for folder in $VOLUMES; do mount --bind $folder $folder; done
+for place in / /tmp; do if mountpoint -q $place; then mount -o remount,bind,ro $place; fi; done
+exec setpriv --no-new-privs --bounding-set=-all --inh-caps=-all "$@"
+"""
+
 UNFUSE = [sys.executable, "-m", "unfuse"]
 """The entry point of the image."""
+
+
+@cache
+def confines() -> bool:
+    """Whether this user may take the right to write away from processes."""
+    if os.geteuid() or not shutil.which("unshare"):
+        return False
+    return subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode == 0
 
 
 class Pod:
@@ -47,8 +63,8 @@ class Pod:
 
     def start(self) -> Pod:
         for before in self._spec.get("initContainers", []):
-            subprocess.run(self._command(before), env=self._environment(before), check=True)
-        command, log = self._command(self.container), (self.folder / "log").open("wb")
+            subprocess.run(self._confined(before), env=self._environment(before), check=True)
+        command, log = self._confined(self.container), (self.folder / "log").open("wb")
         environment = self._environment(self.container)
         self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
         log.close()
@@ -106,6 +122,12 @@ class Pod:
                 file.chmod(0o440)  # as for a pod with a group of its own
         return path
 
+    def _confined(self, container: Object) -> list[str]:
+        if not confines():
+            return self._command(container)
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        return ["unshare", "--mount", "sh", "-ec", CONFINE, "pod", *self._command(container)]
+
     def _command(self, container: Object) -> list[str]:
         if container["name"] == "redis":
             _, *rest = container["args"]
@@ -116,11 +138,14 @@ class Pod:
 
     def _environment(self, container: Object) -> dict[str, str]:
         own = {"PATH": os.environ["PATH"], "PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1"}
+        own["TMPDIR"] = "/tmp"
         for source in container.get("envFrom", []):
             own |= self._node.made.of("ConfigMap")[source["configMapRef"]["name"]]["data"]
         for variable in container.get("env", []):
             own[variable["name"]] = variable["value"] if "value" in variable else self._valued(variable["valueFrom"])
-        return {name: self._here(text, container) for name, text in own.items()}
+        written = (mount["name"] for mount in container.get("volumeMounts", []) if not mount.get("readOnly"))
+        volumes = {str(self._volumes.get(name, self.folder)) for name in written}
+        return {name: self._here(text, container) for name, text in own.items()} | {"VOLUMES": " ".join(volumes)}
 
     def _valued(self, source: Object) -> str:
         if key := source.get("secretKeyRef"):
