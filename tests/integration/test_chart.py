@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from base64 import b64decode
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,9 @@ BY_HPA = SPLIT | {
     "workers": [worker | ({"autoscaling": {"min": 1, "max": 4, "seconds": 60}}) for worker in SPLIT["workers"]],
     "redis": {"trial": False},
 }
+POOL: Object = {"name": "x", "role": "all", "replicas": 1}
+TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
+ASKED = {"min": 1, "max": 2, "seconds": 1, "query": "up"}
 CASES = {"least": LEAST, "split": SPLIT, "hpa": BY_HPA}
 
 
@@ -222,6 +226,31 @@ def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
         assert scaled in chart("split").of("StatefulSet")
 
 
+def test_a_pool_may_be_scaled_by_another_question() -> None:
+    query = 'sum(max by (pool) (unfuse_queue_size{namespace="a"}))'
+    pool = POOL | {"autoscaling": TO_ZERO | {"query": query, "seconds": 1000000}}
+    (trigger,) = made(LEAST | {"workers": [pool]}).of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == query and float(trigger["metadata"]["threshold"]) == 1e6
+
+
+def test_large_numbers_are_written_as_such() -> None:
+    """As some clusters give each namespace uids of its own."""
+    for pod in made(LEAST | {"uid": 1000650000}).pods().values():
+        uid = pod["spec"]["securityContext"]["runAsUser"]
+        assert uid == 1000650000 and isinstance(uid, int), "1.00065e+09 is no whole number to Kubernetes"
+
+
+def test_what_is_packaged_has_the_files_that_the_chart_links_to(tmp_path: Path) -> None:
+    call("package", str(CHART), "--destination", str(tmp_path))
+    with tarfile.open(tmp_path / f"unfuse-{__version__}.tgz") as packed:
+        for inside, there in {
+            "files/alerts.yml": "prometheus/alerts.yml",
+            "files/dashboards/unfuse.json": "grafana/dashboards/unfuse.json",
+        }.items():
+            found = packed.extractfile(f"unfuse/{inside}")
+            assert found and found.read() == (ROOT / "deploy" / there).read_bytes()
+
+
 NASTY = 'it\'s "quoted"\n- {{ .Values.uid }}\n---\nkind: Pod #: &a *b %s \\ \t日本'
 
 
@@ -280,10 +309,6 @@ def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
         made(without(*place))
 
 
-POOL: Object = {"name": "x", "role": "all", "replicas": 1}
-TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
-
-
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -297,6 +322,7 @@ TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
         ({"workers": [POOL | {"name": "scheduler"}]}, "no pool may be named scheduler"),
         ({"workers": [POOL | {"autoscaling": {"min": 3, "max": 2, "seconds": 1}}]}, "autoscaling.max is below"),
         ({"workers": [POOL | {"autoscaling": TO_ZERO}], "autoscaling": {"by": "hpa"}}, "at least one"),
+        ({"workers": [POOL | {"autoscaling": ASKED}], "autoscaling": {"by": "hpa"}}, "for KEDA"),
         ({"queue": {"url": "redis://r:6379/0"}}, "where tasks wait is said once"),
         ({"redis": {"trial": False}}, "where tasks wait is said once"),
         ({"queue": {"url": "redis://me:pass@r:6379/0"}, "redis": {"trial": False}}, "queue"),

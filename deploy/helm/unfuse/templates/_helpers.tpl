@@ -52,6 +52,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if has .name (list "scheduler" "redis") -}}{{- fail (printf "no pool may be named %s" .name) -}}{{- end -}}
 {{- $names = append $names .name -}}
 {{- with .autoscaling -}}
+{{- if and .query (eq $.Values.autoscaling.by "hpa") -}}{{- fail "autoscaling.query is for KEDA: an HPA has no query" -}}{{- end -}}
 {{- if lt (int .max) (int .min) -}}{{- fail "autoscaling.max is below autoscaling.min" -}}{{- end -}}
 {{- if and (eq $.Values.autoscaling.by "hpa") (lt (int .min) 1) -}}
 {{- fail "an HPA keeps at least one worker: set autoscaling.min to 1, or autoscaling.by to keda" -}}
@@ -88,9 +89,9 @@ what is kept for saving. */}}
 
 {{- define "unfuse.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.uid }}
-runAsGroup: {{ .Values.uid }}
-fsGroup: {{ .Values.uid }}
+runAsUser: {{ int64 .Values.uid }}
+runAsGroup: {{ int64 .Values.uid }}
+fsGroup: {{ int64 .Values.uid }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
