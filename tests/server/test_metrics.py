@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unfuse.core.messages import Moved
 from unfuse.core.request import Record
-from unfuse.queues.base import Limits
+from unfuse.queues.base import Limits, Stats
 from unfuse.queues.memory import MemoryQueue
-from unfuse.server.metrics import Metrics
+from unfuse.server.metrics import REMEMBERED, Metrics
 from unfuse.supervision.clock import SystemClock
 from unfuse.testing.queue_samples import planned, request, task
 
@@ -39,3 +40,40 @@ async def test_a_scrape_loads_no_request() -> None:
     page = (await Metrics("memory").page(queue, [], ["p"])).decode().splitlines()
     assert {"unfuse_requests_active 1500.0", 'unfuse_queue_size{outcome="",pool="p"} 1500.0'} <= {*page}
     assert 'unfuse_pool_predicted_seconds{outcome="",pool="p"} 150.0' in page
+
+
+async def test_what_is_left_is_summed_by_role_also_where_the_last_worker_is_gone() -> None:
+    """Given a request for the pool of workers of one kind, then its seconds count for their role while there are such
+    workers, and when they are gone and nobody names that pool any more; and not where nothing is left."""
+    queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
+    roles = {"p": ("denoiser", "transformer"), "q": ("encoder", "text_encoder")}
+
+    async def told(*pools: str) -> list[str]:
+        page = (await metrics.page(queue, [], pools, roles)).decode().splitlines()
+        return [line for line in page if line.startswith(("unfuse_role_predicted", "unfuse_queue_size{"))]
+
+    of_role = 'unfuse_role_predicted_seconds{component="transformer",role="denoiser"}'
+    plan = planned(p=0.5).moved({"p": "p@1a2b"})
+    await queue.submit(request("1", plan=plan), [task("1", pool="p@1a2b")], [], Limits())
+    assert f"{of_role} 0.5" in await told("p@1a2b", "q")
+    asleep = await told("p", "q")
+    assert f"{of_role} 0.5" in asleep and 'unfuse_queue_size{outcome="1a2b",pool="p"} 1.0' in asleep
+    assert 'unfuse_role_predicted_seconds{component="text_encoder",role="encoder"} 0.0' in asleep
+    queue = MemoryQueue(SystemClock())
+    idle = await told("p", "q")
+    assert f"{of_role} 0.0" in idle and not any("1a2b" in line for line in idle)
+
+
+async def test_a_gateway_remembers_no_more_pools_than_it_may() -> None:
+    queue, metrics = MemoryQueue(SystemClock()), Metrics("memory")
+    await metrics.page(queue, [], [f"p@{number:08x}" for number in range(2 * REMEMBERED)])
+    asked: list[int] = []
+    stats = queue.stats
+
+    async def counted(pools: Sequence[str]) -> Stats:
+        asked.append(len(pools))
+        return await stats(pools)
+
+    queue.stats = counted  # type: ignore[method-assign]
+    await metrics.page(queue, [], [])
+    assert asked == [REMEMBERED]

@@ -15,6 +15,7 @@ from unfuse.core.errors import ConfigError
 from unfuse.core.messages import Places, Welcome
 from unfuse.service.machine_workers import plan_here
 from unfuse.service.settings import load
+from unfuse.service.specs import environment_of
 from unfuse.transfer.base import TransferEngine
 from unfuse.wire.keys import make
 from unfuse.wire.run_folder import machine_id
@@ -76,6 +77,16 @@ def test_all_workers_of_a_machine_are_what_the_scheduler_serves(unfuse: Run, fla
         2,
         f"unfuse: --workers starts all that the scheduler serves: leave out {flag.split('=')[0]}\n",
     )
+
+
+def test_probes_ask_one_worker(unfuse: Run, composed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several each would need a port of its own; and what `serve` starts does not take over that of `serve`."""
+    code, _, err = unfuse("worker", "--workers", "auto", "--scheduler", "unix:/run/nobody", "--health", "127.0.0.1:1")
+    assert code == 2 and err.startswith("unfuse: --health is one worker's")
+    assert composed("--health", "127.0.0.1:1")[0].health == "127.0.0.1:1"
+    monkeypatch.setenv("UNFUSE_WORKER__HEALTH", "127.0.0.1:2")
+    settings = load().settings
+    assert settings.worker.health and environment_of(settings)["UNFUSE_WORKER__HEALTH"] == ""
 
 
 def offered(results: str, mark: str = "", model: str = "unfuse/shapes") -> Welcome:

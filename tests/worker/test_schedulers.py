@@ -352,6 +352,29 @@ async def test_what_cannot_be_finished_in_time_is_handed_back_uncharged_to_whoev
         await found.drained()
 
 
+async def test_a_worker_says_why_it_takes_no_tasks(model: Path) -> None:
+    """Given a worker that was started before its only scheduler, then what it lacks is that one, then its weights, then
+    nothing, then the scheduler again; and that it leaves counts more than anything."""
+    address = unix_address()
+    async with town(model, schedulers=0) as here:
+        worker = here.work(address)
+        await asyncio.sleep(0)
+        assert worker.lacking == "no scheduler answers"
+        await here.open(address)
+        seen = set[str]()
+        while worker.lacking:
+            seen.add(worker.lacking)
+            await asyncio.sleep(0.01)
+        assert seen <= {"no scheduler answers", "compute is not ready: models load"} and len(seen) == 2
+        assert [member.info.pools != () for member in await here.queue.workers()] == [True]
+        await here.kill(0)
+        while not worker.lacking:
+            await asyncio.sleep(0.01)
+        assert worker.lacking == "no scheduler answers"
+        worker.drain()
+        assert worker.lacking == "the worker is about to leave"
+
+
 async def test_a_worker_that_leaves_while_every_scheduler_is_away_does_not_wait_for_one(model: Path) -> None:
     async with town(model, 1) as found:
         worker = found.work(drain_timeout=0.1)

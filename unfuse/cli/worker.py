@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 @takes(
     "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.component", "worker.scheduler",
     "keys", "insecure_listen", "worker.model", *COMPUTE,
-    "worker.slots", "worker.resources", "worker.node", "worker.listen", "transfer.engine", "transfer.trusted_network",
-    "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s", "serve.drain_timeout",
+    "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
+    "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
+    "serve.drain_timeout",
 )  # fmt: skip
 def worker(
     flags: dict[str, Any],
@@ -48,6 +49,8 @@ def worker(
     if settings.worker.workers:
         if said := [name for name in ("worker.role", "worker.component", "worker.model") if flags.get(name)]:
             raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
+        if settings.worker.health:
+            raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")
         work_all(settings, terminal)
         return
     terminal.open_log()

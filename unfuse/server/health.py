@@ -58,7 +58,10 @@ async def metrics(gateway: Served) -> Response:
     """Numbers for Prometheus."""
     registry = gateway.scheduler.registry
     gateway.metrics.results(*await gateway.unwritten())
-    page = await gateway.metrics.page(
-        gateway.queue, await registry.workers(), sorted(registry.pools(await gateway.models()))
-    )
+    workers, models = await registry.workers(), await gateway.models()
+    roles = {
+        card.pools()[stage.name]: (stage.role, stage.components[0])
+        for card in models.values() for stage in card.pipeline.stages
+    }  # fmt: skip
+    page = await gateway.metrics.page(gateway.queue, workers, sorted(registry.pools(models)), roles)
     return Response(page, media_type=CONTENT_TYPE_LATEST)

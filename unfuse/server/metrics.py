@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
-from unfuse.queues.base import Member, TaskQueue
+from unfuse.queues.base import Member, Stats, TaskQueue
 from unfuse.server.cost_metrics import CostMetrics
 from unfuse.server.device_metrics import DeviceMetrics
 from unfuse.server.prices import Prices
@@ -20,6 +21,9 @@ from unfuse.transfer import PREFERENCE
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 POOL = ("pool", "outcome")
 """The labels of a pool: its declared name, and the hash of its outcome."""
+
+REMEMBERED = 1024
+"""Pools that had workers are looked at again, so many of them: tasks may wait there for the next one."""
 
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
@@ -77,6 +81,9 @@ class Metrics:
         self._predicted = self._gauge(
             "pool_predicted_seconds", "Predicted seconds of all stages of accepted requests that are not done", *POOL
         )
+        says = "Predicted seconds of all stages of accepted requests that are not done and that such workers run"
+        self._of_role = self._gauge("role_predicted_seconds", says, "role", "component")
+        self._had: dict[str, None] = {}
         self._kept = self._gauge("results_writable", "Whether results can be kept now, 0 or 1")
         self._unwritten = self._gauge("results_waiting", "Tasks that wait until they can be")
         self._size = self._gauge("queue_size", "Tasks that wait", *POOL)
@@ -134,9 +141,24 @@ class Metrics:
         self._kept.set(kept)
         self._unwritten.set(waiting)
 
-    async def page(self, queue: TaskQueue, members: Sequence[Member], pools: Sequence[str]) -> bytes:
-        """All metrics in Prometheus' text format, with statistics of these pools."""
-        stats = await queue.stats(pools)
+    async def page(
+        self,
+        queue: TaskQueue,
+        members: Sequence[Member],
+        pools: Sequence[str],
+        roles: Mapping[str, tuple[str, str]] | None = None,
+    ) -> bytes:
+        """All metrics in Prometheus' text format, with statistics of these pools.
+
+        `roles` are the role and the component of workers by declared pool.
+        """
+        roles = roles or {}
+        stats = await queue.stats([*pools, *(pool for pool in self._had if pool not in pools)])
+        self._remember(pools)
+        self._sum_by_role(stats, roles)
+        stats = msgspec.structs.replace(
+            stats, pools={pool: line for pool, line in stats.pools.items() if pool in pools or line.left_s}
+        )
         self.texts.look(members, stats)
         self._devices.look(members, {pool: _named(pool) for pool in stats.pools})
         self._active.set(stats.active)
@@ -165,6 +187,21 @@ class Metrics:
             self._busy.labels(*_named(pool)).set(sum(held))
             self._idle.labels(*_named(pool)).set(len(held) - sum(held))
         return generate_latest(self._registry)
+
+    def _remember(self, pools: Sequence[str]) -> None:
+        """Look at these again, also when their last worker is gone."""
+        self._had |= dict.fromkeys(pool for pool in pools if outcome_of(pool))
+        for pool in list(self._had)[:-REMEMBERED]:
+            del self._had[pool]
+
+    def _sum_by_role(self, stats: Stats, roles: Mapping[str, tuple[str, str]]) -> None:
+        left = defaultdict[tuple[str, str], float](float, dict.fromkeys(roles.values(), 0.0))
+        for pool, line in stats.pools.items():
+            if of := roles.get(declared(pool)):
+                left[of] += line.left_s
+        self._of_role.clear()
+        for of, seconds in left.items():
+            self._of_role.labels(*of).set(seconds)
 
     def _observe(self, context: RequestContext) -> None:
         if context.completed_at is not None:

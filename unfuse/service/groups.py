@@ -260,6 +260,9 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen: Annotated[
         str, says("Host that other nodes pull tensors from; by default the address that the scheduler sees.")
     ] = ""
+    health: Annotated[
+        str, says("HOST:PORT where probes ask one worker, by HTTP, for /health and /ready, such as 0.0.0.0:8002.")
+    ] = ""
     memory_limit: Annotated[
         int, says_bytes("Memory of its own that a compute process may take before it is killed as crashed; 0 is any.")
     ] = 0

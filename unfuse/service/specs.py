@@ -44,6 +44,7 @@ def environment_of(settings: Settings) -> dict[str, str]:
             ("insecure_listen", settings.insecure_listen),
             ("store.orphan_s", settings.store.orphan_s),
             ("worker.workers", ""),
+            ("worker.health", ""),
             ("worker.resources", settings.worker.resources),
             ("buffer.tokens", settings.buffer.tokens),
             *((f"transfer.{key}", value) for key, value in asdict(settings.transfer).items()),

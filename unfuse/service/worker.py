@@ -18,6 +18,7 @@ from unfuse.transfer.base import TransferEngine, TransferOptions
 from unfuse.wire.address import host_towards
 from unfuse.wire.keys import Keys
 from unfuse.wire.run_folder import machine_id, open_run_folder
+from unfuse.worker.health import answering
 from unfuse.worker.options import WorkerOptions
 from unfuse.worker.worker import Worker
 
@@ -52,7 +53,13 @@ def worker_options(settings: Settings) -> WorkerOptions:
         ),
         run_dir=str(run_folder),
         data_dir=settings.data_dir,
+        health=wanted.health,
     )
+
+
+async def _run(worker: Worker, health: str) -> None:
+    async with answering(health, lambda: worker.lacking):
+        await worker.run()
 
 
 async def work(
@@ -65,7 +72,7 @@ async def work(
     """
     loop = asyncio.get_running_loop()
     worker = Worker(options, engines, None if fork_server is None else socket.socket(fileno=fork_server))
-    running = asyncio.create_task(worker.run())
+    running = asyncio.create_task(_run(worker, options.health))
 
     def stop() -> None:
         if worker.draining:

@@ -48,6 +48,11 @@ class Link:
         """How many answers have come, from all schedulers."""
 
     @property
+    def connected(self) -> bool:
+        """Whether a scheduler has welcomed the worker, and is not known to be gone."""
+        return self._welcome is not None
+
+    @property
     def gathers(self) -> bool:
         """Whether the scheduler that answers now understands Steps."""
         return self._welcome is not None and self._welcome.gathers

@@ -25,7 +25,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     It talks to one of the `schedulers` at a time. Compute is killed if it makes no progress for `stall_s` seconds or
     takes more than `memory_limit` bytes (0: any). When the worker is drained, running tasks get `drain_timeout` seconds
     to finish. `transfer` says how objects move between nodes; workers of one node meet in the folder `run_dir`. Objects
-    are freed when no scheduler has answered for `orphan_s` seconds. What outlives the process is in `data_dir`.
+    are freed when no scheduler has answered for `orphan_s` seconds. What outlives the process is in `data_dir`. Probes
+    ask how it is at `health`, HOST:PORT.
     """
 
     role: str
@@ -47,3 +48,4 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     data_dir: str
     orphan_s: float
+    health: str

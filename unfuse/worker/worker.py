@@ -46,7 +46,7 @@ from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import WorkerOptions
-from unfuse.worker.orphan import free_when_orphaned
+from unfuse.worker.orphan import free_when_orphaned, until_read
 from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.task_log import about, log_outcome
@@ -60,9 +60,6 @@ LEAVE_S = 1.0
 
 SAVING = 0.25
 """The share of the drain timeout for saving and handing back tasks that are not finished."""
-
-SILENT_BEATS = 3
-"""How many beats without an answer mean that no scheduler is there to wait for."""
 
 LEAVES = "the worker leaves before it is done"
 
@@ -130,6 +127,15 @@ class Worker:
     def draining(self) -> bool:
         """Whether `drain` was called."""
         return self._draining.is_set()
+
+    @property
+    def lacking(self) -> str:
+        """Why it takes no tasks now; "" if it does."""
+        if self.draining:
+            return "the worker is about to leave"
+        if not self._link.connected:
+            return "no scheduler answers"
+        return "" if self._executor and self._executor.ready else "compute is not ready: models load"
 
     def drain(self) -> None:
         """Take no new tasks, finish those that run, then let `run` return."""
@@ -362,16 +368,6 @@ class Worker:
         if objects.drop(pulse.lost):
             self._changed.set()
 
-    async def _until_read(self, objects: Objects) -> None:
-        """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so."""
-        heard = -1
-        while objects.needed() and heard != self._link.heard:
-            heard = self._link.heard
-            self._released.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SILENT_BEATS * self._beat_s):
-                    await self._released.wait()
-
     async def _leave(self) -> None:
         """Finish what runs, save and hand back what takes too long, let others read what lies here, and sign off.
 
@@ -387,7 +383,7 @@ class Worker:
                     await self._idle.wait()
                     if self._objects:
                         await self._objects.durable.wait_until_written()
-                        await self._until_read(self._objects)
+                        await until_read(self._link, self._objects, self._released, self._beat_s)
             for claim in list(self._active):  # a copy, because tasks end meanwhile
                 await self._cancel(claim, save=True)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)

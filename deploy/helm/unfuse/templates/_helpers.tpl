@@ -1,0 +1,161 @@
+{{- define "unfuse.fullname" -}}
+{{- $name := .Values.fullnameOverride | default .Release.Name | replace "." "-" -}}
+{{- if le (len $name) 30 -}}{{ $name }}{{- else -}}
+{{- printf "%s-%s" (trunc 21 $name | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "unfuse.selector" -}}
+app.kubernetes.io/name: unfuse
+app.kubernetes.io/instance: {{ include "unfuse.fullname" . | quote }}
+{{- end -}}
+
+{{- define "unfuse.labels" -}}
+{{ include "unfuse.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end -}}
+
+{{- define "unfuse.image" -}}
+{{ printf "%s:%s" .Values.image.repository (.Values.image.tag | default .Chart.AppVersion) | quote }}
+{{- end -}}
+
+{{- define "unfuse.account" -}}
+{{ .Values.serviceAccount.name | default (include "unfuse.fullname" .) | quote }}
+{{- end -}}
+
+{{- define "unfuse.wireSecret" -}}
+{{ .Values.wireKeys.existingSecret | default (printf "%s-wire" (include "unfuse.fullname" .)) | quote }}
+{{- end -}}
+
+{{- define "unfuse.apiSecret" -}}
+{{ .Values.apiKeys.existingSecret | default (printf "%s-api" (include "unfuse.fullname" .)) | quote }}
+{{- end -}}
+
+{{- define "unfuse.resultsClaim" -}}
+{{ .Values.results.existingClaim | default (printf "%s-results" (include "unfuse.fullname" .)) | quote }}
+{{- end -}}
+
+{{/* What does not go together is said before anything is made. */}}
+{{- define "unfuse.check" -}}
+{{- $given := list .Values.queue.url .Values.queue.existingSecret (ternary "yes" "" .Values.redis.trial) | compact -}}
+{{- if ne (len $given) 1 -}}
+{{- fail "where tasks wait is said once: set one of queue.url, queue.existingSecret and redis.trial" -}}
+{{- end -}}
+{{- if not (or .Values.wireKeys.existingSecret (and .Values.wireKeys.scheduler .Values.wireKeys.worker)) -}}
+{{- fail "schedulers and workers need keys: `unfuse keys new keys`, then --set-file wireKeys.scheduler=keys/scheduler.key --set-file wireKeys.worker=keys/worker.key, or a Secret with both files as wireKeys.existingSecret" -}}
+{{- end -}}
+{{- $names := list -}}
+{{- range .Values.workers -}}
+{{- if has .name $names -}}{{- fail (printf "two pools are named %s" .name) -}}{{- end -}}
+{{- if has .name (list "scheduler" "redis") -}}{{- fail (printf "no pool may be named %s" .name) -}}{{- end -}}
+{{- $names = append $names .name -}}
+{{- with .autoscaling -}}
+{{- if and .query (eq $.Values.autoscaling.by "hpa") -}}{{- fail "autoscaling.query is for KEDA: an HPA has no query" -}}{{- end -}}
+{{- if lt (int .max) (int .min) -}}{{- fail "autoscaling.max is below autoscaling.min" -}}{{- end -}}
+{{- if and (eq $.Values.autoscaling.by "hpa") (lt (int .min) 1) -}}
+{{- fail "an HPA keeps at least one worker: set autoscaling.min to 1, or autoscaling.by to keda" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Whether something here scales a pool, for (list root pool): "" where that takes KEDA, and the cluster has none. */}}
+{{- define "unfuse.scaled" -}}
+{{- $root := first . -}}
+{{- if and (last .).autoscaling (or (eq $root.Values.autoscaling.by "hpa") ($root.Capabilities.APIVersions.Has "keda.sh/v1alpha1")) -}}
+yes
+{{- end -}}
+{{- end -}}
+
+{{/* The seconds that a pool's running work gets, for (pool): a step that runs ends within a quarter of them, which is
+what is kept for saving. */}}
+{{- define "unfuse.drain" -}}
+{{ max (int (.drainSeconds | default 20)) (int (mulf 4 (.stepSeconds | default 2) | ceil)) }}
+{{- end -}}
+
+{{/* The roles whose stages a pool's workers run, as a pattern of the metric's label, for (pool). */}}
+{{- define "unfuse.roles" -}}
+{{- $roles := splitList "+" .role -}}
+{{- if has "all" $roles }}.+{{ else -}}
+{{- $each := list -}}
+{{- range $roles -}}
+{{- $each = concat $each (ternary (list "prefill" "decode") (list .) (eq . "language")) -}}
+{{- end -}}
+{{- join "|" $each -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "unfuse.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ int64 .Values.uid }}
+runAsGroup: {{ int64 .Values.uid }}
+fsGroup: {{ int64 .Values.uid }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{- define "unfuse.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Secrets are mounted for the group of a pod to read, and keys that others can read are refused: a copy is its own. */}}
+{{- define "unfuse.keysContainer" -}}
+- name: keys
+  image: {{ include "unfuse.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  command: [install, -m, "600", {{ printf "/wire/%s.key" .side | quote }}, /keys/]
+  securityContext: {{- include "unfuse.containerSecurity" . | nindent 4 }}
+  resources:
+    requests: {cpu: 10m, memory: 16Mi}
+    limits: {memory: 64Mi}
+  volumeMounts:
+    - {name: wire, mountPath: /wire, readOnly: true}
+    - {name: keys, mountPath: /keys}
+{{- end -}}
+
+{{- define "unfuse.volumes" -}}
+- name: wire
+  secret:
+    secretName: {{ include "unfuse.wireSecret" .root }}
+    items: [{key: {{ printf "%s.key" .side | quote }}, path: {{ printf "%s.key" .side | quote }}}]
+- name: keys
+  emptyDir: {medium: Memory, sizeLimit: 1Mi}
+- name: run
+  emptyDir: {}
+- name: tmp
+  emptyDir: {}
+- name: data
+  emptyDir: {}
+- name: models
+{{- if .root.Values.modelCache.existingClaim }}
+  persistentVolumeClaim: {claimName: {{ .root.Values.modelCache.existingClaim | quote }}}
+{{- else }}
+  emptyDir: {sizeLimit: {{ .root.Values.modelCache.sizeLimit | quote }}}
+{{- end }}
+{{- if not .root.Values.results.url }}
+- name: results
+  persistentVolumeClaim: {claimName: {{ include "unfuse.resultsClaim" .root }}}
+{{- end }}
+{{- end -}}
+
+{{- define "unfuse.mounts" -}}
+- {name: keys, mountPath: /keys, readOnly: true}
+- {name: run, mountPath: /run/unfuse}
+- {name: tmp, mountPath: /tmp}
+- {name: data, mountPath: /data}
+- {name: models, mountPath: /models}
+{{- if not .Values.results.url }}
+- {name: results, mountPath: /results}
+{{- end }}
+{{- end -}}
+
+{{- define "unfuse.hubToken" -}}
+{{- with .Values.modelCache.hubSecret }}
+- name: HF_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: token}}
+{{- end }}
+{{- end -}}

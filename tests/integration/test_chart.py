@@ -1,0 +1,356 @@
+"""What the Helm chart makes of values: objects that Kubernetes takes, commands that parse; nothing of what is wrong.
+
+No cluster is here. Objects are checked against the schemas of Kubernetes' versions, and among each other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tarfile
+from base64 import b64decode
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from tests.integration.test_deploy import known, parsed
+from tools.helm import CHART, Made, Object, Refused, call, made
+from unfuse import __version__
+from unfuse.core.plan import TOGETHER
+from unfuse.service.machine_workers import LEAVING_S
+from unfuse.worker.worker import LEAVE_S, SAVING
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = ("1.30.0", "1.34.0", "1.37.0")
+LEAST: Object = {"redis": {"trial": True}, "wireKeys": {"existingSecret": "wire"}}
+KEYS = "secret " + "a" * 40 + "\npeer " + "b" * 40 + "\n"
+SPLIT: Object = {
+    "models": ["Wan-AI/Wan2.1-T2V-14B-Diffusers"],
+    "scheduler": {"replicas": 3, "args": ["--order=fair"], "env": [{"name": "AWS_REGION", "value": "eu-1"}]},
+    "queue": {"existingSecret": "redis"},
+    "results": {"url": "s3://pictures/here"},
+    "wireKeys": {"scheduler": KEYS, "worker": KEYS},
+    "apiKeys": {"lines": ["anna 0123456789abcdef rate=60/min"]},
+    "modelCache": {"existingClaim": "models", "hubSecret": "hub"},
+    "imagePullSecrets": [{"name": "registry"}],
+    "networkPolicy": {"clients": [{"namespaceSelector": {"matchLabels": {"name": "web"}}}]},
+    "workers": [
+        {
+            "name": "encoder", "role": "encoder", "components": ["text_encoder"], "replicas": 2,
+            "resources": {"limits": {"nvidia.com/gpu": 1, "memory": "16Gi"}},
+        },
+        {
+            "name": "dit", "role": "denoiser", "replicas": 4, "stepSeconds": 30, "sharedMemory": "16Gi",
+            "args": ["--parallel=denoiser=ulysses:8"],
+            "resources": {"limits": {"nvidia.com/gpu": 8, "memory": "320Gi"}},
+            "autoscaling": {"min": 0, "max": 10, "seconds": 60, "coldStartSeconds": 600},
+            "nodeSelector": {"gpu": "h100"}, "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "runtimeClassName": "nvidia", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}],
+            "envFrom": [{"secretRef": {"name": "s3"}}], "podAnnotations": {"a": "b"},
+        },
+        {"name": "vae", "role": "decoder", "replicas": 2, "drainSeconds": 60},
+        {"name": "text", "role": "language+vision", "replicas": 0, "autoscaling": {"min": 1, "max": 2, "seconds": 0.5}},
+    ],
+}  # fmt: skip
+BY_HPA = SPLIT | {
+    "autoscaling": {"by": "hpa"},
+    "workers": [worker | ({"autoscaling": {"min": 1, "max": 4, "seconds": 60}}) for worker in SPLIT["workers"]],
+    "redis": {"trial": False},
+}
+POOL: Object = {"name": "x", "role": "all", "replicas": 1}
+TO_ZERO = {"min": 0, "max": 2, "seconds": 1}
+ASKED = {"min": 1, "max": 2, "seconds": 1, "query": "up"}
+CASES = {"least": LEAST, "split": SPLIT, "hpa": BY_HPA}
+
+
+@cache
+def chart(case: str, plain: bool = False) -> Made:
+    return made(CASES[case], apis=set()) if plain else made(CASES[case])
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod["spec"].get("initContainers", []), *pod["spec"]["containers"]]
+
+
+@pytest.fixture(params=CASES)
+def objects(request: pytest.FixtureRequest) -> Made:
+    return chart(request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_helm_finds_nothing_wrong(case: str) -> None:
+    assert "0 chart(s) failed" in call("lint", str(CHART), "--strict", values=CASES[case])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_kubernetes_takes_the_objects(objects: Made, version: str) -> None:
+    """Those of its own kinds. Of other kinds there are no schemas here; see below for what they ask."""
+    for one in objects.objects:
+        if not one["apiVersion"].startswith(("monitoring.", "keda.")):
+            kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_an_object_that_kubernetes_does_not_take_is_noticed() -> None:
+    (service, *_) = chart("least").of("Service").values()
+    for wrong in ({"prots": []}, {"ports": [{"port": "eighty"}]}):
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(service | {"spec": wrong}, "1.37.0", strict=True)
+
+
+def test_what_a_cluster_does_not_know_is_left_out() -> None:
+    """Then nothing scales the pool: it has its replicas, and the notes say so."""
+    foreign = {"ScaledObject", "ServiceMonitor", "PrometheusRule"}
+    assert chart("split").kinds() >= foreign and not chart("split", plain=True).kinds() & foreign
+    assert chart("split", plain=True).of("StatefulSet")["u-dit"]["spec"]["replicas"] == 4
+    assert "replicas" not in chart("split").of("StatefulSet")["u-dit"]["spec"]
+    told = call("install", "u", str(CHART), "--dry-run=client", "--output", "json", values=SPLIT)
+    notes = json.loads(told)["info"]["notes"]
+    assert "Nothing scales u-dit: that takes KEDA" in notes and "no Prometheus operator" in notes
+
+
+def test_versions_are_those_of_unfuse() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert about["version"] == about["appVersion"] == __version__
+
+
+def test_commands_parse_and_variables_are_settings(objects: Made) -> None:
+    (settings,) = (one["data"] for name, one in objects.of("ConfigMap").items() if name == "u")
+    assert known([*settings])
+    for pod in objects.pods().values():
+        for container in pod["spec"]["containers"]:
+            assert known([variable["name"] for variable in container.get("env", [])])
+            if container["name"] != "redis":
+                parsed(container["args"])
+
+
+def test_pods_may_do_little(objects: Made) -> None:
+    """And none has variables of Services: UNFUSE_PORT, of one that is named unfuse, would be refused as no setting."""
+    for pod in objects.pods().values():
+        spec = pod["spec"]
+        assert spec["automountServiceAccountToken"] is spec["enableServiceLinks"] is False
+        secure = spec["securityContext"]
+        assert (secure["runAsNonRoot"], secure["runAsUser"], secure["fsGroup"]) == (True, 10001, 10001)
+        assert secure["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in containers(pod):
+            own = container["securityContext"]
+            assert own["readOnlyRootFilesystem"] and not own["allowPrivilegeEscalation"]
+            assert own["capabilities"] == {"drop": ["ALL"]}
+    for account in objects.of("ServiceAccount").values():
+        assert account["automountServiceAccountToken"] is False
+    assert not objects.kinds() & {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+
+
+def test_everything_that_is_named_is_there(objects: Made) -> None:
+    """Volumes, ports, claims, Secrets and ConfigMaps, but for those that values say exist; and who is selected."""
+    given = {"wire", "redis", "hub", "s3", "models", "registry"}
+    there = {name for kind in ("Secret", "ConfigMap", "PersistentVolumeClaim") for name in objects.of(kind)} | given
+    for pod in objects.pods().values():
+        volumes = {volume["name"] for volume in pod["spec"].get("volumes", [])}
+        named = set(re.findall(r"'(?:secretName|claimName)': '([^']*)'", str(pod)))
+        refs = r"'(?:configMapRef|secretKeyRef|secretRef)': {'(?:key': '\w+', ')?name': '([^']*)'"
+        named |= set(re.findall(refs, str(pod)))
+        assert named <= there
+        for container in containers(pod):
+            claimed = {"data"} if container["name"] == "redis" else set()
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes | claimed
+            ports = {port["name"] for port in container.get("ports", [])}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                assert {ask["port"] for ask in container.get(probe, {}).values() if isinstance(ask, dict)} <= ports
+    labels = {name: pod["metadata"]["labels"] for name, pod in objects.pods().items()}
+
+    def selected(by: dict[str, str]) -> set[str]:
+        return {name for name, own in labels.items() if by.items() <= own.items()}
+
+    for name, service in objects.of("Service").items():
+        assert selected(service["spec"]["selector"]), name
+    for kind in ("PodDisruptionBudget", "NetworkPolicy"):
+        for name, one in objects.of(kind).items():
+            by = one["spec"].get("selector") or one["spec"]["podSelector"]
+            assert selected(by["matchLabels"]), name
+    for name, one in (objects.of("Deployment") | objects.of("StatefulSet")).items():
+        assert selected(one["spec"]["selector"]["matchLabels"]) == {name}
+
+
+def test_a_worker_has_the_time_to_save_a_step_that_runs() -> None:
+    """A drain keeps a quarter of its time for saving, and for that the step in progress has to end."""
+    sets = chart("split").of("StatefulSet")
+    for name, drain in {"u-encoder": 20, "u-dit": 120, "u-vae": 60}.items():
+        pod = sets[name]["spec"]["template"]["spec"]
+        assert f"--drain-timeout={drain}" in pod["containers"][0]["args"]
+        assert pod["terminationGracePeriodSeconds"] == drain + 10
+    assert SAVING * 120 >= 30 and LEAVE_S + 3 * LEAVE_S < 10 == LEAVING_S
+
+
+def test_dashboards_and_alerts_are_those_of_deploy() -> None:
+    """The chart links to them, so what is packaged is equal; as a PrometheusRule they are the same groups."""
+    rules = (ROOT / "deploy/prometheus/alerts.yml").read_text()
+    boards = {path.name: path.read_text() for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+    maps = chart("least").of("ConfigMap")
+    assert maps["u-alerts"]["data"] == {"alerts.yml": rules} and maps["u-dashboards"]["data"] == boards
+    assert chart("least").of("PrometheusRule")["u"]["spec"] == yaml.safe_load(rules)
+
+
+def test_prometheus_finds_the_gateway_under_the_name_that_alerts_ask_for() -> None:
+    monitor = chart("least").of("ServiceMonitor")["u"]["spec"]
+    (service,) = (
+        one for one in chart("least").of("Service").values()
+        if monitor["selector"]["matchLabels"].items() <= one["metadata"]["labels"].items()
+    )  # fmt: skip
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "unfuse"
+    assert 'job="unfuse"' in (ROOT / "deploy/prometheus/alerts.yml").read_text()
+    assert [port["name"] for port in service["spec"]["ports"]] == [monitor["endpoints"][0]["port"]]
+
+
+def test_a_pool_is_scaled_by_the_work_of_its_roles() -> None:
+    keda = {name: one["spec"] for name, one in chart("split").of("ScaledObject").items()}
+    (dit,) = keda["u-dit"]["triggers"]
+    assert (keda["u-dit"]["minReplicaCount"], keda["u-dit"]["cooldownPeriod"]) == (0, 600)
+    assert dit["metadata"]["query"] == (
+        "sum(max by (role, component) (unfuse_role_predicted_seconds"
+        '{namespace="default",service="u",role=~"denoiser"}))'
+    )
+    texts = "|".join((*TOGETHER["language"], "vision"))
+    assert f'role=~"{texts}"' in keda["u-text"]["triggers"][0]["metadata"]["query"]
+    assert keda["u-text"]["triggers"][0]["metadata"]["threshold"] == "0.5"
+    assert sorted(chart("hpa").of("HorizontalPodAutoscaler")) == ["u-dit", "u-encoder", "u-text", "u-vae"]
+    (metric,) = chart("hpa").of("HorizontalPodAutoscaler")["u-encoder"]["spec"]["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchExpressions"] == [
+        {"key": "role", "operator": "In", "values": ["encoder"]},
+        {"key": "component", "operator": "In", "values": ["text_encoder"]},
+    ]
+    for scaled in (*keda, *chart("hpa").of("HorizontalPodAutoscaler")):
+        assert scaled in chart("split").of("StatefulSet")
+
+
+def test_a_pool_may_be_scaled_by_another_question() -> None:
+    query = 'sum(max by (pool) (unfuse_queue_size{namespace="a"}))'
+    pool = POOL | {"autoscaling": TO_ZERO | {"query": query, "seconds": 1000000}}
+    (trigger,) = made(LEAST | {"workers": [pool]}).of("ScaledObject")["u-x"]["spec"]["triggers"]
+    assert trigger["metadata"]["query"] == query and float(trigger["metadata"]["threshold"]) == 1e6
+
+
+def test_large_numbers_are_written_as_such() -> None:
+    """As some clusters give each namespace uids of its own."""
+    for pod in made(LEAST | {"uid": 1000650000}).pods().values():
+        uid = pod["spec"]["securityContext"]["runAsUser"]
+        assert uid == 1000650000 and isinstance(uid, int), "1.00065e+09 is no whole number to Kubernetes"
+
+
+def test_what_is_packaged_has_the_files_that_the_chart_links_to(tmp_path: Path) -> None:
+    call("package", str(CHART), "--destination", str(tmp_path))
+    with tarfile.open(tmp_path / f"unfuse-{__version__}.tgz") as packed:
+        for inside, there in {
+            "files/alerts.yml": "prometheus/alerts.yml",
+            "files/dashboards/unfuse.json": "grafana/dashboards/unfuse.json",
+        }.items():
+            found = packed.extractfile(f"unfuse/{inside}")
+            assert found and found.read() == (ROOT / "deploy" / there).read_bytes()
+
+
+NASTY = 'it\'s "quoted"\n- {{ .Values.uid }}\n---\nkind: Pod #: &a *b %s \\ \t日本'
+
+
+def test_values_stay_values_whatever_is_in_them() -> None:
+    values: Object = LEAST | {
+        "models": [NASTY],
+        "scheduler": {"args": [NASTY], "env": [{"name": "A", "value": NASTY}], "podAnnotations": {"a": NASTY}},
+        "service": {"annotations": {"b": NASTY}},
+        "redis": {"trial": True, "image": NASTY},
+        "monitoring": {"labels": {"c": NASTY}},
+        "workers": [{"name": "x", "role": "all", "replicas": 1, "models": [NASTY], "args": [NASTY]}],
+    }
+    objects = made(values)
+    assert objects.kinds() == chart("least").kinds() and len(objects.objects) == len(chart("least").objects)
+    (scheduler,) = objects.of("Deployment")["u-scheduler"]["spec"]["template"]["spec"]["containers"]
+    assert scheduler["args"][1] == scheduler["args"][-1] == NASTY
+    assert {"name": "A", "value": NASTY} in scheduler["env"]
+    (worker,) = objects.of("StatefulSet")["u-x"]["spec"]["template"]["spec"]["containers"]
+    assert f"--model={NASTY}" in worker["args"] and worker["args"][-1] == NASTY
+    assert objects.of("StatefulSet")["u-redis"]["spec"]["template"]["spec"]["containers"][0]["image"] == NASTY
+    assert objects.of("Service")["u"]["metadata"]["annotations"] == {"b": NASTY}
+    assert objects.of("ServiceMonitor")["u"]["metadata"]["labels"]["c"] == NASTY
+    assert objects.of("Pod")["u-picture"]["spec"]["containers"][0]["args"][2] == f"--model={NASTY}"
+
+
+@pytest.mark.parametrize("release", ["a" * 53, "r" * 40 + "-1", "x.y" + "z" * 30])
+def test_names_are_short_enough_for_everything_that_is_made_of_them(release: str) -> None:
+    """A pod of a StatefulSet has a label of its name and eleven characters more. Releases stay apart."""
+    name = "p" * 20
+    values = LEAST | {"workers": [{"name": name, "role": "all", "replicas": 1}]}
+    names = {one["metadata"]["name"] for one in made(values, release=release).objects}
+    assert max(map(len, names)) <= 52 and any(one.endswith(name) for one in names)
+    assert all(re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", one) for one in names)
+    assert len(call("template", release, str(CHART), values=values)) > 0
+    assert names.isdisjoint(one["metadata"]["name"] for one in made(values, release=release[:-1] + "0").objects)
+
+
+def without(*path: str) -> dict[str, Any]:
+    """The least values, with something at that path that is not known."""
+    values = json.loads(json.dumps(LEAST))
+    place = values
+    for name in path:
+        place = place.setdefault(name, {})
+    place["colour"] = "red"
+    return dict(values)
+
+
+PLACES = [
+    (name,) for name, value in yaml.safe_load((CHART / "values.yaml").read_text()).items() if isinstance(value, dict)
+]
+
+
+@pytest.mark.parametrize("place", [(), *PLACES], ids=".".join)
+def test_what_is_unknown_is_refused(place: tuple[str, ...]) -> None:
+    with pytest.raises(Refused, match="additional properties 'colour' not allowed"):
+        made(without(*place))
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"workers": [POOL | {"replica": 1}]}, "additional properties 'replica'"),
+        ({"workers": [POOL | {"name": "x" * 21}]}, "does not match pattern"),
+        ({"workers": [POOL | {"name": "X y"}]}, "does not match pattern"),
+        ({"workers": [POOL | {"replicas": "1"}]}, "got string, want integer"),
+        ({"workers": [POOL | {"replicas": -1}]}, "minimum"),
+        ({"workers": [{"name": "x", "role": "all"}]}, "missing property 'replicas'"),
+        ({"workers": [POOL, POOL]}, "two pools are named x"),
+        ({"workers": [POOL | {"name": "scheduler"}]}, "no pool may be named scheduler"),
+        ({"workers": [POOL | {"autoscaling": {"min": 3, "max": 2, "seconds": 1}}]}, "autoscaling.max is below"),
+        ({"workers": [POOL | {"autoscaling": TO_ZERO}], "autoscaling": {"by": "hpa"}}, "at least one"),
+        ({"workers": [POOL | {"autoscaling": ASKED}], "autoscaling": {"by": "hpa"}}, "for KEDA"),
+        ({"queue": {"url": "redis://r:6379/0"}}, "where tasks wait is said once"),
+        ({"redis": {"trial": False}}, "where tasks wait is said once"),
+        ({"queue": {"url": "redis://me:pass@r:6379/0"}, "redis": {"trial": False}}, "queue"),
+        ({"queue": {"url": "memory"}, "redis": {"trial": False}}, "queue"),
+        ({"results": {"url": "disk:/here"}}, "results"),
+        ({"wireKeys": {"existingSecret": ""}}, "unfuse keys new keys"),
+        ({"wireKeys": {"existingSecret": "", "scheduler": "secret x", "worker": "y"}}, "wireKeys"),
+        ({"apiKeys": {"lines": ["anna one two\nroot x admin=yes"]}}, "does not match pattern"),
+        ({"fullnameOverride": "Name"}, "fullnameOverride"),
+        ({"image": {"tag": "a b"}}, "does not match pattern"),
+        ({"models": []}, "minItems"),
+        ({"uid": 0}, "minimum"),
+        ({"uid": None}, "uid"),
+        ({"service": {"port": 70000}}, "maximum"),
+        ({"disruption": {"maxUnavailable": "half"}}, "disruption"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_with_its_place(values: Object, says: str) -> None:
+    with pytest.raises(Refused, match=re.escape(says)):
+        made(LEAST | values)
+
+
+def test_keys_of_an_installation_are_in_its_secrets() -> None:
+    """And one for `helm test`, which is the last line of the file and has no newline inside."""
+    secrets = {name: {key: b64decode(text).decode() for key, text in one["data"].items()}
+               for name, one in chart("split").of("Secret").items()}  # fmt: skip
+    assert secrets["u-wire"] == {"scheduler.key": KEYS, "worker.key": KEYS}
+    first, second, end = secrets["u-api"]["keys"].split("\n")
+    assert (first, second, end) == (SPLIT["apiKeys"]["lines"][0], f"chart {secrets['u-api']['key']} admin=yes", "")
+    assert re.fullmatch(r"[A-Za-z0-9]{40}", secrets["u-api"]["key"])
+    assert {*chart("least").of("Secret")} == {"u-api"}

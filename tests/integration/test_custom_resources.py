@@ -1,0 +1,257 @@
+"""Custom resources, as an API server would take, complete and refuse them. No server is here: schemas are checked by
+Kubernetes' own for definitions, objects by the schemas, rules by an implementation of CEL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import celpy
+import jsonschema_rs
+import kubernetes_validate
+import pytest
+import yaml
+
+from tools.helm import Object
+from unfuse.core.errors import ConfigError
+from unfuse.core.plan import roles_of
+from unfuse.core.spread import parse_parallel
+
+DEPLOY = Path(__file__).parents[2] / "deploy" / "kubernetes"
+DEFINED: dict[str, Object] = {
+    found["spec"]["names"]["kind"]: found
+    for path in sorted((DEPLOY / "crds").glob("*.yaml"))
+    for found in yaml.safe_load_all(path.read_text())
+}
+EXAMPLE, VAE = yaml.safe_load_all((DEPLOY / "examples" / "wan.yaml").read_text())
+PIPELINE: Object = {"model": "unfuse/shapes", "scheduler": {"redis": {"host": "r"}}}
+POOL: Object = {"role": "denoiser"}
+
+
+def version(kind: str) -> Object:
+    (one,) = DEFINED[kind]["spec"]["versions"]
+    return dict(one)
+
+
+def schema(kind: str) -> Object:
+    return dict(version(kind)["schema"]["openAPIV3Schema"])
+
+
+def parts(node: Object, at: str = "") -> Iterator[tuple[str, Object]]:
+    """Every schema inside a schema, with its path."""
+    yield at, node
+    for name, inner in node.get("properties", {}).items():
+        yield from parts(inner, f"{at}.{name}")
+    for key in ("items", "additionalProperties"):
+        if isinstance(node.get(key), dict):
+            yield from parts(node[key], f"{at}[]")
+
+
+def completed(value: Any, node: Object) -> Any:
+    """The value with defaults, as the server stores it."""
+    if isinstance(value, dict) and "properties" in node:
+        missing = {
+            name: inner["default"]
+            for name, inner in node["properties"].items() if "default" in inner and name not in value
+        }  # fmt: skip
+        known = {name: completed(one, node["properties"].get(name, {})) for name, one in value.items()}
+        return {**known, **missing}
+    if isinstance(value, list) and "items" in node:
+        return [completed(one, node["items"]) for one in value]
+    return value
+
+
+def closed(node: Object) -> Object:
+    """The schema under which unknown fields are refused, as `kubectl` has them refused."""
+    node = deepcopy(node)
+    for _, part in parts(node):
+        if "properties" in part and part["properties"]:
+            part["additionalProperties"] = False
+    return node
+
+
+@cache
+def program(rule: str) -> Any:
+    environment = celpy.Environment()
+    return environment.program(environment.compile(rule))
+
+
+def broken(value: Any, node: Object, old: Any = None) -> Iterator[str]:
+    """What rules say is wrong with a value; those of transitions where there is an old one."""
+    for rule in node.get("x-kubernetes-validations", []):
+        given = {"self": celpy.json_to_cel(value)} | ({} if old is None else {"oldSelf": celpy.json_to_cel(old)})
+        if ("oldSelf" not in rule["rule"] or old is not None) and not program(rule["rule"]).evaluate(given):
+            yield rule["message"]
+    if isinstance(value, dict):
+        for name, inner in node.get("properties", {}).items():
+            if name in value:
+                yield from broken(value[name], inner, (old or {}).get(name))
+    if isinstance(value, list) and "items" in node:
+        for one in value:
+            yield from broken(one, node["items"])
+
+
+def wrong(kind: str, spec: Object, old: Object | None = None, name: str = "a") -> list[str]:
+    """All that is wrong with an object of that spec, which replaces an older one."""
+    node = schema(kind)
+    one = {"apiVersion": "unfuse.dev/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+    stored = completed(one, node)
+    if refused := [error.message for error in jsonschema_rs.Draft7Validator(closed(node)).iter_errors(stored)]:
+        return refused
+    return [*broken(stored, node, None if old is None else completed(one | {"spec": old}, node))]
+
+
+@pytest.mark.parametrize("kind", DEFINED)
+@pytest.mark.parametrize("release", ["1.30.0", "1.37.0"])
+def test_kubernetes_takes_the_definitions(kind: str, release: str) -> None:
+    kubernetes_validate.validate(DEFINED[kind], release, strict=True)
+    names = DEFINED[kind]["spec"]["names"]
+    assert DEFINED[kind]["metadata"]["name"] == f"{names['plural']}.{DEFINED[kind]['spec']['group']}"
+
+
+@pytest.mark.parametrize("kind", DEFINED)
+def test_schemas_are_structural(kind: str) -> None:
+    """Each part says its type, lists what it has or of what it is, is bounded, and has defaults that it would take."""
+    for at, part in parts(schema(kind)):
+        assert part.get("type") or part.get("x-kubernetes-int-or-string"), at
+        assert not {"$ref", "definitions", "not", "oneOf", "patternProperties"} & part.keys(), at
+        assert not ("properties" in part and "additionalProperties" in part), at
+        if "default" in part:
+            jsonschema_rs.Draft7Validator(part).validate(part["default"])
+        if ".spec" in at and part.get("type") == "string":
+            assert "maxLength" in part or "enum" in part, f"{at} may be of any length, which rules pay for"
+        if ".spec" in at and part.get("type") == "array":
+            assert "maxItems" in part, at
+        if keys := part.get("x-kubernetes-list-map-keys"):
+            assert set(keys) <= set(part["items"]["required"]), at
+
+
+@pytest.mark.parametrize("kind", DEFINED)
+def test_what_columns_and_scale_name_is_in_the_schema(kind: str) -> None:
+    known = {at for at, _ in parts(schema(kind))} | {".metadata.creationTimestamp"}
+    paths = [column["jsonPath"] for column in version(kind)["additionalPrinterColumns"]]
+    paths += version(kind)["subresources"].get("scale", {}).values()
+    assert {re.sub(r"\[.*?\]", "[]", path) for path in paths} <= known
+    states = next(part for at, part in parts(schema(kind)) if at == ".status.conditions[].type")
+    assert states["enum"] == ["Ready", "Progressing", "Degraded"]
+
+
+def test_all_that_may_be_asked_for_is_taken_and_kept() -> None:
+    """The example has every field of a pipeline that is taken apart, as people write it elsewhere."""
+    assert wrong("DiffusionPipeline", EXAMPLE["spec"], name=EXAMPLE["metadata"]["name"]) == []
+    assert wrong("DiffusionPool", VAE["spec"], name=VAE["metadata"]["name"]) == []
+    assert completed(EXAMPLE, schema("DiffusionPipeline"))["spec"]["scheduler"]["redis"] == {
+        "host": "redis-master", "port": 6379, "database": 0,
+    }  # fmt: skip
+    assert VAE["metadata"]["name"] in {stage["pool"] for stage in EXAMPLE["spec"]["stages"]}
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    assert wrong("DiffusionPipeline", PIPELINE) == wrong("DiffusionPool", POOL) == []
+    stored = completed({"spec": PIPELINE | {"stages": [{"name": "s", "pool": "p"}]}}, schema("DiffusionPipeline"))
+    assert stored["spec"]["scheduler"] == {
+        "redis": {"host": "r", "port": 6379, "database": 0}, "replicas": 1, "queueBackend": "redis",
+    }  # fmt: skip
+    assert stored["spec"]["stages"] == [{"name": "s", "pool": "p", "replicas": 1}]
+    assert completed({"spec": POOL}, schema("DiffusionPool"))["spec"] == {
+        "role": "denoiser", "replicas": 1, "min": 0, "device": "auto",
+    }  # fmt: skip
+
+
+def stages(*pools: tuple[str, int]) -> list[Object]:
+    return [{"name": f"s{number}", "pool": pool, "replicas": count} for number, (pool, count) in enumerate(pools)]
+
+
+REDIS = {"redis": {"host": "r"}}
+RULED: list[tuple[str, Object, str]] = [
+    ("DiffusionPipeline", {"scheduler": REDIS}, "either model or models"),
+    ("DiffusionPipeline", PIPELINE | {"models": ["a"]}, "either model or models"),
+    ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 1), ("p", 2))}, "one number of replicas"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {}}, "either queue or redis"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": REDIS | {"queue": {"secret": "s"}}}, "either queue or redis"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": REDIS | {"queueBackend": "memory"}}, "queueBackend redis alone"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "sqlite", "replicas": 2}}, "several schedulers"),
+    ("DiffusionPipeline", PIPELINE | {"scheduler": {"queue": {}}}, "either url or secret"),
+    ("DiffusionPipeline", PIPELINE | {"results": {"url": "s3://b", "claim": "c"}}, "either url or claim"),
+    ("DiffusionPipeline", PIPELINE | {"results": {}}, "either url or claim"),
+    ("DiffusionPipeline", PIPELINE | {"autoscaling": {}}, "autoscaling needs maxReplicas"),
+    ("DiffusionPipeline", PIPELINE | {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas is above"),
+    ("DiffusionPool", POOL | {"min": 3, "max": 2}, "min is above max"),
+    ("DiffusionPool", {"role": "all", "model": {"component": "vae"}}, "no one component"),
+]
+
+
+@pytest.mark.parametrize(("kind", "spec", "says"), RULED)
+def test_what_contradicts_itself_is_refused_by_a_rule(kind: str, spec: Object, says: str) -> None:
+    (told,) = wrong(kind, spec)
+    assert says in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("DiffusionPipeline", PIPELINE | {"stages": stages(("p", 1), ("q", 2), ("p", 1))}),
+        ("DiffusionPipeline", {"models": ["a", "b"], "scheduler": {"queue": {"url": "redis://r:6379/0"}}}),
+        ("DiffusionPipeline", PIPELINE | {"scheduler": {"queueBackend": "memory"}}),
+        ("DiffusionPipeline", PIPELINE | {"autoscaling": {"enabled": False}}),
+        ("DiffusionPool", POOL | {"replicas": 0, "max": 1}),
+        ("DiffusionPool", POOL | {"parallel": "denoiser=ulysses:2+cfg:2,decoder=tiles:2", "device": "cuda:0+cuda:1"}),
+        ("DiffusionPool", {"role": "all", "model": {"path": "unfuse/shapes"}}),
+    ],
+)
+def test_what_does_not_contradict_itself_is_taken(kind: str, spec: Object) -> None:
+    assert wrong(kind, spec) == []
+
+
+def test_names_and_roles_are_ruled_too_and_no_rule_is_left_out() -> None:
+    """A pool keeps its role; `kubectl scale` changes replicas, as anything else may change."""
+    for kind, spec in (("DiffusionPipeline", PIPELINE), ("DiffusionPool", POOL)):
+        assert wrong(kind, spec, name="a" * 40) == []
+        assert "at most 40" in wrong(kind, spec, name="a" * 41)[0]
+    assert wrong("DiffusionPool", POOL | {"role": "encoder"}, old=POOL) == ["a pool keeps its role: make another one"]
+    assert wrong("DiffusionPool", POOL | {"replicas": 0}, old=POOL | {"replicas": 5}) == []
+    rules = {rule["message"] for kind in DEFINED for _, part in parts(schema(kind))
+             for rule in part.get("x-kubernetes-validations", [])}  # fmt: skip
+    shown = [*(says for _, _, says in RULED), "at most 40", "a pool keeps its role"]
+    assert {rule for rule in rules if not any(says in rule for says in shown)} == set()
+
+
+NASTY: Sequence[Any] = ("", "a b", 'a"b', "a\nb", "a\n", "-a", "A" * 600, 7, None, ["a"], {"a": 1})
+
+
+@pytest.mark.parametrize("place", ["keysSecret", "stages", "autoscaling", "results", "scheduler", "modle"])
+@pytest.mark.parametrize("value", NASTY, ids=repr)
+def test_what_is_malformed_is_refused(place: str, value: Any) -> None:
+    assert wrong("DiffusionPipeline", PIPELINE | {place: value})
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"role": "a+"}, {"role": "Encoder"}, {"role": "x", "parallel": "denoiser"}, {"role": "x", "device": "cuda:x"},
+        {"role": "x", "replicas": -1}, {"role": "x", "replicas": "1"}, {"role": "x", "max": 0}, {"replicas": 1},
+        {"role": "x", "resources": {"limits": {"memory": "much"}}}, {"role": "x", "resources": {"limit": {}}},
+        {"role": "x", "model": {"component": "a b"}}, {"role": "x", "colour": "red"},
+    ],
+)  # fmt: skip
+def test_a_malformed_pool_is_refused(spec: Object) -> None:
+    assert wrong("DiffusionPool", spec)
+
+
+def test_what_a_pool_may_say_is_what_a_worker_takes() -> None:
+    """And what it may not, a worker would refuse: found here, where `kubectl apply` is told so."""
+    for role in ("all", "encoder", "encoder+decoder", "language"):
+        assert wrong("DiffusionPool", {"role": role}) == []
+        roles_of(role)
+    with pytest.raises(ConfigError):
+        roles_of("a+")
+    assert {*parse_parallel("denoiser=ulysses:2+cfg:2")} == {"denoiser"}
+    for text in ("denoiser", "denoiser=ulysses", "=ulysses:2"):
+        assert wrong("DiffusionPool", POOL | {"parallel": text})
+        with pytest.raises(ConfigError):
+            parse_parallel(text)

@@ -1,0 +1,93 @@
+"""What probes of a worker are answered, and what else comes to that port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+
+import pytest
+
+from tools.addresses import free_port
+from unfuse.core.errors import ConfigError
+from unfuse.worker import health
+from unfuse.worker.health import AT_ONCE, HEAD_BYTES, answering
+
+
+async def asked(port: int, said: bytes) -> bytes:
+    """All that is answered; b"" where the connection ends without a word."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    with suppress(ConnectionError):
+        writer.write(said)
+        await writer.drain()
+    try:
+        return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+def probe(path: str) -> bytes:
+    """As a kubelet asks."""
+    lines = f"GET {path} HTTP/1.1", "Host: 10.1.0.7:8002", "User-Agent: kube-probe/1.32", "Connection: close", "", ""
+    return "\r\n".join(lines).encode()
+
+
+async def test_it_lives_from_the_start_and_is_ready_when_nothing_is_lacking() -> None:
+    lacks = "models load"
+    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: lacks):
+        assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200 OK\r\n")
+        answer = await asked(port, probe("/ready"))
+        assert answer.startswith(b"HTTP/1.1 503 ") and answer.endswith(b"\r\n\r\nmodels load")
+        assert b"content-length: 11\r\n" in answer
+        lacks = ""
+        assert (await asked(port, probe("/ready"))).startswith(b"HTTP/1.1 200 OK\r\n")
+    with pytest.raises(OSError, match="Connect call failed"):
+        await asked(port, probe("/health"))
+
+
+@pytest.mark.parametrize(
+    "said", [probe("/"), probe("/healthy"), b"POST /health HTTP/1.1\r\n\r\n", b"\r\n\r\n", b"\0\xff GET\r\n\r\n"]
+)
+async def test_nothing_else_is_answered(said: bytes) -> None:
+    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+        assert (await asked(port, said)).startswith(b"HTTP/1.1 404 Not Found\r\n")
+
+
+async def test_those_who_say_too_much_or_nothing_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEAD_S", 0.05)
+    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+        assert await asked(port, b"GET /health HTTP/1.1\r\n" + b"x" * 4 * HEAD_BYTES) == b""
+        assert await asked(port, b"GET /health") == b""
+        assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
+
+
+async def test_many_who_say_nothing_are_turned_away_and_soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "HEAD_S", 0.5)
+    async with answering(f"127.0.0.1:{(port := free_port())}", lambda: ""):
+        silent = [asyncio.create_task(asked(port, b"GET ")) for _ in range(AT_ONCE)]
+        await asyncio.sleep(0.1)
+        assert await asked(port, probe("/health")) == b""
+        assert await asyncio.gather(*silent) == [b""] * AT_ONCE
+        assert (await asked(port, probe("/health"))).startswith(b"HTTP/1.1 200")
+
+
+async def test_without_an_address_nobody_listens() -> None:
+    async with answering("", lambda: ""):
+        pass
+
+
+@pytest.mark.parametrize("at", ["8002", ":8002", "localhost:", "localhost:http", "127.0.0.1:99999"])
+async def test_what_is_no_address_is_refused(at: str) -> None:
+    with pytest.raises(ConfigError, match="--health"):
+        async with answering(at, lambda: ""):
+            pass
+
+
+async def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"--health {at} cannot be listened on .*: name another address"):
+            async with answering(at, lambda: ""):
+                pass
