@@ -31,6 +31,7 @@ from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.models.gguf_model import files_of
+from unfuse.models.quantised import library
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -192,6 +193,8 @@ def _load(
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
+    named = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
+    libraries |= library(files_of(folder).quantisation(name) for folder, name in named)
     device = _device(load, bool(libraries))
     outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
     _agree(group, outcome, wanted)
