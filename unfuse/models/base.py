@@ -51,9 +51,9 @@ Report = Callable[[str, float, int], None]
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
 
-    `loras` is the folder of adapters (LoRA), if any, `mesh` the ranks over which the stage is spread, if there are
-    several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in `shared`
-    what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
+    `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it, if
+    there are several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in
+    `shared` what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
     """
 
     device: str
@@ -64,6 +64,7 @@ class Runtime(msgspec.Struct, frozen=True):
     kv: int = 0
     shared: dict[Hashable, Any] = {}
     group: Group | None = None
+    kept: str = ""
 
 
 class Family(ABC):
@@ -252,7 +253,7 @@ class DiffusersFamily(Family):
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        return Adapters(Loras(runtime.loras), transformer, pipeline, loader.device, most, self.adapts)
+        return Adapters(Loras(runtime.loras, runtime.kept), transformer, pipeline, loader.device, most, self.adapts)
 
 
 def weights_ids(

@@ -112,7 +112,7 @@ class WholeFamily(Family):
         pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device == "cuda"
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
-            loras = PipelineAdapters(Loras(runtime.loras), pipeline, bool, loader.device, most)
+            loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)
         limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
         return Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
 

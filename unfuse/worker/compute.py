@@ -53,6 +53,7 @@ from unfuse.worker.compute_messages import (
     Turn,
 )
 from unfuse.worker.exactness import Exactness
+from unfuse.worker.options import KEPT_LORAS
 from unfuse.worker.pairs import PairServer
 from unfuse.worker.ranks import Ranks, SeveralRanks
 from unfuse.worker.records import write_records
@@ -202,7 +203,8 @@ def _load(
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group)
+        kept = str(Path(load.verdicts).with_name(KEPT_LORAS))
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)
