@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -547,6 +548,24 @@ def tuned(model: Path, folder: Path, *, original: bool = False, quantised: bool 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return folder
+
+
+def quantised(model: Path, folder: Path, how: str, dtype: str = "float32") -> Path:
+    """A copy of a model whose transformer and first text encoder torchao has quantised so, for computing in a dtype."""
+    import torch
+    import torchao.quantization
+
+    shutil.copytree(model, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    for part in ("transformer", "text_encoder"):
+        library, name = index[part]
+        module = import_module(library)
+        config = module.TorchAoConfig(getattr(torchao.quantization, how)())
+        kind, given = getattr(module, name), {"quantization_config": config, "dtype": getattr(torch, dtype)}
+        made = kind.from_pretrained(model / part, **given)
+        shutil.rmtree(folder / part)
+        made.save_pretrained(folder / part)
     return folder
 
 

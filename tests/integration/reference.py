@@ -18,7 +18,7 @@ from diffusers.utils import load_image  # noqa: E402
 
 
 def load(folder: str, loras: str) -> DiffusionPipeline:
-    pipeline = DiffusionPipeline.from_pretrained(folder)
+    pipeline = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     scales = {}
     for file, scale in json.loads(loras):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from typing import Any
 
 import openai
 import pytest
+import xxhash
 
 from tests.integration.pictures import SHAPES, defaults, digest, undivided
+from tests.netns import second_host
 from tools.server import START_S, Server, computes_of, environment, serving, unfuse, until
 from tools.tiny import adapter
 
@@ -132,3 +135,31 @@ def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Serve
     for name, why in (("other", "there are alpha, plain"), ("../plain", "no lora '../plain'")):
         with pytest.raises(openai.BadRequestError, match=why):
             client.images.generate(prompt="a red circle", extra_body={"lora": name})
+
+
+def test_a_machine_that_does_not_see_the_folder_gets_files_that_were_added_meanwhile(
+    tmp_path: Path, expected: list[str], loras: Path
+) -> None:
+    """Given a denoiser on another host, which sees an empty folder, when adapters are put into the server's, then
+    pictures are those of undivided runs, and the files lie at the other host by their content."""
+    seen, home = tmp_path / "loras", tmp_path / "home"
+    seen.mkdir()
+    home.mkdir()
+    subprocess.run(unfuse("keys", "new", str(tmp_path / "keys")), env=environment(tmp_path), check=True)
+    keys = "--keys", str(tmp_path / "keys")
+    with (
+        second_host() as host,
+        serving(tmp_path, "--denoisers", "0", "--arena", "64MiB", "--loras", str(seen), *keys, at=host.near) as server,
+    ):
+        host.hide(seen)
+        until(lambda: server.get("/health"), "the server to answer", server.process)
+        server.worker("denoiser", *keys, within=host.enter, UNFUSE_DATA_DIR=str(home))
+        server.ready()
+        for name in ("plain", "alpha"):
+            shutil.copy(loras / f"{name}.safetensors", seen)
+        for place in (3, 6, 9):
+            id = server.submit(**CASES[place], size="auto", num_inference_steps=STEPS)
+            assert server.finished(id)["status"] == "completed", server.finished(id)["error"]
+            assert digest(server.result(id)) == expected[place]
+        brought = {xxhash.xxh3_128_hexdigest(file.read_bytes()) for file in loras.glob("*.safetensors")}
+        assert {file.stem for file in (home / "loras").iterdir()} == brought

@@ -286,6 +286,13 @@ FILES = [
     Job("lora-quantised", "wan-gguf", wan_params(20, lora="even-plain:0.5", lora_scale=1.0)),
 ]
 """Of transformers that are one file in another tool's layout, and of one whose weights are such a file's too."""
+QUANTISED = [
+    Job("torchao-video", "wan-int8", wan_params(20, num_frames=5)),
+    Job("torchao-half", "wan-int8", wan_params(20, negative_prompt="no"), HALF),
+    Job("torchao-float8", "wan-float8", wan_params(20), HALF),
+    Job("torchao-activations", "flux-int8", flux_params(20)),
+]
+"""Of transformers and encoders that torchao has quantised."""
 
 WIDE = {"width": 448, "num_inference_steps": 1}
 """Three tiles in a row of VAEs whose tiles are 256 pixels, of which the last is 64."""
@@ -342,7 +349,7 @@ def undivided(tmp_path_factory: pytest.TempPathFactory) -> Undivided:
     def make(root: Path) -> None:
         draw_pictures(root)
         script = Path(__file__).with_name("undivided.py")
-        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *FILES, *TILED]])
+        jobs = json.dumps([asdict(job) for job in [*JOBS, *CACHED, *LORA_JOBS, *FILES, *QUANTISED, *TILED]])
         command = [sys.executable, "-I", str(script), str(root)]
         done = subprocess.run(command, input=jobs, cwd=root, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr

@@ -217,9 +217,11 @@ def test_a_quantised_component_is_refused(model: ModelFolder) -> None:
     (model.path / "vae" / "config.json").write_text('{"quantization_config": null}')
     model.weights("vae")
 
-    (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    (model.path / "vae" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
     for ask in (model.weights, model.size, model.identity, model.tensors):
-        with pytest.raises(ConfigError, match=r"component vae is quantised \(quantization_config\), which is not serv"):
+        with pytest.raises(
+            ConfigError, match=r"component vae is quantised \(quantization_config\) by other, which is n"
+        ):
             ask("vae")
 
 

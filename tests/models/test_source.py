@@ -331,7 +331,7 @@ LORA = {"README.md": b"", "pytorch_lora_weights.safetensors": _weights()}
     ({"ltx.safetensors": b"", "config.json": b"{}"}, "but ltx.safetensors, a checkpoint outside diffusers' layout"),
     ({"config.json": b"{}"}, "model_index.json cannot be read (No such file or directory), so this is no model"),
     ({**_model(), "vae/config.json": b'{"quantization_config": {"quant_method": "bitsandbytes"}}'},
-     "component vae is quantised (quantization_config), which is not served"),
+     "component vae is quantised (quantization_config) by bitsandbytes, which is not served"),
     (_model(without=TEXT[0]) | {"text_encoder/pytorch_model.bin": b""},
      "weights of component text_encoder are pytorch_model.bin, weights that are not safetensors: save the model anew"),
 ])  # fmt: skip

@@ -179,6 +179,9 @@ def main() -> None:
     tiny.build("wan-even", root / "wan-even", serving=False)
     tiny.tuned(root / "wan-even", root / "wan-gguf", original=True, quantised=True)
     tiny.adapter(root / "wan-even", root / "loras", "even-plain", 1)
+    tiny.quantised(root / "wan", root / "wan-int8", "Int8WeightOnlyConfig")
+    tiny.quantised(root / "wan", root / "wan-float8", "Float8WeightOnlyConfig", "bfloat16")
+    tiny.quantised(root / "flux", root / "flux-int8", "Int8DynamicActivationInt8WeightConfig")
     pipes = {}
     for job in json.load(sys.stdin):
         lora, scale = job["params"].get("lora"), job["params"].get("lora_scale")

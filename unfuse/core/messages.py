@@ -207,6 +207,14 @@ class Recall(msgspec.Struct, frozen=True, tag=True):
     after: Count = 0
 
 
+class Borrow(msgspec.Struct, frozen=True, tag=True):
+    """A worker asks a scheduler that `lends` for bytes of an adapter, from `offset` on; `id` is that of its content."""
+
+    name: str
+    id: str
+    offset: Count = 0
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """A task is complete: the object that it made, or the results that it wrote.
 
@@ -276,8 +284,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced, one that `keeps` Keep. It is of this `version`, and `now` is Unix
-    time there; "" and 0: it does not say.
+    Append and Recall, one that `announces` Announced, one that `keeps` Keep, one that `lends` Borrow. It is of this
+    `version`, and `now` is Unix time there; "" and 0: it does not say.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -290,6 +298,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     appends: bool = False
     announces: bool = False
     keeps: bool = False
+    lends: bool = False
     version: str = ""
     now: float = 0.0
 
@@ -322,6 +331,13 @@ class Recorded(msgspec.Struct, frozen=True, tag=True):
     pieces: tuple[bytes, ...]
 
 
+class Lent(msgspec.Struct, frozen=True, tag=True):
+    """The answer to Borrow: bytes of a file that has `size` of them."""
+
+    size: Count
+    data: bytes
+
+
 class Accepted(msgspec.Struct, frozen=True, tag=True):
     """The message was recorded."""
 
@@ -337,5 +353,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
     lease_lost: bool = False
 
 
-ToScheduler = Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Done | Failed | Bye
-ToWorker = Welcome | Granted | Pulse | Recorded | Accepted | Stranger | Refused
+ToScheduler = (
+    Hello | Ask | Beat | Progress | Steps | Append | Recall | Announced | Saved | Keep | Borrow | Done | Failed | Bye
+)
+ToWorker = Welcome | Granted | Pulse | Recorded | Lent | Accepted | Stranger | Refused

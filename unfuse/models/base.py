@@ -27,7 +27,8 @@ from unfuse.models.dtypes import choose_dtypes
 from unfuse.models.encoders import cut_of, encoder_spreads
 from unfuse.models.folder import INDEX, ModelFolder
 from unfuse.models.gguf_model import GgufModel
-from unfuse.models.shared import Mapped, held, load_together
+from unfuse.models.quantised import check, packed_bytes
+from unfuse.models.shared import Mapped, held, load_together, moved
 from unfuse.models.single import load_single
 from unfuse.models.source import source_of
 from unfuse.parallel.cut import Cut
@@ -50,9 +51,9 @@ Report = Callable[[str, float, int], None]
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
 
-    `loras` is the folder of adapters (LoRA), if any, `mesh` the ranks over which the stage is spread, if there are
-    several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in `shared`
-    what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
+    `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it, if
+    there are several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in
+    `shared` what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
     """
 
     device: str
@@ -63,6 +64,7 @@ class Runtime(msgspec.Struct, frozen=True):
     kv: int = 0
     shared: dict[Hashable, Any] = {}
     group: Group | None = None
+    kept: str = ""
 
 
 class Family(ABC):
@@ -156,7 +158,7 @@ class DiffusersFamily(Family):
             dtypes=dtypes,
             created=model.created,
             takes_image=self.takes_image,
-            takes_lora=self.takes_lora,
+            takes_lora=self.takes_lora and not model.quantisation(self.adapts),
         )
 
     @override
@@ -198,7 +200,8 @@ class DiffusersFamily(Family):
 
     def spreads(self, folder: ModelFolder) -> dict[str, dict[str, int]]:
         """By stage kind, the kinds by which a stage may be spread over ranks, as `Spread.refusal` reads them."""
-        denoise = {} if folder.is_quantised(self.adapts) else self.denoiser_spreads(folder)
+        denoises = [name for name in self.components(folder) if name.startswith(self.adapts)]
+        denoise = {} if any(map(folder.is_quantised, denoises)) else self.denoiser_spreads(folder)
         ways = {DENOISE.kind: denoise, VAE_DECODE.kind: {"tiles": 0}}
         return ways | encoder_spreads(folder, self.components(folder))
 
@@ -244,13 +247,13 @@ class DiffusersFamily(Family):
         from unfuse.stages.adapters import Adapters, Loras
 
         runtime = loader.runtime
-        if not runtime.loras or not self.takes_lora:
+        if not runtime.loras or not self.takes_lora or loader.folder.quantisation(self.adapts):
             return None
         if runtime.options.offload == "sequential":
             raise ConfigError("--loras does not go with --offload sequential: use --offload model")
         pipeline = partial(getattr, import_module("diffusers"), self.source[1])
         transformer, most = denoiser.transformers[0], runtime.options.max_loras
-        return Adapters(Loras(runtime.loras), transformer, pipeline, loader.device, most, self.adapts)
+        return Adapters(Loras(runtime.loras, runtime.kept), transformer, pipeline, loader.device, most, self.adapts)
 
 
 def weights_ids(
@@ -296,9 +299,10 @@ class Loader:
         `part` makes of its class that of a part of it, which alone is loaded then.
         """
         began, runtime, (library, name) = time.monotonic(), self.runtime, self._classes[component]
-        self.folder.weights(component)
-        load, group, offload = partial(self._checked, component, part), runtime.group, runtime.options.offload != "none"
-        made = not isinstance(self.folder, GgufModel) and not self.folder.has(component, runtime.dtypes[component])
+        files, dtype, how = self.folder.weights(component), runtime.dtypes[component], runtime.options.offload
+        check(component, quantised := self.folder.quantisation(component), files, dtype, self.device.type, how)
+        load, group, offload = partial(self._checked, component, part), runtime.group, how != "none"
+        made = not isinstance(self.folder, GgufModel) and not quantised and not self.folder.has(component, dtype)
         if group and (offload or made):
             model = load_together(group, self.folder, component, library, load, offload)
             mapped = Mapped(held(model))
@@ -310,7 +314,7 @@ class Loader:
             spread(model, cut, runtime.mesh)
         mapped.leave(held(model))
         model = self._settle(model)
-        self._tell(component, began, sum(tensor.nbytes for tensor in held(model)))
+        self._tell(component, began, sum(map(packed_bytes, held(model))))
         return model
 
     def _checked(self, component: str, part: Callable[[Any], Any] | None, path: Path | None = None) -> Any:
@@ -364,9 +368,7 @@ class Loader:
         """The model on the device, or resting until it runs there."""
         offload = self.runtime.options.offload
         if offload == "none":
-            for tensor in held(model):
-                tensor.data = tensor.data.to(self.device)
-            return model
+            return moved(model, self.device)
         if self.device.type == "cpu":
             raise ConfigError(f"--offload {offload} needs a GPU: on a CPU weights are in host memory anyway")
         from unfuse.models.offload import rest

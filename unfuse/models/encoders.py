@@ -64,9 +64,8 @@ def encoder_spreads(folder: ModelFolder, components: Mapping[str, tuple[str, str
     for component, (_, kind) in components.items():
         if kind in ENCODERS:
             with folder.reading(component):
-                ways[component.replace("encoder", "encode")] = {
-                    "tensor": ENCODERS[kind].common(folder.config(component))
-                }
+                way = {"tensor": ENCODERS[kind].common(folder.config(component))}
+                ways[component.replace("encoder", "encode")] = {} if folder.is_quantised(component) else way
     return ways
 
 

@@ -21,6 +21,7 @@ import xxhash
 
 from unfuse.core.errors import ConfigError
 from unfuse.models.gguf import GGUF, QUANTISED, REPAIR, contents
+from unfuse.models.quantised import SETTING, refusal
 from unfuse.models.single import single_of
 
 INDEX = "model_index.json"
@@ -183,9 +184,8 @@ class ModelFolder:
         config, files = self.config(component), self._inside(self.at(component).rstrip("/"))
         if _config_name(component) != CONFIG:
             return []
-        if config.get("quantization_config"):
-            reason = "is quantised (quantization_config), which is not served: give it in its original precision"
-            raise ConfigError(f"model {self.path}: component {component} {reason}")
+        if (said := config.get(SETTING)) and (reason := refusal(said, self.is_whole)):
+            raise ConfigError(f"model {self.path}: component {component} is quantised ({SETTING}) {reason}")
         found = next((name for name in WEIGHTS if name in files and ADAPTER not in files), "") or self.single(component)
         if not found and (instead := unserved(files)):
             raise ConfigError(f"model {self.path}: the weights of component {component} are {instead}")
@@ -208,8 +208,12 @@ class ModelFolder:
         return single_of(self._inside(self.at(component).rstrip("/")), ADAPTER, *WEIGHTS) if ours else ""
 
     def is_quantised(self, component: str) -> bool:
-        """Whether a component stays in memory as it lies in its file, which is GGUF."""
-        return self.single(component).endswith(GGUF)
+        """Whether a component stays in memory as it lies in its files: GGUF, or what torchao has quantised."""
+        return self.single(component).endswith(GGUF) or bool(self.quantisation(component))
+
+    def quantisation(self, component: str) -> Any:
+        """What a component's configuration says of how its weights are quantised, if they are."""
+        return self.config(component).get(SETTING)
 
     def size(self, component: str) -> int:
         """Bytes of a component's files."""
@@ -226,7 +230,7 @@ class ModelFolder:
     def has(self, component: str, dtype: str) -> bool:
         """Whether files have all of a component's floats in that dtype, so that processes map them."""
         kinds = {stored for stored, _ in self.tensors(component).values() if stored[0] not in "IU" and stored != "BOOL"}
-        return kinds == {STORED[dtype]} and not self.single(component)
+        return kinds == {STORED[dtype]} and not self.single(component) and not self.is_quantised(component)
 
     def identity(self, *components: str) -> str:
         """What tells components from others: equal for equal copies, other for another configuration or weights.
@@ -275,7 +279,7 @@ class ModelFolder:
             except hub_errors() as error:
                 raise self._lacks(component, name) from error
             found = {key: (str(one.dtype), prod(one.shape)) for key, one in asked.items()}
-        if any(dtype.startswith("F8") for dtype, _ in found.values()):
+        if any(dtype.startswith("F8") for dtype, _ in found.values()) and not self.quantisation(component):
             reason = "has 8-bit floats, which are not served: give the model in its original precision"
             raise ConfigError(f"model {self.path}: {component}/{name} {reason}")
         return found

@@ -30,6 +30,16 @@ def held(model: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
+def moved(model: Any, device: torch.device) -> Any:
+    """The model with these on the device; tensors that have parts move by torch's own way."""
+    tensors = held(model)
+    if any(hasattr(tensor, "__tensor_flatten__") for tensor in tensors):
+        return model.to(device)
+    for tensor in tensors:
+        tensor.data = tensor.data.to(device)
+    return model
+
+
 def load_together(
     group: Group, folder: ModelFolder, component: str, library: str, load: Callable[[Path | None], Any], pin: bool
 ) -> Any:

@@ -91,7 +91,7 @@ class WholeFamily(Family):
             dtypes=dtypes,
             created=model.created,
             takes_image=UPLOAD in found.takes,
-            takes_lora=found.loras,
+            takes_lora=found.loras and not any(map(model.quantisation, components)),
             lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
             undivided=f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it",
         )
@@ -110,9 +110,9 @@ class WholeFamily(Family):
         takes = {name: name for name in TAKES if name in found.takes}
         takes |= {rate: "fps" for rate in found.takes if rate in RATES}
         pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device == "cuda"
-        if runtime.loras and found.loras:
+        if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
-            loras = PipelineAdapters(Loras(runtime.loras), pipeline, bool, loader.device, most)
+            loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)
         limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
         return Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
 

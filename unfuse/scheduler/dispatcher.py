@@ -22,6 +22,7 @@ from unfuse.core.messages import (
     Append,
     Ask,
     Beat,
+    Borrow,
     Bye,
     Done,
     Failed,
@@ -126,7 +127,8 @@ class Dispatcher(Observer):
         ttl = scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
-            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, version=__version__,
+            by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
+            version=__version__,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -158,6 +160,8 @@ class Dispatcher(Observer):
                 return await self._append(known, message)
             case Recall():
                 return await self._recall(known, message.claim, message.after)
+            case Borrow():
+                return Refused("it lends nothing itself")
             case Bye():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)

@@ -29,7 +29,7 @@ from unfuse.launch.placement import (
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.dtypes import choose_dtypes, parse_dtypes
 from unfuse.models.encoders import shared_of
-from unfuse.models.folder import ModelFolder
+from unfuse.models.folder import STORED, ModelFolder
 from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
 from unfuse.service.layout import Layouts, Means, layouts
@@ -194,7 +194,10 @@ def _component(files: ModelFolder, name: str, dtype: str) -> Component:
     tensors, kind, width = files.tensors(name), files.class_of(name), DTYPES[dtype]
     elements = {tensor: number for tensor, (_, number) in tensors.items()}
     shared, whole = shared_of(name, kind, find(files.path).cut, elements), sum(elements.values())
-    mapped, memory = files.has(name, dtype), files.size(name) if files.is_quantised(name) else whole * width
+    mapped, memory = files.has(name, dtype), whole * width
+    if files.is_quantised(name):  # in memory as in its files, but for floats that become wider
+        stored = {STORED[one]: DTYPES[one] for one in STORED}
+        memory = files.size(name) + sum(n * max(width - stored.get(is_, width), 0) for is_, n in tensors.values())
     return Component(name, kind, whole, files.size(name), dtype, memory, mapped, shared * width)
 
 

@@ -35,6 +35,7 @@ from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.layout import Means
+from unfuse.service.lending import Lending
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for
@@ -209,11 +210,12 @@ class Service:
         offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
         dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.dispatch)
+        lending = Lending(dispatcher, places.loras)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
         folder, routers = open_run_folder(options.run_dir), list[Router]()
         try:
             for address in sorted((*own, *options.listen), key=lambda address: not unix_path(address)):
-                routers.append(Router(address, dispatcher.answer, dispatcher.undelivered, options.trust, folder))
+                routers.append(Router(address, lending.answer, dispatcher.undelivered, options.trust, folder))
             self.addresses = [router.address for router in routers]
             await queue.reach()
             await scheduler.registry.declare(cards)

@@ -5,6 +5,7 @@ Who only looks into the folder imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -32,15 +33,19 @@ UNET = "unet"
 
 CHUNK = 1 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+ID = re.compile(r"[0-9a-f]{32}")
 BROKEN = OSError, ValueError, LookupError, RuntimeError, AttributeError, TypeError
 """The errors of diffusers for a file that is not an adapter."""
 
 
 class Loras:
-    """The adapters in a folder: NAME.safetensors is NAME. Its content is known by an id, the file's xxh3-128 hash."""
+    """The adapters in a folder: NAME.safetensors is NAME. Its content is known by an id, the file's xxh3-128 hash.
 
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
+    The folder `kept`, if any, has files of another machine, each by its id.
+    """
+
+    def __init__(self, folder: str, kept: str = "") -> None:
+        self._folder, self._kept = Path(folder), kept
         self._ids: dict[Path, tuple[tuple[int, ...], str]] = {}
 
     def files(self) -> dict[str, Path]:
@@ -60,9 +65,12 @@ class Loras:
             shown = ", ".join([*known][:SHOWN]) or "none"
             more = f" and {len(known) - SHOWN} more" if len(known) > SHOWN else ""
             raise NotFound(f"no lora {name!r} is there; there are {shown}{more}")
-        file, stat = known[name], known[name].stat()
-        if stat.st_size > MAX_BYTES:
-            raise NotFound(f"lora {name!r} has {stat.st_size} bytes, and no more than {MAX_BYTES} are read")
+        if (size := known[name].stat().st_size) > MAX_BYTES:
+            raise NotFound(f"lora {name!r} has {size} bytes, and no more than {MAX_BYTES} are read")
+        return self._id(known[name])
+
+    def _id(self, file: Path) -> str:
+        stat = file.stat()
         as_it_is = stat.st_size, stat.st_mtime_ns, stat.st_ino
         if file not in self._ids or self._ids[file][0] != as_it_is:
             digest = xxhash.xxh3_128()
@@ -82,9 +90,30 @@ class Loras:
 
     def file(self, name: str, id: str) -> Path:
         """The file of an adapter whose content has that id. Raises NotFound, and PermanentError if it has another."""
+        if (kept := self.kept(id)).is_file() and self._id(kept) == id:
+            return kept
         if self.id_of(name) != id:
             raise PermanentError(f"lora {name!r} is not the one that was asked for: its file here has another content")
         return self.files()[name]
+
+    def has(self, name: str, id: str) -> bool:
+        """Whether that content is here."""
+        try:
+            return bool(self.file(name, id))
+        except (NotFound, PermanentError):
+            return False
+
+    def kept(self, id: str) -> Path:
+        """Where the file with that content is, once it came from another machine. Raises PermanentError for no id."""
+        if not ID.fullmatch(id):
+            raise PermanentError(f"{id[:40]!r} is no id of an adapter")
+        return Path(self._kept or self._folder / ".kept", f"{id}.safetensors")
+
+    def part(self, name: str, id: str, offset: int) -> tuple[int, bytes]:
+        """The size of an adapter's file, and up to CHUNK of its bytes. Raises what `file` does."""
+        with self.file(name, id).open("rb") as stream:
+            stream.seek(offset)
+            return os.fstat(stream.fileno()).st_size, stream.read(CHUNK)
 
 
 class Adapters:

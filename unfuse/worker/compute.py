@@ -31,6 +31,7 @@ from unfuse.core.spread import own_spreads
 from unfuse.models import card_of, find, resolve_source
 from unfuse.models.base import Runtime
 from unfuse.models.gguf_model import files_of
+from unfuse.models.quantised import library
 from unfuse.stages.base import OneStep, SteppedStage
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
@@ -52,6 +53,7 @@ from unfuse.worker.compute_messages import (
     Turn,
 )
 from unfuse.worker.exactness import Exactness
+from unfuse.worker.options import KEPT_LORAS
 from unfuse.worker.pairs import PairServer
 from unfuse.worker.ranks import Ranks, SeveralRanks
 from unfuse.worker.records import write_records
@@ -192,6 +194,8 @@ def _load(
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}
+    named = {(folder, name) for spec, _, folder in wanted.values() for name in spec.components}
+    libraries |= library(files_of(folder).quantisation(name) for folder, name in named)
     device = _device(load, bool(libraries))
     outcome, spreads = outcome_of(load, device, libraries), own_spreads(load.compute.parallel, load.choice.roles)
     _agree(group, outcome, wanted)
@@ -199,7 +203,8 @@ def _load(
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group)
+        kept = str(Path(load.verdicts).with_name(KEPT_LORAS))
+        runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
         stages[pool] = stage if isinstance(stage, SteppedStage) else OneStep(stage)

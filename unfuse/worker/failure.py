@@ -31,7 +31,7 @@ def failure(claim: Claim, error: Exception) -> Failed:
 
 def unfetched(claim: Claim, error: Exception, ready: bool) -> Failed:
     """The report for a task whose inputs did not come; it is no fault of it if compute is not `ready`."""
-    if isinstance(error, ObjectLost):
+    if isinstance(error, ObjectLost | PermanentError | NotFound):
         return failure(claim, error)
     if not ready:
         return Failed(claim, "hand_back", "the worker cannot run it now", reason="compute")

@@ -68,6 +68,11 @@ class Link:
         return self._welcome is not None and self._welcome.keeps
 
     @property
+    def lends(self) -> bool:
+        """Whether the scheduler that answers now understands Borrow, and has adapters."""
+        return self._welcome is not None and self._welcome.lends
+
+    @property
     def announces(self) -> bool:
         """Whether the scheduler that answers now understands Announced."""
         return self._welcome is not None and self._welcome.announces

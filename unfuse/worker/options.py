@@ -14,6 +14,10 @@ EXACTNESS = "exactness.json"
 """The file, in the data folder, with what batches were found exact."""
 
 
+KEPT_LORAS = "loras"
+"""The folder, in the data folder, with adapters that came from another machine."""
+
+
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 

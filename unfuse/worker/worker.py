@@ -12,11 +12,12 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import structlog
 
-from unfuse.core.errors import TransientError
+from unfuse.core.errors import UnfuseError
 from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Announced,
@@ -38,6 +39,7 @@ from unfuse.core.pool import declared, manned
 from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.transfer.base import TransferEngine
+from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
@@ -45,7 +47,7 @@ from unfuse.worker.growing import Growing
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
-from unfuse.worker.options import WorkerOptions
+from unfuse.worker.options import KEPT_LORAS, WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned, until_read
 from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
@@ -86,13 +88,11 @@ class Worker:
         self._choice = Choice(roles_of(options.role), options.components)
         self._holding = Holding(options.slots, options.resources)
         self._active = self._holding.leases
-        self._read_here = frozenset[str]()
-        self._secret = secrets.token_bytes(16)
+        self._read_here, self._secret = frozenset[str](), secrets.token_bytes(16)
         self._reporting, self._loaded, self._device = 0, "", ""
         self._outcome: dict[str, str] = {}
-        self._changed = asyncio.Event()
+        self._changed, self._draining = asyncio.Event(), asyncio.Event()
         self._link = Link(options.schedulers, options.trust, self._changed.set)
-        self._draining = asyncio.Event()
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
@@ -169,6 +169,7 @@ class Worker:
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._saved_states = SavedStates(objects, self._link)
+        self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
         loads = loads_of(served, self._choice, options, objects.store, places)
         watch = options.stall_s, options.memory_limit
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
@@ -230,11 +231,12 @@ class Worker:
     async def _run(self, executor: Executor, objects: Objects, lease: Lease, granted: Granted) -> None:
         """Fetch inputs that cannot be mapped, then have compute run the task."""
         try:
+            await self._borrowing.bring(lease)
             brought, recorded = await objects.copies.bring(lease, granted), await self._growing.recorded(lease)
         except Exception as error:  # any error must end the task, or it would be lost
             await executor.passing.drop(lease.claim)
             await self._end(unfetched(lease.claim, error, executor.ready))
-            if not isinstance(error, TransientError):
+            if not isinstance(error, UnfuseError):
                 raise
             return
         self._holding.arrived(lease.claim)
