@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
+
+Hold = Literal["all", "model"]
+"""What a worker has loaded at a time: all that it serves, or one model."""
 
 EXACTNESS = "exactness.json"
 """The file, in the data folder, with what batches were found exact."""
@@ -17,8 +21,9 @@ EXACTNESS = "exactness.json"
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
-    `role` is one role, several as `a+b`, or all. With `components`, it runs only stages whose first component is one of
-    them. It holds `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
+    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one if it is
+    to `hold` a model. With `components`, it runs only stages whose first component is one of them. It holds `slots`
+    tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
     inputs of more than `buffer` tokens arrive in pieces; `resources` has the amounts of further named resources.
     Without `models`, the scheduler says what to serve.
 
@@ -47,3 +52,4 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
     data_dir: str
     orphan_s: float
+    hold: Hold

@@ -1,9 +1,10 @@
-"""Frees the objects of a worker that has heard from no scheduler for a long time."""
+"""Frees the objects of a worker that has heard from no scheduler for a long time, or is about to leave."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import structlog
 
@@ -11,6 +12,9 @@ from unfuse.worker.link import Link
 from unfuse.worker.objects import Objects
 
 TICK_S = 1.0
+
+SILENT_BEATS = 3
+"""How many beats without an answer mean that no scheduler is there to wait for."""
 
 log = structlog.get_logger(__name__)
 
@@ -35,3 +39,14 @@ async def free_when_orphaned(
         if alone >= orphan_s and not busy() and (held := objects.holding()):
             log.warning("no scheduler answers, freeing what is held for it", requests=len(held), seconds=alone)
             await objects.abandon()
+
+
+async def until_read(link: Link, objects: Objects, released: asyncio.Event, beat_s: float) -> None:
+    """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so."""
+    heard = -1
+    while objects.needed() and heard != link.heard:
+        heard = link.heard
+        released.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SILENT_BEATS * beat_s):
+                await released.wait()

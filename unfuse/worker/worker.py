@@ -46,9 +46,10 @@ from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
 from unfuse.worker.options import WorkerOptions
-from unfuse.worker.orphan import free_when_orphaned
+from unfuse.worker.orphan import free_when_orphaned, until_read
 from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Telling
 
@@ -60,9 +61,6 @@ LEAVE_S = 1.0
 
 SAVING = 0.25
 """The share of the drain timeout for saving and handing back tasks that are not finished."""
-
-SILENT_BEATS = 3
-"""How many beats without an answer mean that no scheduler is there to wait for."""
 
 LEAVES = "the worker leaves before it is done"
 
@@ -99,6 +97,7 @@ class Worker:
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
+        self._swapping = Swapping({}, ())
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._saved_states: SavedStates | None = None
@@ -142,7 +141,7 @@ class Worker:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
-        return msgspec.structs.replace(info, **where, **about)
+        return msgspec.structs.replace(info, **where, **about, **self._swapping.told(self._outcome))
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -163,13 +162,14 @@ class Worker:
             Objects, self._id, options.node, options.arena, places, self._engines, options.transfer, options.run_dir
         )
         self._saved_states = SavedStates(objects, self._link)
-        loads = loads_of(served, self._choice, options, objects.store, places)
-        watch = options.stall_s, options.memory_limit
+        sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
+        self._swapping = Swapping(sets, loads)
+        loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
         objects.copies.passing = executor.passing
         started = await executor.start()
         self._device = started.device
-        self._holding.resources |= started.resources
+        self._has_loaded(started)
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
         if welcome.by_outcome:
@@ -179,6 +179,10 @@ class Worker:
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
+
+    def _has_loaded(self, started: Ready) -> None:
+        self._swapping.loaded(self._executor)
+        self._holding.resources = {**self._options.resources, **started.resources}
 
     async def _pull(self) -> None:
         """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
@@ -190,10 +194,10 @@ class Worker:
 
     def _wanted(self) -> Ask:
         """The next Ask; for nothing where nothing can run."""
-        if not (self._objects and self._executor and self._executor.ready):
+        if not (self._objects and self._executor and self._executor.ready) or self._swapping.under_way:
             return WITHDRAW
         room = self._holding.room(self._objects.free, self._objects.usage().used)
-        return self._holding.ask(room, self._loaded)
+        return self._holding.ask(room, self._loaded, self._swapping.holds)
 
     async def _ask(self, number: int, ask: Ask) -> None:
         """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
@@ -235,7 +239,7 @@ class Worker:
         if brought is None or recorded is None:
             await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
-        elif not executor.ready:
+        elif not (executor.ready and self._swapping.fits(lease)):
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
@@ -251,6 +255,7 @@ class Worker:
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
+            self._has_loaded(message)
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
@@ -338,7 +343,8 @@ class Worker:
             texts = by.texts and msgspec.structs.replace(by.texts, arriving=self._holding.arriving)
             about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": texts}
             beat = msgspec.structs.replace(
-                beat, **about, retracted=by.retracted, busy=by.busy.share, memory=by.memory
+                beat, **about, retracted=by.retracted, busy=by.busy.share, memory=by.memory,
+                holds=self._swapping.holds, load_s=self._swapping.load_s,
             )  # fmt: skip
             by.retracted = 0
         try:
@@ -351,6 +357,9 @@ class Worker:
         if not isinstance(pulse, Pulse):
             await asyncio.sleep(self._beat_s)
             return
+        if pulse.load and by:
+            swap = partial(self._swapping.to, pulse.load, by, partial(self._link.call, WITHDRAW), self._idle)
+            self._background.once("swapping what is loaded", swap)
         ended |= set(pulse.ended)
         ended &= self._active.keys()
         for claim in pulse.ended:
@@ -361,16 +370,6 @@ class Worker:
             self._released.set()
         if objects.drop(pulse.lost):
             self._changed.set()
-
-    async def _until_read(self, objects: Objects) -> None:
-        """Wait until nobody needs what lies here alone, as long as there is a scheduler to say so."""
-        heard = -1
-        while objects.needed() and heard != self._link.heard:
-            heard = self._link.heard
-            self._released.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SILENT_BEATS * self._beat_s):
-                    await self._released.wait()
 
     async def _leave(self) -> None:
         """Finish what runs, save and hand back what takes too long, let others read what lies here, and sign off.
@@ -387,7 +386,7 @@ class Worker:
                     await self._idle.wait()
                     if self._objects:
                         await self._objects.durable.wait_until_written()
-                        await self._until_read(self._objects)
+                        await until_read(self._link, self._objects, self._released, self._beat_s)
             for claim in list(self._active):  # a copy, because tasks end meanwhile
                 await self._cancel(claim, save=True)
         unfinished = (Failed(claim, "hand_back", LEAVES, reason="drain") for claim in self._active)
