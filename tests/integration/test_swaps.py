@@ -121,3 +121,17 @@ def test_a_model_that_cannot_be_loaded_again_leaves_the_other_one_served(
         server.submit(model=str(folder), seed=1, **ASKED)
         until(lambda: "compute did not start" in said(server), "the model to fail to load", server.process)
         assert made(server, "unfuse/shapes", 1)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_one_worker_has_one_role_at_a_time_and_does_all_of_a_request(bare_server: Server) -> None:
+    """Given a worker that may have any role and has one at a time, when a picture is asked for, then it changes to
+    what waits until that is made."""
+    bare_server.worker("encoder,denoiser,decoder", "--log-level", "info")
+    until(lambda: bare_server.get("/ready") is not None, "the worker", bare_server.process)
+    assert worker(bare_server)["holds"] == "encoder"
+    request = bare_server.submit(seed=1, **ASKED)
+    assert bare_server.finished(request)["status"] == "completed"
+    assert worker(bare_server)["holds"] == "decoder"
+    assert swaps(bare_server) == 2

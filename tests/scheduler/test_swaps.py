@@ -205,7 +205,7 @@ async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_wh
         assert [lease.task.pool for lease in granted.leases] == [ENCODE]
 
 
-async def test_a_set_that_could_not_be_loaded_is_no_swap_and_comes_again_after_a_stay() -> None:
+async def test_a_set_that_could_not_be_loaded_leaves_the_one_before_and_comes_again_later() -> None:
     async with dispatching() as (dispatcher, clock, heard):
         await submit(dispatcher)
         await beaten(dispatcher, "second")
@@ -213,7 +213,7 @@ async def test_a_set_that_could_not_be_loaded_is_no_swap_and_comes_again_after_a
         assert await beaten(dispatcher, "second") == "first"
         await beaten(dispatcher, "")
         assert not await beaten(dispatcher, "second")
-        assert not heard.swaps
+        assert heard.swaps == [("second", 1.0)]
         clock.advance(2.0)
         assert await beaten(dispatcher, "second") == "first"
 

@@ -185,7 +185,7 @@ async def test_other_weights_take_the_place_of_those_that_are_loaded_and_give_wa
         executor.swap([replace(load(store, tmp_path, role="denoiser"), holds="denoiser")])
         assert not executor.ready
         assert isinstance(await outcome(heard), Ready)
-        assert (executor.holds, executor.ready, executor.load_s > 0) == ("denoiser", True, True)
+        assert (executor.loaded[0], executor.ready, executor.loaded[1] > 0) == ("denoiser", True, True)
         executor.swap([replace(load(store, tmp_path, str(tmp_path)), holds="nothing")])
         assert isinstance(await outcome(heard), Ready)
-        assert executor.holds == "denoiser"
+        assert executor.loaded[0] == "denoiser"

@@ -59,14 +59,14 @@ def test_what_contradicts_itself_or_the_scheduler_is_refused() -> None:
 class Executed:
     """An executor that is told what to load, and has loaded it when a test says so."""
 
-    ready, holds, load_s = True, "first", 2.0
+    ready, loaded = True, ("first", 2.0)
 
     def __init__(self) -> None:
         self.swapped: list[str] = []
 
     def swap(self, loads: Any) -> None:
-        self.ready, self.holds = False, loads[0].holds
-        self.swapped.append(self.holds)
+        self.ready, self.loaded = False, (loads[0].holds, 2.0)
+        self.swapped.append(loads[0].holds)
 
 
 def lease(pool: str) -> Lease:

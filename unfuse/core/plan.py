@@ -169,10 +169,7 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def roles_of(text: str) -> frozenset[str] | None:
-    """The roles in `a`, `a+b`, or `a,b`, of which a worker has one loaded at a time; None, which means all, for ALL.
-
-    Raises ConfigError for an empty role.
-    """
+    """The roles in `a`, `a+b` or `a,b`; None, which means all, for ALL. Raises ConfigError for an empty role."""
     roles = [role.strip() for role in text.replace(",", "+").split("+")]
     if not all(roles):
         raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")

@@ -15,17 +15,11 @@ from unfuse.scheduler.registry import Registry
 from unfuse.supervision.observers import Observers
 
 LOADING_SHARE = 0.1
-"""The share of a worker's time that goes to loading at the most, while it always has something to do: a set stays so
-long that it is no more."""
-
-LEAST_LOAD_S = 0.1
-"""What loading takes at the least, whatever was measured."""
+"""The most of a worker's time that goes to loading while it always has something to do: a set stays for so long."""
 
 
 class Line(msgspec.Struct, frozen=True):
-    """What waits for a set of weights: tasks, seconds of the oldest, predicted seconds of all that is accepted, and how
-    many other workers have the set, or load it now.
-    """
+    """What a set has to do: tasks that wait, seconds of the oldest, predicted seconds in all; and who else has it."""
 
     waiting: int = 0
     oldest_s: float = 0.0
@@ -42,10 +36,9 @@ def stay(load_s: float) -> float:
 def next_set(held: str, lines: Mapping[str, Line], load_s: float, stayed_s: float, idle_s: float) -> str:
     """The set that a worker should have, which has had `held` for so long, and nothing to do for `idle_s`.
 
-    A set stays until loading another one takes no more than its share of the time, or until as long as loading takes
-    passed without anything to do. Then goes first what nobody else has, the longest wait before others, once it is
-    worth being loaded or has waited for a whole stay. What others have too gets one worker more where that leaves the
-    one behind with less to do for each who has it; the last one that has a set with work stays with it then.
+    It stays, unless it had nothing to do for as long as loading takes. Then what nobody else has is next, the longest
+    wait first, once it is worth the loading or has waited for a stay. What others have gets one worker more if each of
+    them has more to do than each of those that are left, who may not be none with something to do.
     """
     is_idle = idle_s >= load_s
     if not is_idle and stayed_s < stay(load_s):
@@ -71,7 +64,6 @@ class _Held:
     since: float
     worked_at: float
     going: str = ""
-    left: bool = False
 
 
 class Swaps:
@@ -100,7 +92,7 @@ class Swaps:
         others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
         self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
         lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
-        load_s = max(self._load_s(name, worker) for name in worker.sets)
+        load_s = max(self._took.get(name, worker.load_s) for name in worker.sets)
         found = next_set(held.name, lines, load_s, now - held.since, now - max(held.since, held.worked_at))
         held.going = found if found != held.name else ""
         return held.going
@@ -115,20 +107,13 @@ class Swaps:
     def _heard(self, worker: WorkerInfo) -> _Held:
         """What a worker has, by what it says now. One that could not load another set is back with the one before."""
         now, held = self._clock.now(), self._held.get(worker.id)
-        if held is None:
+        if held and worker.holds not in (held.name, ""):
+            self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
+        if held is None or worker.holds not in (held.name, ""):
             held = self._held[worker.id] = _Held(worker.holds, now, now)
-        elif not worker.holds:
-            held.left = True
-        elif worker.holds != held.name or held.left:
-            if worker.holds != held.name:
-                self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
-            held = self._held[worker.id] = _Held(worker.holds, now, now)
-        if worker.holds:
             self._took[worker.holds] = worker.load_s
+        held.name = worker.holds
         return held
-
-    def _load_s(self, name: str, worker: WorkerInfo) -> float:
-        return max(LEAST_LOAD_S, self._took.get(name, worker.load_s))
 
     def _line(
         self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
@@ -138,18 +123,14 @@ class Swaps:
         lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
         going = [self._held[other.id].going for other in others if other.id in self._held]
         has = sum(own <= {*other.open} for other in others)
-        return Line(
-            sum(line.waiting for line in lines),
-            max((line.oldest_s for line in lines), default=0.0),
-            sum(line.left_s for line in lines),
-            has + going.count(name),
-            name in going,
-        )
+        waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
+        oldest_s = max((line.oldest_s for line in lines), default=0.0)
+        return Line(waiting, oldest_s, left_s, has + going.count(name), name in going)
 
     def _wait(self, worker: WorkerInfo, pool: str) -> float:
         now, held = self._clock.now(), self._held.get(worker.id)
-        load_s = min(self._load_s(name, worker) for name, pools in worker.sets.items() if pool in pools)
+        load_s = min(self._took.get(name, worker.load_s) for name, pools in worker.sets.items() if pool in pools)
         if held is None or held.going:
             return load_s
-        idle_s = now - max(held.since, held.worked_at)
-        return load_s + max(0.0, min(stay(load_s) - (now - held.since), load_s - idle_s))
+        idle_until = max(held.since, held.worked_at) + load_s
+        return load_s + max(0.0, min(held.since + stay(load_s), idle_until) - now)

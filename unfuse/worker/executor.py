@@ -119,14 +119,9 @@ class Executor:
         return self._held or resident(self.pids)
 
     @property
-    def holds(self) -> str:
-        """The set of weights that the processes have, or load."""
-        return self._processes[0].load.holds
-
-    @property
-    def load_s(self) -> float:
-        """Seconds that loading it took."""
-        return max(process.load_s for process in self._processes)
+    def loaded(self) -> tuple[str, float]:
+        """The set of weights that the processes have, and the seconds that loading it took."""
+        return self._processes[0].load.holds, max(process.load_s for process in self._processes)
 
     @property
     def unwritten(self) -> int:
@@ -182,10 +177,7 @@ class Executor:
                 await asyncio.sleep(RESTART_S)
 
     def swap(self, loads: Sequence[Load]) -> None:
-        """Load another set of weights in the place of this one, while nothing runs; Ready is reported then.
-
-        One that cannot be loaded gives way to the set before, once that was tried a few times.
-        """
+        """Load other weights while nothing runs, or these again where they cannot be loaded; Ready is reported then."""
         self.ready, self.texts, self._before = False, None, [process.load for process in self._processes]
         self._reload(loads)
         for process in self._processes:

@@ -61,10 +61,7 @@ class Holding:
         return max(0, free - sum(self.leases[claim].task.room for claim in unplaced))
 
     def ask(self, room: int | None, loaded: str, holds: str = "") -> Ask:
-        """The next Ask: for the free slots, or if there are none, for one task more urgent than all that run.
-
-        It is for tasks of the set of weights that the worker `holds`.
-        """
+        """The next Ask, for weights that it `holds`: for the free slots, or else for one task that is more urgent."""
         held = [lease.task for lease in self.leases.values()]
         if any(task.alone for task in held):
             return WITHDRAW

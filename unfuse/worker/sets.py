@@ -84,4 +84,4 @@ class Swapping:
         """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
         if executor and executor.ready:
             self.under_way &= self.holds != ""
-            self.holds, self.load_s = executor.holds, executor.load_s
+            self.holds, self.load_s = executor.loaded
