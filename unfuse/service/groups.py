@@ -7,12 +7,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, Hold
 from unfuse.queues.base import Limits
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.order import Order
 from unfuse.transfer.base import TransferSettings
-from unfuse.worker.options import Hold
 
 
 def says(text: str, *, flag: str = "", secret: bool = False, **limits: Any) -> Meta:

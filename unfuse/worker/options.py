@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import msgspec
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, Hold
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
-
-Hold = Literal["all", "model"]
-"""What a worker has loaded at a time: all that it serves, or one model."""
 
 EXACTNESS = "exactness.json"
 """The file, in the data folder, with what batches were found exact."""
