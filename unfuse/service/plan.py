@@ -111,8 +111,8 @@ def wanted(settings: Settings) -> Wanted:
         return Wanted(counts, named, settings.compute, arena)
     if text == AUTO:
         return Wanted({}, {}, settings.compute, arena, auto=True)
-    if text == SWAP and settings.compute.parallel:
-        raise ConfigError("--workers swap goes without --parallel: models that are swapped have one device each")
+    if text == SWAP and (settings.compute.parallel or named):
+        raise ConfigError("--workers swap is one worker on each device: leave out --parallel and --place")
     if changed:
         raise ConfigError(f"--workers {text} and {changed[0]} both say how many: leave one out")
     if text == SWAP:
