@@ -23,7 +23,7 @@ from PIL import Image
 from tests.integration.pictures import SHAPES
 from tools.server import Server, all_gone, computes_of, family_of, serving, unfuse, until
 from unfuse.core.spread import Spread
-from unfuse.worker.executor import RANKS_TRIED
+from unfuse.worker.executor import TRIED
 
 WAIT_S = "4"
 """Seconds that ranks wait for each other; one that is stopped holds up its requests for so long."""
@@ -187,7 +187,7 @@ def may_fail(server: Server) -> bool:
     """Whether ranks that do not start now are tried again: after the third time in turn there are fewer of them."""
     failed = server.log().rpartition('"starting compute again"')[2].count('"compute did not start"')
     served = '"event": "ended"' in server.log().rpartition('"compute did not start"')[2]
-    return served or failed < RANKS_TRIED - 1
+    return served or failed < TRIED - 1
 
 
 @pytest.mark.nightly

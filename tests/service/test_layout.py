@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
+from msgspec.structs import replace
 
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError
@@ -24,6 +25,7 @@ NEEDS = {
     "decoder": (Part("vae", "float32", GIB, mapped=True),),
 }
 WHOLE = 22 * GIB
+GPUS = Device("cuda:0", 24 * GIB), Device("cuda:1", 24 * GIB)
 FIRST = frozenset({"denoiser"})
 
 
@@ -164,3 +166,37 @@ def test_on_a_gpu_workers_take_turns() -> None:
     two = [Placed("denoiser", "cuda:1", ()), *(Placed(role, "cuda:0", ()) for role in ("encoder", "decoder"))]
     assert rate(two, shares, Wanted({}, {}), Means(16)) == pytest.approx(1 / 0.6, abs=0.01)
     assert CONTEXT > 0
+
+
+TWO = {
+    role: tuple(replace(part, models=(name,)) for name in ("one", "two") for part in parts)
+    for role, parts in NEEDS.items()
+}
+"""Two models of 22 GiB that share nothing."""
+
+
+def of_two(*gpus: int, host: int = 1 << 45, limit: int = 0) -> Layouts:
+    devices = (Device(CPU, host), *(Device(f"cuda:{number}", free) for number, free in enumerate(gpus)))
+    wanted = Wanted({}, {}, ComputeOptions(), auto=True, first=FIRST)
+    return layouts([CARD, replace(CARD, name="two")], TWO, wanted, devices, Means(4, limit))
+
+
+def test_models_that_fit_one_by_one_and_not_together_take_turns_on_each_device() -> None:
+    assert of_two(80 * GIB, 80 * GIB).chosen.workers == "all=2"
+    found = of_two(24 * GIB, 24 * GIB)
+    assert found.chosen.workers == "swap"
+    assert "one, by what waits, and loads others for it; --workers swap keeps it so" in found.why
+    workers = place(TWO, found.chosen.of(Wanted({}, {}, ComputeOptions(), auto=True)), (Device(CPU, 1 << 45), *GPUS))
+    assert [(worker.role, worker.device, worker.swaps) for worker in workers] == [
+        ("all", "cuda:0", True), ("all", "cuda:1", True)
+    ]  # fmt: skip
+    assert {sum(part.bytes for part in worker.parts) for worker in workers} == {WHOLE}
+    assert of_two(host=WHOLE + 2 * PROCESS).chosen.workers == "swap"
+    assert of_two(limit=WHOLE + PROCESS).chosen.workers == "swap"
+    assert of_two(limit=24 * GIB + PROCESS).chosen.workers == "encoder=1,denoiser=4,decoder=1"
+
+
+def test_models_of_which_none_fits_alone_are_refused() -> None:
+    found = of_two(8 * GIB)
+    assert found.chosen.workers == "split"
+    assert "the models do not fit" in found.chosen.refusal

@@ -85,6 +85,16 @@ def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(give
     assert [spec.flags["slots"] for spec in service._specs()] == [slots]
 
 
+def test_models_in_turns_have_a_worker_on_each_device_that_is_told_to_hold_one() -> None:
+    chosen = options(load({"serve.workers": "swap"}, None, {}))
+    service = Service(chosen, plan(chosen), Logs())
+    service.addresses = ["unix:/run/nobody"]
+    assert [(spec.role, spec.flags["hold"]) for spec in service._specs()] == [("all", "model")]
+    for other in ({"compute.parallel": "denoiser=cfg:2"}, {"serve.place": "denoiser=cpu"}):
+        with pytest.raises(ConfigError, match="--workers swap is one worker on each device: leave out --parallel and"):
+            options(load({"serve.workers": "swap", **other}, None, {}))
+
+
 def test_how_many_is_said_once() -> None:
     with pytest.raises(ConfigError, match="--workers all=2 and --denoisers both say how many: leave one out"):
         options(load({"serve.workers": "all=2", "serve.denoisers": 3}, None, {}))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 
 from tests.worker import outside
 from tests.worker.forking import forking
@@ -23,6 +24,7 @@ from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.models import find, resolve_source
 from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker import executor as executor_module
 from unfuse.worker.compute_messages import Load, Ready, Stepped, Stopped
 from unfuse.worker.executor import Executor
 
@@ -173,3 +175,17 @@ async def test_what_cannot_load_is_one_sentence(tmp_path: Path, forks: socket.so
         with pytest.raises(ConfigError, match=r"model_index\.json"):
             await executor.start()
         await executor.close()
+
+
+async def test_other_weights_take_the_place_of_those_that_are_loaded_and_give_way_where_they_cannot_be(
+    tmp_path: Path, fork_server: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "RESTART_S", 0.0)
+    async with executing(tmp_path, fork_server) as (executor, store, heard):
+        executor.swap([replace(load(store, tmp_path, role="denoiser"), holds="denoiser")])
+        assert not executor.ready
+        assert isinstance(await outcome(heard), Ready)
+        assert (executor.loaded[0], executor.ready, executor.loaded[1] > 0) == ("denoiser", True, True)
+        executor.swap([replace(load(store, tmp_path, str(tmp_path)), holds="nothing")])
+        assert isinstance(await outcome(heard), Ready)
+        assert executor.loaded[0] == "denoiser"

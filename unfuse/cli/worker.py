@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @takes(
-    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.component", "worker.scheduler",
-    "keys", "insecure_listen", "worker.model", *COMPUTE,
+    "worker.workers", "serve.place", "serve.device_memory", "worker.role", "worker.hold", "worker.component",
+    "worker.scheduler", "keys", "insecure_listen", "worker.model", *COMPUTE,
     "worker.slots", "worker.resources", "worker.node", "worker.listen", "worker.health", "transfer.engine",
     "transfer.trusted_network", "arena.bytes", "kv.bytes", "worker.memory_limit", "lease.stall_s",
     "serve.drain_timeout",
@@ -47,7 +47,9 @@ def worker(
 
     settings = load(flags, config).settings
     if settings.worker.workers:
-        if said := [name for name in ("worker.role", "worker.component", "worker.model") if flags.get(name)]:
+        if said := [
+            name for name in ("worker.role", "worker.hold", "worker.component", "worker.model") if flags.get(name)
+        ]:
             raise UsageError(f"--workers starts all that the scheduler serves: leave out {FIELDS[said[0]].flag}")
         if settings.worker.health:
             raise UsageError("--health is one worker's: with --workers each would need a port of its own, leave it out")

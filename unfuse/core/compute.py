@@ -9,6 +9,9 @@ from msgspec import Meta
 
 Batching = Literal["auto", "exact", "batched"]
 Loop = Literal["normal", "overlapped"]
+Hold = Literal["all", "model"]
+"""What a worker has loaded at a time: all that it serves, or one model."""
+
 Offload = Literal["none", "model", "sequential"]
 
 USUAL_BATCH = 8

@@ -86,6 +86,8 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     weights, dtypes and parameters. `shares` says of its pools how requests share forwards, where that was compared.
     `ranks` says what the ranks have spent, if it has several, `texts` what it has of them, if it serves a language
     model. It was `busy` for that share of the last seconds, and its compute holds so many bytes of `memory`.
+    Of its `sets` of pools, by name, it has the weights of one at a time: of the one it `holds` ("": of none now), which
+    took `load_s` seconds. Without sets it has those of all pools.
     """
 
     id: str
@@ -110,6 +112,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     texts: TextLoad | None = None
     busy: Share = 0.0
     memory: Count = 0
+    sets: Annotated[dict[_Word, tuple[str, ...]], Meta(max_length=64)] = {}
+    holds: str = ""
+    load_s: Seconds = 0.0
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The pools whose tasks it can begin as it is."""
+        return self.sets.get(self.holds, ()) if self.sets else self.pools
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -125,7 +135,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
     With `above`, it asks only for tasks of a higher priority, for which a running task is paused. `affinity` is that of
     the tasks that run, or of the last one with an adapter, which is still loaded. `amounts` are the free amounts of
-    further resources, by name.
+    further resources, by name. A worker with several sets of weights asks for tasks of the one that it `holds`.
     """
 
     slots: int
@@ -134,6 +144,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     above: int | None = None
     affinity: str = ""
     amounts: Amounts = {}
+    holds: str = ""
 
 
 class Moved(msgspec.Struct, frozen=True):
@@ -152,7 +163,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
     `moved` is what each transfer engine brought since the last heartbeat, `retracted` how often since then a text gave
     up its keys and values for others; `unwritten` tasks wait for the result store.
-    `busy` and `memory` are those of WorkerInfo.
+    `busy`, `memory`, `holds` and `load_s` are those of WorkerInfo.
     The scheduler may hold its answer back for up to `wait` seconds and answer at once when a request is cancelled.
     """
 
@@ -170,6 +181,13 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     retracted: Count = 0
     busy: Share = 0.0
     memory: Count = 0
+    holds: str = ""
+    load_s: Seconds = 0.0
+
+    def of(self, worker: WorkerInfo) -> WorkerInfo:
+        """The worker as it is now."""
+        told = {name: getattr(self, name) for name in self.__struct_fields__ if name in WorkerInfo.__struct_fields__}
+        return msgspec.structs.replace(worker, **told)
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -284,8 +302,9 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     A worker's ComputeOptions must agree with `outcome`, unless that is empty. With `by_outcome`, workers put the hash
     of their outcome into the names of their pools. A scheduler that `gathers` understands Steps, one that `appends`
-    Append and Recall, one that `announces` Announced, one that `keeps` Keep, one that `lends` Borrow. It is of this
-    `version`, and `now` is Unix time there; "" and 0: it does not say.
+    Append and Recall, one that `announces` Announced, one that `keeps` Keep, one that `lends` Borrow; one that `swaps`
+    says which of its sets of weights a worker should load. It is of this `version`, and `now` is Unix time there; ""
+    and 0: it does not say.
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -299,6 +318,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     announces: bool = False
     keeps: bool = False
     lends: bool = False
+    swaps: bool = False
     version: str = ""
     now: float = 0.0
 
@@ -317,12 +337,14 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 class Pulse(msgspec.Struct, frozen=True, tag=True):
     """The answer to Beat: claims that ended (lost or cancelled), and ids of requests whose objects may be freed.
 
-    `lost` are ids of single objects that may be. To Steps and Append it has the claims alone.
+    `lost` are ids of single objects that may be. `load` names the set of weights to load in the place of another one
+    ("": none). To Steps and Append it has the claims alone.
     """
 
     ended: tuple[Claim, ...]
     over: tuple[str, ...]
     lost: tuple[str, ...] = ()
+    load: str = ""
 
 
 class Recorded(msgspec.Struct, frozen=True, tag=True):

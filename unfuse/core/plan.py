@@ -169,8 +169,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def roles_of(text: str) -> frozenset[str] | None:
-    """The roles in `a` or `a+b`; None, which means all of them, for ALL. Raises ConfigError for an empty role."""
-    roles = [role.strip() for role in text.split("+")]
+    """The roles in `a`, `a+b` or `a,b`; None, which means all, for ALL. Raises ConfigError for an empty role."""
+    roles = [role.strip() for role in text.replace(",", "+").split("+")]
     if not all(roles):
         raise ConfigError(f"{text!r} is not a role: write one such as denoiser, several as encoder+decoder, or {ALL}")
     return None if ALL in roles else frozenset(one for role in roles for one in TOGETHER.get(role, (role,)))

@@ -15,6 +15,9 @@ from unfuse.core.plan import ExecutionPlan, Params
 from unfuse.core.task import Claim, Task, TaskStatus
 
 RequestStatus = Literal["queued", "in_progress", "completed", "failed", "cancelled", "expired"]
+LOADING = "loading"
+"""The state of a request that waits for its model to be loaded; its status is that of any request that waits."""
+
 TERMINAL = frozenset({"completed", "failed", "cancelled", "expired"})
 
 REQUEST_MOVES: dict[str, frozenset[str]] = {

@@ -90,7 +90,8 @@ class Wanted(msgspec.Struct, frozen=True):
     """Workers to start: how many by what they are (a role, several as `a+b`, or all), the devices that were named by
     that, and how they compute. Where models are `split` there is one of each role that `counts` does not name; with
     `auto`, all of that is still to be chosen. Those of the roles in `first` are placed first; `parted` are roles of
-    which a rank can hold a part of the weights.
+    which a rank can hold a part of the weights. With `swap` there is one worker on each device, which has one model
+    loaded at a time.
     """
 
     counts: Mapping[str, int] = {}
@@ -101,6 +102,7 @@ class Wanted(msgspec.Struct, frozen=True):
     first: frozenset[str] = frozenset()
     parted: frozenset[str] = frozenset()
     auto: bool = False
+    swap: bool = False
 
     def numbers(self, roles: Iterable[str]) -> dict[str, int]:
         """The number of workers by roles, for models with these roles. Raises ConfigError for an unknown role."""
@@ -117,11 +119,14 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A worker to start, and what it will hold. A `device` like cuda:0+cuda:1 has a rank on each of them."""
+    """A worker to start, and what it will hold, of models that it `swaps` the largest. A `device` like cuda:0+cuda:1
+    has a rank on each of them.
+    """
 
     role: str
     device: str
     parts: tuple[Part, ...]
+    swaps: bool = False
 
     @property
     def devices(self) -> list[str]:
@@ -200,7 +205,7 @@ def place(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Plac
     """
     if not any(wanted.numbers(needs).values()):
         return ()
-    placed = _arrange(needs, wanted, devices)
+    placed = _swapping(needs, wanted, devices) if wanted.swap else _arrange(needs, wanted, devices)
     if wanted.compute.offload != "none" and all(worker.on_cpu for worker in placed):
         raise ConfigError(f"--offload {wanted.compute.offload} needs a GPU: on a CPU weights are in host memory anyway")
     if short := _short(placed, wanted, devices):
@@ -241,6 +246,17 @@ def _arrange(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[P
                 room[where] -= size
     order = list(counts)
     return _together(sorted(placed, key=lambda worker: order.index(worker.role)), needs, wanted)
+
+
+def _swapping(needs: Needs, wanted: Wanted, devices: Sequence[Device]) -> tuple[Placed, ...]:
+    """A worker on each device that may have any model at a time."""
+    models = dict.fromkeys(name for parts in needs.values() for part in parts for name in part.models)
+    each = [
+        parts_of(ALL, {role: tuple(part for part in parts if name in part.models) for role, parts in needs.items()}, {})
+        for name in models
+    ]
+    largest = max(each, key=lambda parts: sum(part.bytes for part in parts), default=())
+    return tuple(Placed(ALL, device, largest, swaps=True) for device in devices_of(ALL, wanted, devices))
 
 
 def _roomiest(able: Sequence[str], room: Mapping[str, int], spreads: Mapping[str, Spread]) -> str:

@@ -106,7 +106,7 @@ class Backpressure(msgspec.Struct, frozen=True):
         blind = ask.room is None and any(keep.values())  # of one task, how much room it takes does not matter
         slots, local = 1 if blind else min(ask.slots, worker.slots), dispatch == "locality"
         offers = {}
-        for pool in worker.pools:
+        for pool in worker.sets.get(ask.holds, ()) if worker.sets else worker.pools:
             arena = {} if ask.room is None else {ARENA: ask.room - keep.get(pool, 0)}
             name = declared(pool)
             others = {resource: ask.amounts.get(resource, 0) for resource in self.draws.get(name, ())}

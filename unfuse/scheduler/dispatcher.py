@@ -128,7 +128,7 @@ class Dispatcher(Observer):
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
-            version=__version__,
+            swaps=True, version=__version__,
         )  # fmt: skip
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
@@ -301,6 +301,7 @@ class Dispatcher(Observer):
         peer.claims.update(lease.claim for lease in leases)
         for lease in leases:
             self.scheduler.observers.tell(Observer.dispatched, lease.task.pool)
+            self.scheduler.swaps.worked(peer.worker.id)
         return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Backpressure:
@@ -322,9 +323,8 @@ class Dispatcher(Observer):
 
     async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
         hello = peer.hello
-        told = ("used", "high_water", "fragmentation", "unwritten", "shares", "ranks", "texts", "busy", "memory")
-        fill = {name: getattr(beat, name) for name in told}
-        await self._queue.hello(msgspec.structs.replace(hello.worker, **fill), hello.cards)
+        worker = beat.of(hello.worker)
+        await self._queue.hello(worker, hello.cards)
         for engine, moved in beat.moved.items():
             self.scheduler.observers.tell(Observer.moved, engine, moved)
         if beat.retracted:
@@ -333,18 +333,20 @@ class Dispatcher(Observer):
         own = [claim for claim in beat.claims if await self._owns(peer, claim)]
         held = set((await self._queue.renew(own, self.scheduler.lease_ttl)).held)
         peer.claims &= held
+        load = await self.scheduler.swaps.next(worker, bool(held))
         ended = tuple(claim for claim in beat.claims if claim not in held)
         over = await self.scheduler.over(beat.holding)
-        if not ended and not over:
+        if not (ended or over or load):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)))
+        return Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load)
 
     async def _report(
         self, peer: _Peer, message: Announced | Saved | Keep | Done | Failed
     ) -> Accepted | Granted | Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
+        self.scheduler.swaps.worked(worker)
         about = {"request": claim.request, "stage": claim.stage, "attempt": claim.attempt, "worker": worker}
         for _ in range(QUEUE_TRIES):
             try:

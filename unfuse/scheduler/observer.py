@@ -36,6 +36,9 @@ class Observer:
     def grew(self, model: str, pieces: int, seconds: float | None) -> None:
         """So many pieces more, so many seconds after those before them; None where these are not known here."""
 
+    def swapped(self, holds: str, seconds: float) -> None:
+        """A worker has loaded that set of weights in the place of another one, which took so many seconds."""
+
     def retracted(self, times: int) -> None:
         """So often, texts gave up keys and values for others on a worker."""
 

@@ -33,6 +33,7 @@ from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.order import Order, place
 from unfuse.scheduler.registry import Registry
 from unfuse.scheduler.single_flight import SingleFlight
+from unfuse.scheduler.swaps import Swaps
 from unfuse.scheduler.transitions import Transitions
 from unfuse.scheduler.upkeep import Upkeep
 from unfuse.supervision.clock import SystemClock
@@ -89,6 +90,7 @@ class Scheduler:
             self._transitions, self._costs, self.in_flight, self._single_flight, lease_ttl, self._background
         )
         self.notices = Notices(self._transitions)
+        self.swaps = Swaps(queue, self.registry, self.clock, self.observers)
         self.growing = Growing(queue, self.clock, self.observers)
         self.observers.add(self.in_flight, self.upkeep, self._costs, self.growing)
 
@@ -326,7 +328,16 @@ class Scheduler:
 
     def eta(self, record: Record) -> float | None:
         """Predicted seconds until a request is over; None once it is, and for models that nothing is known of yet."""
-        return self._costs.eta(record)
+        loading, own = self.until_loaded(record), self._costs.eta(record)
+        return own if loading is None else loading + (own or record.context.cost)
+
+    def until_loaded(self, record: Record) -> float | None:
+        """Predicted seconds until all that a request still needs is loaded somewhere; None if it is, or it runs."""
+        context = record.context
+        if context.over or record.running:
+            return None
+        left = {stage.pool for stage in context.plan.stages if context.stages[stage.name].status != "done"}
+        return max((seconds for pool in left if (seconds := self.swaps.until_loaded(pool)) is not None), default=None)
 
     async def over(self, names: Sequence[str]) -> list[str]:
         """Which of these requests nothing will happen to any more, and which of these names the cache gave up."""

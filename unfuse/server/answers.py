@@ -8,7 +8,7 @@ import msgspec
 
 from unfuse.core.event import Event
 from unfuse.core.media import MEDIA
-from unfuse.core.request import RequestStatus
+from unfuse.core.request import LOADING, RequestStatus
 
 Schema = dict[str, Any]
 Answers = dict[int | str, Schema]
@@ -57,7 +57,7 @@ REQUEST = thing(
         "id": TEXT, "object": {"const": "request"}, "model": TEXT,
         "medium": {"enum": [medium.name for medium in MEDIA]},
         "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
-        "status": {"enum": list(get_args(RequestStatus))},
+        "status": {"enum": list(get_args(RequestStatus))}, "state": {"enum": [*get_args(RequestStatus), LOADING]},
         "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
         "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
         "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
@@ -89,9 +89,10 @@ MODEL = thing(
 WORKER = thing(
     {
         "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
-        "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT), "pid": INTEGER,
-        "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER, "engines": table(TEXT),
-        "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})), "healthy": FLAG, "seen_s": SECONDS,
+        "holds": perhaps(TEXT), "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT),
+        "pid": INTEGER, "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER,
+        "engines": table(TEXT), "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
+        "healthy": FLAG, "seen_s": SECONDS,
     }
 )  # fmt: skip
 POOL = thing(

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from typing_extensions import override
 
 from unfuse.queues.base import Member
+from unfuse.scheduler.observer import Observer
 
 
-class DeviceMetrics:
-    """How busy healthy workers are, and what their compute processes hold, as they told last."""
+class DeviceMetrics(Observer):
+    """How busy healthy workers are, what their compute processes hold, as they told last, and what they loaded anew."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         says = "Share of the last 15 s in which a worker had something to compute, as a mean of healthy ones"
@@ -20,6 +22,15 @@ class DeviceMetrics:
         self._busy = Gauge("unfuse_device_busy_ratio", says, ["device"], registry=registry)
         says = "Bytes that compute processes hold: of a GPU what torch has reserved, of host memory what is resident"
         self._memory = Gauge("unfuse_device_memory_bytes", says, ["device"], registry=registry)
+
+        says = "Times that a worker loaded a set of weights in the place of another"
+        self._swaps = Counter("unfuse_swaps", says, ["loaded"], registry=registry)
+        self._loading = Counter("unfuse_loading_seconds", "Seconds that it took", ["loaded"], registry=registry)
+
+    @override
+    def swapped(self, holds: str, seconds: float) -> None:
+        self._swaps.labels(holds).inc()
+        self._loading.labels(holds).inc(seconds)
 
     def look(self, members: Sequence[Member], pools: Mapping[str, tuple[str, str]]) -> None:
         """Set them by these workers; `pools` are the labels of each pool."""

@@ -21,7 +21,7 @@ from unfuse.core.errors import (
 )
 from unfuse.core.messages import Moved
 from unfuse.core.plan import Params
-from unfuse.core.request import Record, RequestContext
+from unfuse.core.request import LOADING, Record, RequestContext
 from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
@@ -86,7 +86,7 @@ class Gateway(Observer):
         self._no_room = ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
-        scheduler.observers.add(self, self.metrics.texts)
+        scheduler.observers.add(self, self.metrics.texts, self.metrics.devices)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
         """The served models, by the names that clients use; of these `only`, if any are said."""
@@ -179,8 +179,10 @@ class Gateway(Observer):
 
     def view(self, request: Request, record: Record, *, evidence: bool = False) -> dict[str, object]:
         """A request as the caller sees it."""
-        eta = self.scheduler.eta(record)
-        return request_object(record, base_of(request), eta, evidence=evidence, prices=self.prices)
+        shown = request_object(
+            record, base_of(request), self.scheduler.eta(record), evidence=evidence, prices=self.prices
+        )
+        return shown if self.scheduler.until_loaded(record) is None else shown | {"state": LOADING}
 
     def release(self, context: RequestContext, beginning: str = "") -> None:
         """Delete in the background the attachments of a request that has ended whose names begin like that."""

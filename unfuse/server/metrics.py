@@ -33,7 +33,7 @@ class Metrics:
 
     def __init__(self, store: str) -> None:
         self._store, self._registry = store, CollectorRegistry()
-        self.texts, self._devices = TextMetrics(self._registry), DeviceMetrics(self._registry)
+        self.texts, self.devices = TextMetrics(self._registry), DeviceMetrics(self._registry)
         self._submitted = self._counter("submitted", "Requests accepted", plain=True)
         self._completed = self._counter("completed", "Requests that ended with their result", plain=True)
         self._failed = self._counter("failed", "Requests that ended without result, or too late", plain=True)
@@ -160,7 +160,7 @@ class Metrics:
             stats, pools={pool: line for pool, line in stats.pools.items() if pool in pools or line.left_s}
         )
         self.texts.look(members, stats)
-        self._devices.look(members, {pool: _named(pool) for pool in stats.pools})
+        self.devices.look(members, {pool: _named(pool) for pool in stats.pools})
         self._active.set(stats.active)
         self._cached.set(await queue.cached_bytes())
         self._bytes.labels(self._store).set(sum(member.info.used for member in members))

@@ -32,6 +32,7 @@ def request_object(
         "tenant": context.tenant,
         "priority": context.priority,
         "status": record.status,
+        "state": record.status,
         "stage": current.stage if current else None,
         "step": current.step if current else 0,
         "steps": current.steps if current else 0,

@@ -33,6 +33,7 @@ async def workers(gateway: Served) -> dict[str, object]:
             "role": member.info.role,
             "device": member.info.device,
             "pools": list(member.info.pools),
+            "holds": (member.info.holds or None) if member.info.sets else "all",
             "outcome": member.info.outcome,
             "slots": member.info.slots,
             "leased": member.leased,

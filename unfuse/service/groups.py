@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, Hold
 from unfuse.queues.base import Limits
 from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.order import Order
@@ -140,7 +140,8 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         says(
             "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
             "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
-            "(undivided), or encoder+decoder=1,denoiser=2."
+            "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, "
+            "which is also what auto does where models fit one by one."
         ),
     ] = "auto"
     device_memory: Annotated[
@@ -233,7 +234,10 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "else this is one worker."
         ),
     ] = ""
-    role: Annotated[str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all.")] = "all"
+    role: Annotated[
+        str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all; by commas, in turns.")
+    ] = "all"
+    hold: Annotated[Hold, says("What is loaded at a time: all that it serves, or one model, by what waits.")] = "all"
     component: Annotated[
         tuple[str, ...],
         says("Of these stages only those of one component: --role encoder --component text_encoder_2."),

@@ -17,7 +17,7 @@ from unfuse.launch.placement import CPU, PROCESS, Device, Needs, Placed, Wanted,
 from unfuse.scheduler.costs import UNMEASURED_S, Costs
 from unfuse.service.scaling import Scaling, circumstances
 
-SPLIT = "split"
+SPLIT, SWAP = "split", "swap"
 
 THREADS = 4
 """The most threads of a worker on the CPU, and the least workers where there are as many cores: a forward in one thread
@@ -55,6 +55,8 @@ class Layout(msgspec.Struct, frozen=True):
         """The workers of this layout."""
         if self.workers == SPLIT:
             return replace(wanted, auto=False)
+        if self.workers == SWAP:
+            return replace(wanted, auto=False, split=False, counts={ALL: 1}, swap=True)
         return replace(wanted, auto=False, split=False, counts=parse_workers(self.workers))
 
 
@@ -83,7 +85,9 @@ class Layouts(msgspec.Struct, frozen=True):
         chosen, basis = self.chosen, "measured" if self.measured else "a guess: nothing was measured here yet"
         is_split = ALL not in chosen.workers
         split = next(layout for layout in self.found if layout.workers == SPLIT)
-        if is_split:
+        if chosen.workers == SWAP:
+            reason = "all models do not fit at one time, so each worker has one, by what waits, and loads others for it"
+        elif is_split:
             refused = next((layout.refusal for layout in self.found if ALL in layout.workers), "")
             reason = f"taken apart, since a worker with all stages does not fit: {refused}"
         elif chosen.gave:
@@ -111,7 +115,9 @@ def layouts(
     gave = Scaling(means.scaling).of(circumstances(cards, wanted.compute, devices, means.cores))
     (shares, measured), (guessed, _) = parts(cards, means.costs), parts(cards, None)
     found: list[tuple[float, Layout]] = []
-    for workers in _names(needs, wanted, devices, means.cores):
+    for workers in (*_names(needs, wanted, devices, means.cores), SWAP):
+        if workers == SWAP and (len(cards) == 1 or not all(layout.refusal for _, layout in found)):
+            break
         layout = Layout(workers, 0.0, gave=gave.get(workers, 0.0))
         try:
             placed = place(needs, layout.of(wanted), devices)

@@ -32,7 +32,7 @@ from unfuse.models.encoders import shared_of
 from unfuse.models.folder import STORED, ModelFolder
 from unfuse.models.gguf_model import files_of
 from unfuse.service.groups import SHARED_ARENA, Settings
-from unfuse.service.layout import Layouts, Means, layouts
+from unfuse.service.layout import SWAP, Layouts, Means, layouts
 from unfuse.service.size import Size
 from unfuse.stages.specs import PREFILL
 
@@ -111,8 +111,12 @@ def wanted(settings: Settings) -> Wanted:
         return Wanted(counts, named, settings.compute, arena)
     if text == AUTO:
         return Wanted({}, {}, settings.compute, arena, auto=True)
+    if text == SWAP and (settings.compute.parallel or named):
+        raise ConfigError("--workers swap is one worker on each device: leave out --parallel and --place")
     if changed:
         raise ConfigError(f"--workers {text} and {changed[0]} both say how many: leave one out")
+    if text == SWAP:
+        return Wanted({ALL: 1}, {}, settings.compute, arena, split=False, swap=True)
     return Wanted(parse_workers(text), named, settings.compute, arena, split=False)
 
 

@@ -75,6 +75,8 @@ def specs_of(
         roles = roles_of(worker.role)
         given = [count for role, count in slots.by_role.items() if roles is None or role in roles]
         own = common | {"slots": min(given, default=slots.each)}
+        if worker.swaps:
+            own["hold"] = "model"
         if worker.on_cpu:
             own["offload"] = "none"
         flags = {name.replace("_", "-"): str(value) for name, value in own.items()}

@@ -30,6 +30,7 @@ def worker_options(settings: Settings) -> WorkerOptions:
     addresses, secret = schedulers(settings), trusted.secret if isinstance(trusted, Keys) else ""
     return WorkerOptions(
         role=wanted.role,
+        hold=wanted.hold,
         components=wanted.component,
         schedulers=addresses,
         node=wanted.node or machine_id(run_folder),

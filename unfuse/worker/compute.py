@@ -186,11 +186,15 @@ def _load(
     """Load the stages. Returns the device, the outcome, stages by declared pool, and pools that take numpy arrays."""
     models = [(name, resolve_source(source), dtype) for name, source, dtype in load.models]
     wanted: dict[str, tuple[StageSpec, ModelCard, Path]] = {}
+    alone = {load.holds} & {name for name, _, _ in models}  # of a set that is a model no other one need be whole
     for name, folder, dtype in models:
+        if alone and name not in alone:
+            continue
         card = card_of(name, folder, dtype)
         for spec in card.pipeline.stages:
-            if load.choice.takes(spec):
-                wanted.setdefault(pool_name(spec, card.weights, card.dtypes), (spec, card, folder))
+            pool = pool_name(spec, card.weights, card.dtypes)
+            if load.choice.takes(spec) and (pool in load.pools or not load.pools):
+                wanted.setdefault(pool, (spec, card, folder))
     progress = LoadProgress([(spec, folder) for spec, _, folder in wanted.values()], channel.send)
     families = [find(folder) for _, folder, _ in models]
     libraries = {name for family in families if family.torch for name in ("torch", *family.libraries)}

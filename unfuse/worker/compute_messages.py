@@ -28,7 +28,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     `owner`, `node`, `arena` and `write_token` open the worker's own arena. `places` has the addresses of the stores;
     the sockets of other arenas of this machine are in `run_dir`. `verdicts` is the file in which compute processes keep
     what batches they found exact ("": none). It is number `rank` of so many `ranks`, which meet in the file
-    `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room).
+    `rendezvous`. `kv` is the bytes for keys and values of tokens (0: as there is room). Of the set that it `holds`
+    these declared `pools` alone are loaded (none: all).
     """
 
     models: tuple[tuple[str, str, str], ...]
@@ -45,6 +46,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     ranks: int = 1
     rendezvous: str = ""
     kv: int = 0
+    holds: str = ""
+    pools: frozenset[str] = frozenset()
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -48,11 +49,13 @@ class ComputeProcess:
     """A compute process; `start` may be called again when it has died."""
 
     def __init__(self, load: Load, background: Supervisor, fork_server: socket.socket | None = None) -> None:
-        self._load, self._background, self._fork_server = load, background, fork_server
+        self.load, self._background, self._fork_server = load, background, fork_server
         self._child: Child | None = None
         self._channel: ParentChannel | None = None
         self._logging: asyncio.Task[None] | None = None
         self._halted_s = 0.0
+        self.load_s = 0.0
+        """Seconds that it took to load."""
         self.killed_for = ""
         """Why it was killed, if it was killed on purpose."""
         self.log = ""
@@ -70,15 +73,16 @@ class ComputeProcess:
         """
         if self._channel:
             self._channel.close()
-        if self._load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
-            structlog.contextvars.bind_contextvars(rank=self._load.rank)
+        if self.load.ranks > 1:  # in this task, and in those that it begins, so for all that is logged of the process
+            structlog.contextvars.bind_contextvars(rank=self.load.rank)
         log.info("importing")
-        environment = os.environ | compute_environment(self._load.compute.threads)
+        environment = os.environ | compute_environment(self.load.compute.threads)
         begun = await begin(environment, self._fork_server)
         self._child, self._channel = begun.child, await ParentChannel.open(begun.channel)
         self.killed_for, self.log, self._halted_s = "", "", 0.0
         self._logging = asyncio.create_task(self._keep_log(begun.log))
-        await self._channel.send(msgspec.structs.replace(self._load, rendezvous=rendezvous))
+        await self._channel.send(msgspec.structs.replace(self.load, rendezvous=rendezvous))
+        began = time.monotonic()
         while True:
             try:
                 message = await self._channel.receive()
@@ -93,6 +97,7 @@ class ComputeProcess:
                     await self._child.wait()
                     raise ConfigError(message.message)
                 case Ready():
+                    self.load_s = time.monotonic() - began
                     return message
 
     async def send(self, message: ToCompute) -> None:
@@ -135,9 +140,9 @@ class ComputeProcess:
 
         The last look was `since_s` seconds ago. Others may wait for it outside of exchanges, which have a limit.
         """
-        is_stopped = self._load.ranks > 1 and self.pid is not None and _is_stopped(self.pid)
+        is_stopped = self.load.ranks > 1 and self.pid is not None and _is_stopped(self.pid)
         self._halted_s = self._halted_s + since_s if is_stopped else 0.0
-        limit = self._load.compute.collective_s
+        limit = self.load.compute.collective_s
         return f"killed, because it was stopped for {limit:g} s (--collective-s)" if self._halted_s > limit else ""
 
     async def last_words(self) -> str:

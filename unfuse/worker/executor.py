@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from logging import ERROR, INFO
 from pathlib import Path
 
 import structlog
@@ -47,8 +48,10 @@ from unfuse.worker.passing import Passing
 RESTART_S = 1.0
 """Seconds before a restart that failed is tried again."""
 
-RANKS_TRIED = 3
-"""So many restarts in turn may fail before ranks are lost."""
+SWAPPED = "another set of weights is loaded in its place"
+
+TRIED = 3
+"""So many restarts in turn may fail before ranks are lost, or the set of weights before is loaded again."""
 
 WATCH_S = 0.5
 """Seconds between two checks of compute processes that have tasks."""
@@ -98,6 +101,7 @@ class Executor:
         """How often a text gave up its keys and values; whoever tells of it takes it off."""
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Set to a TransientError when ranks did not start again a few times in turn, as when a device is gone."""
+        self._before: list[Load] = []
         self._spent: dict[ComputeProcess, Spent] = {}
         self.pairs = ComputePairs(self._send_first)
         """Moves bytes of the arena, in the first process."""
@@ -113,6 +117,11 @@ class Executor:
     def memory(self) -> int:
         """Bytes that they hold: on a GPU as the first one says, else of host memory."""
         return self._held or resident(self.pids)
+
+    @property
+    def loaded(self) -> tuple[str, float]:
+        """The set of weights that the processes have, and the seconds that loading it took."""
+        return self._processes[0].load.holds, max(process.load_s for process in self._processes)
 
     @property
     def unwritten(self) -> int:
@@ -161,9 +170,22 @@ class Executor:
             except ConfigError as error:
                 failures += 1
                 log.error("compute did not start", reason=str(error))
-                if failures == RANKS_TRIED and len(self._processes) > 1 and not self.lost.done():
+                if failures == TRIED and self._before:
+                    self._reload(self._before)
+                if failures == TRIED and len(self._processes) > 1 and not self.lost.done():
                     self.lost.set_exception(TransientError(f"its ranks cannot be started again: {error}"))
                 await asyncio.sleep(RESTART_S)
+
+    def swap(self, loads: Sequence[Load]) -> None:
+        """Load other weights while nothing runs, or these again where they cannot be loaded; Ready is reported then."""
+        self.ready, self.texts, self._before = False, None, [process.load for process in self._processes]
+        self._reload(loads)
+        for process in self._processes:
+            process.kill(SWAPPED)
+
+    def _reload(self, loads: Sequence[Load]) -> None:
+        for process, load in zip(self._processes, loads, strict=True):
+            process.load = load
 
     async def run(self, lease: Lease, peers: Mapping[str, tuple[str, str]], recorded: tuple[bytes, ...] = ()) -> None:
         """Give a leased task to the processes, with what is `recorded` of its output; its end is reported."""
@@ -296,7 +318,7 @@ class Executor:
         words = await dead.last_words()
         await self._end()
         self._spent.clear()
-        log.error("compute process died", reason=words, begun=len(self._begun))
+        log.log(INFO if words == SWAPPED else ERROR, "compute process died", reason=words, begun=len(self._begun))
         claims, begun = [*self._given, *self._waiting], self._begun
         self._given, self._waiting, self._begun, self._unwritten = {}, {}, set(), set()
         self.busy.tell(False)

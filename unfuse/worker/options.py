@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from unfuse.core.compute import ComputeOptions
+from unfuse.core.compute import ComputeOptions, Hold
 from unfuse.transfer.base import TransferOptions
 from unfuse.wire.address import Trust
 
@@ -21,8 +21,9 @@ KEPT_LORAS = "loras"
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options of a worker.
 
-    `role` is one role, several as `a+b`, or all. With `components`, it runs only stages whose first component is one of
-    them. It holds `slots` tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
+    `role` is one role, several as `a+b`, or all; of `a,b` it has one loaded at a time, and of all models one if it is
+    to `hold` a model. With `components`, it runs only stages whose first component is one of them. It holds `slots`
+    tasks at a time (0: the default of its role). `arena` and `kv` are in bytes;
     inputs of more than `buffer` tokens arrive in pieces; `resources` has the amounts of further named resources.
     Without `models`, the scheduler says what to serve.
 
@@ -53,3 +54,4 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str
     orphan_s: float
     health: str
+    hold: Hold

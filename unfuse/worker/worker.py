@@ -22,7 +22,6 @@ from unfuse.core.growth import Grown
 from unfuse.core.messages import (
     Announced,
     Ask,
-    Beat,
     Bye,
     Done,
     Failed,
@@ -44,6 +43,7 @@ from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Sto
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
 from unfuse.worker.growing import Growing
+from unfuse.worker.heartbeat import heartbeat
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
 from unfuse.worker.objects import Objects
@@ -51,6 +51,7 @@ from unfuse.worker.options import KEPT_LORAS, WorkerOptions
 from unfuse.worker.orphan import free_when_orphaned, until_read
 from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
+from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
 from unfuse.worker.telling import Telling
 
@@ -96,6 +97,7 @@ class Worker:
         self._idle, self._released = asyncio.Event(), asyncio.Event()
         self._idle.set()
         self._newest_ask, self._asks_with_outcome, self._beat_s = 0, False, 1.0
+        self._swapping = Swapping({}, ())
         self._objects: Objects | None = None
         self._executor: Executor | None = None
         self._saved_states: SavedStates | None = None
@@ -148,7 +150,7 @@ class Worker:
             return info
         where = {"arena": objects.store.address, "room": objects.capacity, "engines": objects.copies.served_at}
         about = {"device": self._device, "resources": self._holding.resources, "outcome": self._outcome}
-        return msgspec.structs.replace(info, **where, **about)
+        return msgspec.structs.replace(info, **where, **about, **self._swapping.told(self._outcome))
 
     async def _serve(self) -> None:
         executor, objects = await self._join()
@@ -170,13 +172,14 @@ class Worker:
         )
         self._saved_states = SavedStates(objects, self._link)
         self._borrowing = Borrowing(self._link, places.loras, Path(options.data_dir, KEPT_LORAS))
-        loads = loads_of(served, self._choice, options, objects.store, places)
-        watch = options.stall_s, options.memory_limit
+        sets, loads = sets_of(served, welcome, options), loads_of(served, self._choice, options, objects.store, places)
+        self._swapping = Swapping(sets, loads)
+        loads, watch = self._swapping.loads(self._swapping.holds), (options.stall_s, options.memory_limit)
         executor = self._executor = Executor(loads, self._hear, *watch, self._fork_server, options.buffer)
         objects.copies.passing = executor.passing
         started = await executor.start()
         self._device = started.device
-        self._holding.resources |= started.resources
+        self._has_loaded(started)
         for engine in self._engines.values():
             engine.use(executor.pairs, started.device)
         if welcome.by_outcome:
@@ -186,6 +189,10 @@ class Worker:
         models = [card.name for card in served.cards]
         log.info("ready", role=options.role, worker=self._id, models=models, pulled_at=objects.copies.served_at)
         return executor, objects
+
+    def _has_loaded(self, started: Ready) -> None:
+        self._swapping.loaded(self._executor)
+        self._holding.resources = {**self._options.resources, **started.resources}
 
     async def _pull(self) -> None:
         """Ask for tasks whenever something has changed: a task began or ended, room was freed, an Ask was answered."""
@@ -197,10 +204,10 @@ class Worker:
 
     def _wanted(self) -> Ask:
         """The next Ask; for nothing where nothing can run."""
-        if not (self._objects and self._executor and self._executor.ready):
+        if not (self._objects and self._executor and self._executor.ready) or self._swapping.under_way:
             return WITHDRAW
         room = self._holding.room(self._objects.free, self._objects.usage().used)
-        return self._holding.ask(room, self._loaded)
+        return self._holding.ask(room, self._loaded, self._swapping.holds)
 
     async def _ask(self, number: int, ask: Ask) -> None:
         """Send one Ask and take what it brings. A newer Ask makes the scheduler answer an older one with nothing."""
@@ -243,7 +250,7 @@ class Worker:
         if brought is None or recorded is None:
             await executor.passing.drop(lease.claim)
             await self._end(Stopped(lease.claim))
-        elif not executor.ready:
+        elif not (executor.ready and self._swapping.fits(lease)):
             await self._end(Failed(lease.claim, "hand_back", "the worker cannot run it now", reason="compute"))
         else:
             await executor.run(brought, granted.peers, recorded)
@@ -259,6 +266,7 @@ class Worker:
     ) -> None:
         """Handle a message of compute. The scheduler is not waited for here, so that compute is never held up."""
         if isinstance(message, Ready):
+            self._has_loaded(message)
             self._changed.set()
         elif isinstance(message, Stepped):
             if message.step:
@@ -337,18 +345,9 @@ class Worker:
     async def _beat(self, objects: Objects, ended: set[Claim]) -> None:
         """Send one heartbeat and handle the answer, which comes when there is news or the next one is due."""
         await asyncio.sleep(BEAT_PAUSE_S)
-        held = tuple(self._active.keys() - ended)
-        moved = objects.copies.counters.take()
-        usage, holding = objects.usage(), tuple(objects.holding())
-        by = self._executor
-        beat = Beat(held, holding, usage.used, self._beat_s, usage.high_water, usage.fragmentation, moved)
-        if by:
-            texts = by.texts and msgspec.structs.replace(by.texts, arriving=self._holding.arriving)
-            about = {"unwritten": by.unwritten, "shares": by.shares, "ranks": by.ranks, "texts": texts}
-            beat = msgspec.structs.replace(
-                beat, **about, retracted=by.retracted, busy=by.busy.share, memory=by.memory
-            )  # fmt: skip
-            by.retracted = 0
+        held, by = self._active.keys() - ended, self._executor
+        moved, arriving = objects.copies.counters.take(), self._holding.arriving
+        beat = heartbeat(tuple(held), objects, moved, self._beat_s, by, self._swapping, arriving)
         try:
             pulse = await self._link.once(beat, BEAT_S)
         except OSError:
@@ -359,6 +358,9 @@ class Worker:
         if not isinstance(pulse, Pulse):
             await asyncio.sleep(self._beat_s)
             return
+        if pulse.load and by:
+            swap = partial(self._swapping.to, pulse.load, by, partial(self._link.call, WITHDRAW), self._idle)
+            self._background.once("swapping what is loaded", swap)
         ended |= set(pulse.ended)
         ended &= self._active.keys()
         for claim in pulse.ended:

@@ -1,0 +1,228 @@
+"""Which set of weights a worker should have: by the rule alone, under load for hours, and by what waits in a queue."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+from hypothesis import given, settings, strategies as st
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
+from tests.scheduler.test_dispatcher import submit
+from tests.scheduler.test_scheduler import info, scheduling
+from unfuse.core.messages import Ask, Beat, Granted, Hello, Places, Pulse, WorkerInfo
+from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.swaps import LOADING_SHARE, Line, next_set, stay
+from unfuse.testing.clock import ManualClock
+
+SOME = Line(waiting=1, oldest_s=1.0, left_s=100.0)
+NOTHING = Line()
+
+
+def test_a_set_stays_for_its_time_while_there_is_something_to_do() -> None:
+    lines = {"a": SOME, "b": SOME}
+    assert next_set("a", lines, 2.0, stay(2.0) - 0.1, 0.0) == "a"
+    assert next_set("a", lines, 2.0, stay(2.0), 0.0) == "b"
+
+
+def test_one_without_anything_to_do_goes_once_it_had_waited_for_as_long_as_loading_takes() -> None:
+    lines = {"a": NOTHING, "b": Line(waiting=1, left_s=0.1)}
+    assert next_set("a", lines, 2.0, 5.0, 1.9) == "a"
+    assert next_set("a", lines, 2.0, 5.0, 2.0) == "b"
+
+
+def test_nothing_is_loaded_for_nobody() -> None:
+    assert next_set("a", {"a": NOTHING, "b": NOTHING}, 2.0, 1e6, 1e6) == "a"
+    assert next_set("a", {"a": NOTHING, "b": Line(left_s=9.0)}, 2.0, 1e6, 1e6) == "a"  # it waits for other stages
+
+
+def test_less_work_than_loading_takes_waits_for_more_but_no_longer_than_a_stay() -> None:
+    little = Line(waiting=1, oldest_s=1.0, left_s=0.5)
+    assert next_set("a", {"a": SOME, "b": little}, 2.0, 100.0, 0.0) == "a"
+    old = msgspec.structs.replace(little, oldest_s=stay(2.0))
+    assert next_set("a", {"a": SOME, "b": old}, 2.0, 100.0, 0.0) == "b"
+
+
+def test_of_several_the_one_that_has_waited_longest_is_next() -> None:
+    lines = {"a": SOME, "b": SOME, "c": msgspec.structs.replace(SOME, oldest_s=2.0, left_s=50.0)}
+    assert next_set("a", lines, 2.0, 100.0, 0.0) == "c"
+
+
+def test_what_others_have_gets_one_more_only_where_that_leaves_less_behind_and_not_the_last() -> None:
+    much = Line(waiting=9, oldest_s=1.0, left_s=200.0, others=1)
+    shared = msgspec.structs.replace(SOME, others=1)
+    assert next_set("a", {"a": shared, "b": much}, 2.0, 100.0, 0.0) == "b"
+    assert next_set("a", {"a": SOME, "b": much}, 2.0, 100.0, 0.0) == "a"  # the last one
+    assert next_set("a", {"a": NOTHING, "b": much}, 2.0, 100.0, 50.0) == "b"  # which has nothing to do
+    assert next_set("a", {"a": shared, "b": msgspec.structs.replace(much, loading=True)}, 2.0, 100.0, 0.0) == "a"
+    assert next_set("a", {"a": shared, "b": msgspec.structs.replace(much, left_s=101.0)}, 2.0, 100.0, 0.0) == "a"
+
+
+@dataclass
+class World:
+    """Workers that have one of some sets each, on a clock of their own: each set's tasks come at a rate."""
+
+    load_s: float
+    task_s: float
+    rates: dict[str, float]
+    workers: int = 1
+    now: float = 0.0
+    lost: float = 0.0
+    swaps: int = 0
+    queues: dict[str, deque[float]] = field(default_factory=dict)
+    waited: dict[str, float] = field(default_factory=dict)
+    done: dict[str, int] = field(default_factory=dict)
+
+    def run(self, seconds: float) -> None:
+        names = list(self.rates)
+        self.queues = {name: deque() for name in names}
+        self.waited, self.done = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        due = dict.fromkeys(names, 0.0)
+        held = [[names[0], 0.0, 0.0, 0.0] for _ in range(self.workers)]  # set, since, busy until, worked at
+        step = min(self.task_s, self.load_s) / 2
+        while self.now < seconds:
+            for name, rate in self.rates.items():
+                while rate and due[name] <= self.now:
+                    self.queues[name].append(due[name])
+                    due[name] += 1 / rate
+            for worker in held:
+                self._act(worker, [other for other in held if other is not worker])
+            self.now += step
+
+    def _act(self, worker: list, others: list[list]) -> None:  # type: ignore[type-arg]
+        if worker[2] > self.now:
+            return
+        lines = {name: self._line(name, line, others) for name, line in self.queues.items()}
+        own = self.queues[worker[0]]
+        idle = self.now - max(worker[1], worker[3]) if not own else 0.0
+        found = next_set(worker[0], lines, self.load_s, self.now - worker[1], idle)
+        if found != worker[0]:
+            self.swaps, self.lost = self.swaps + 1, self.lost + self.load_s
+            worker[:] = [found, self.now + self.load_s, self.now + self.load_s, self.now + self.load_s]
+        elif own:
+            self.waited[worker[0]] = max(self.waited[worker[0]], self.now - own.popleft())
+            self.done[worker[0]] += 1
+            worker[2] = worker[3] = self.now + self.task_s
+
+    def _line(self, name: str, line: deque[float], others: list[list]) -> Line:  # type: ignore[type-arg]
+        has = [other for other in others if other[0] == name]
+        return Line(
+            len(line), self.now - line[0] if line else 0.0, len(line) * self.task_s, len(has),
+            any(other[1] > self.now for other in has),
+        )  # fmt: skip
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    load_s=st.floats(0.5, 4.0),
+    task_s=st.floats(0.5, 4.0),
+    overload=st.lists(st.floats(1.0, 5.0), min_size=2, max_size=4),
+    workers=st.integers(1, 3),
+)
+def test_under_any_load_no_more_than_its_share_is_lost_to_loading_and_every_set_is_served(
+    load_s: float, task_s: float, overload: list[float], workers: int
+) -> None:
+    """Given sets that each have more to do than all workers can, when hours pass, then loading took no more than its
+    share of the workers' time, and each set was loaded again within the stays of the others."""
+    world = World(load_s, task_s, {f"set-{n}": much * workers / task_s for n, much in enumerate(overload)}, workers)
+    rounds = 6 * len(overload) * (stay(load_s) + load_s + task_s)
+    world.run(rounds)
+    assert world.lost <= LOADING_SHARE * rounds * workers + load_s * workers
+    assert all(world.done.values())
+
+
+def test_ten_times_the_load_of_two_models_is_no_thrash() -> None:
+    """Given two models with ten times what the worker can do, then a tenth of its time at the most goes to loading, and
+    both have had the same share of the rest."""
+    world = World(3.0, 1.0, {"a": 10.0, "b": 10.0})
+    world.run(3600.0)
+    assert 0.08 < world.lost / 3600.0 <= LOADING_SHARE
+    assert abs(world.done["a"] - world.done["b"]) < 0.05 * world.done["a"]
+
+
+def test_a_little_of_one_beside_much_of_another_waits_no_longer_than_a_stay_and_two_loads() -> None:
+    world = World(3.0, 1.0, {"a": 10.0, "b": 0.01})
+    world.run(3600.0)
+    assert world.done["b"] > 30
+    assert world.waited["b"] < 2 * stay(3.0) + 2 * 3.0 + 1.0
+
+
+SETS = {"first": (ENCODE, DECODE), "second": (DENOISE,)}
+
+
+def worker(name: str = "worker-1", **about: object) -> WorkerInfo:
+    return msgspec.structs.replace(
+        info(name, ENCODE, DENOISE, DECODE), sets=SETS, holds="first", load_s=1.0, **about  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+class Heard(Observer):
+    def __init__(self) -> None:
+        self.swaps: list[tuple[str, float]] = []
+
+    def swapped(self, holds: str, seconds: float) -> None:
+        self.swaps.append((holds, seconds))
+
+
+@asynccontextmanager
+async def dispatching() -> AsyncIterator[tuple[Dispatcher, ManualClock, Heard]]:
+    async with scheduling(lease_ttl=500.0) as (scheduler, clock):
+        heard = Heard()
+        scheduler.observers.add(heard)
+        dispatcher = Dispatcher(scheduler, [(CARD.name, CARD.source, "auto")], Places("disk:/results"))
+        await dispatcher.answer(b"peer", Hello(worker(), (CARD,)))
+        yield dispatcher, clock, heard
+
+
+async def beaten(dispatcher: Dispatcher, holds: str, **about: object) -> str:
+    pulse = await dispatcher.answer(b"peer", Beat(holds=holds, load_s=1.0, **about))  # type: ignore[arg-type]
+    assert isinstance(pulse, Pulse)
+    return pulse.load
+
+
+async def test_a_worker_gets_tasks_of_the_set_that_it_has_and_is_told_to_load_what_waits() -> None:
+    async with dispatching() as (dispatcher, clock, heard):
+        request = await submit(dispatcher)
+        assert await dispatcher.answer(b"peer", Ask(4, None, 0.0, holds="second")) == Granted((), {})
+        assert not await beaten(dispatcher, "second")
+        clock.advance(2.0)
+        record = await dispatcher.scheduler.queue.load(request)
+        assert dispatcher.scheduler.until_loaded(record) is not None
+        assert await beaten(dispatcher, "second") == "first"
+        assert await beaten(dispatcher, "second") == "first"  # while what runs ends
+        assert await beaten(dispatcher, "") == "first"
+        assert not heard.swaps
+        assert not await beaten(dispatcher, "first")
+        assert heard.swaps == [("first", 1.0)]
+        assert dispatcher.scheduler.swaps.until_loaded(ENCODE) is None
+        assert dispatcher.scheduler.swaps.until_loaded(DENOISE) == 1.0 + 1.0  # as long as it may be idle, and to load
+        granted = await dispatcher.answer(b"peer", Ask(4, None, 0.0, holds="first"))
+        assert isinstance(granted, Granted)
+        assert [lease.task.pool for lease in granted.leases] == [ENCODE]
+
+
+async def test_a_set_that_could_not_be_loaded_leaves_the_one_before_and_comes_again_later() -> None:
+    async with dispatching() as (dispatcher, clock, heard):
+        await submit(dispatcher)
+        await beaten(dispatcher, "second")
+        clock.advance(2.0)
+        assert await beaten(dispatcher, "second") == "first"
+        await beaten(dispatcher, "")
+        assert not await beaten(dispatcher, "second")
+        assert heard.swaps == [("second", 1.0)]
+        clock.advance(2.0)
+        assert await beaten(dispatcher, "second") == "first"
+
+
+async def test_who_has_something_to_do_is_not_idle() -> None:
+    async with dispatching() as (dispatcher, clock, _):
+        await submit(dispatcher)
+        await beaten(dispatcher, "second")
+        for _ in range(4):
+            clock.advance(0.9)
+            dispatcher.scheduler.swaps.worked("worker-1")
+            assert not await beaten(dispatcher, "second")

@@ -1,0 +1,102 @@
+"""The sets of weights of a worker: what they are, and when it may be given another one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tests.scheduler.model import CARD, DECODE, DENOISE, ENCODE
+from tests.worker.test_executor import load
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Places, Welcome
+from unfuse.core.task import Lease, Task
+from unfuse.stores.tensor_store import TensorStore
+from unfuse.worker.registration import Served
+from unfuse.worker.sets import Swapping, sets_of
+
+OTHER = replace(CARD, name="test/other", weights={name: f"other-{weights}" for name, weights in CARD.weights.items()})
+WELCOME = Welcome((), Places("disk:/results"), 5.0, 1.0, swaps=True)
+
+
+class Options:
+    """Those of a worker that matter here."""
+
+    def __init__(self, role: str = "all", hold: str = "all") -> None:
+        self.role, self.hold, self.components = role, hold, ()
+
+
+def sets(role: str = "all", hold: str = "all", *cards: Any, welcome: Welcome = WELCOME) -> Any:
+    served = Served((), cards or (CARD, OTHER), (), 1, ("cpu",))
+    return sets_of(served, welcome, Options(role, hold))  # type: ignore[arg-type]
+
+
+def test_everything_is_loaded_unless_it_is_said_or_there_is_one_set() -> None:
+    assert sets() == sets("encoder+denoiser") == sets("all", "model", CARD) == {}
+
+
+def test_a_set_is_a_model_with_the_stages_of_its_roles() -> None:
+    assert sets("all", "model") == {
+        CARD.name: frozenset({ENCODE, DENOISE, DECODE}), OTHER.name: frozenset(OTHER.pools().values())
+    }  # fmt: skip
+    assert sets("denoiser", "model")[CARD.name] == {DENOISE}
+
+
+def test_a_set_is_a_role_of_all_models_where_roles_stand_behind_commas() -> None:
+    found = sets("encoder+decoder,denoiser", "all", CARD)
+    assert found == {"encoder+decoder": frozenset({ENCODE, DECODE}), "denoiser": frozenset({DENOISE})}
+
+
+def test_what_contradicts_itself_or_the_scheduler_is_refused() -> None:
+    with pytest.raises(ConfigError, match="both say what is loaded at a time"):
+        sets("encoder,denoiser", "model")
+    with pytest.raises(ConfigError, match="of a version that does not say what to load"):
+        sets("encoder,denoiser", welcome=replace(WELCOME, swaps=False))
+
+
+class Executed:
+    """An executor that is told what to load, and has loaded it when a test says so."""
+
+    ready, loaded = True, ("first", 2.0)
+
+    def __init__(self) -> None:
+        self.swapped: list[str] = []
+
+    def swap(self, loads: Any) -> None:
+        self.ready, self.loaded = False, (loads[0].holds, 2.0)
+        self.swapped.append(loads[0].holds)
+
+
+def lease(pool: str) -> Lease:
+    return Lease(Task("req_1", "stage", 1, pool, "kind", CARD.name, {}, ()), "w", b"t", 0.0)
+
+
+async def test_another_set_is_loaded_once_nothing_runs_and_no_task_of_the_other_meets_it() -> None:
+    with TensorStore.create("shared_memory", owner="w", node="n", capacity=1 << 20) as store:
+        loads = [load(store, "/results")]  # type: ignore[arg-type]
+        swapping = Swapping({"first": frozenset({ENCODE}), "second": frozenset({DENOISE})}, loads)
+        executor, idle, withdrawn = Executed(), asyncio.Event(), asyncio.Event()
+
+        async def withdraw() -> None:
+            withdrawn.set()
+
+        assert swapping.loads("second")[0].pools == {DENOISE}
+        going = asyncio.create_task(swapping.to("second", executor, withdraw, idle))  # type: ignore[arg-type]
+        await withdrawn.wait()
+        await swapping.to("second", executor, withdraw, idle)  # type: ignore[arg-type]  # which it is told each second
+        assert (swapping.under_way, swapping.holds, executor.swapped) == (True, "first", [])
+        assert swapping.fits(lease(f"{ENCODE}@1a2b"))
+        assert not swapping.fits(lease(DENOISE))
+        swapping.loaded(executor)  # type: ignore[arg-type]  # its compute had died, and has started again
+        assert swapping.under_way
+
+        idle.set()
+        await going
+        assert (swapping.under_way, swapping.holds, executor.swapped) == (True, "", ["second"])
+        assert not swapping.fits(lease(ENCODE))
+        executor.ready = True
+        swapping.loaded(executor)  # type: ignore[arg-type]
+        assert (swapping.under_way, swapping.holds, swapping.load_s) == (False, "second", 2.0)
+        assert swapping.fits(lease(DENOISE))

@@ -1,0 +1,136 @@
+"""Which set of weights a worker should have loaded, where it has several and one fits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from unfuse.core.clock import Clock
+from unfuse.core.messages import WorkerInfo
+from unfuse.queues.base import PoolStats, TaskQueue
+from unfuse.scheduler.observer import Observer
+from unfuse.scheduler.registry import Registry
+from unfuse.supervision.observers import Observers
+
+LOADING_SHARE = 0.1
+"""The most of a worker's time that goes to loading while it always has something to do: a set stays for so long."""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """What a set has to do: tasks that wait, seconds of the oldest, predicted seconds in all; and who else has it."""
+
+    waiting: int = 0
+    oldest_s: float = 0.0
+    left_s: float = 0.0
+    others: int = 0
+    loading: bool = False
+
+
+def stay(load_s: float) -> float:
+    """Seconds that a set which took so long to load stays, while there is something to do."""
+    return load_s * (1 - LOADING_SHARE) / LOADING_SHARE
+
+
+def next_set(held: str, lines: Mapping[str, Line], load_s: float, stayed_s: float, idle_s: float) -> str:
+    """The set that a worker should have, which has had `held` for so long, and nothing to do for `idle_s`.
+
+    It stays, unless it had nothing to do for as long as loading takes. Then what nobody else has is next, the longest
+    wait first, once it is worth the loading or has waited for a stay. What others have gets one worker more if each of
+    them has more to do than each of those that are left, who may not be none with something to do.
+    """
+    is_idle = idle_s >= load_s
+    if not is_idle and stayed_s < stay(load_s):
+        return held
+    own = lines[held]
+    waits = {name: line for name, line in lines.items() if name != held and line.waiting}
+    found = [
+        name for name, line in waits.items()
+        if not line.others and (is_idle or line.left_s >= load_s or line.oldest_s >= stay(load_s))
+    ] or [
+        name for name, line in waits.items()
+        if line.others and not line.loading and (is_idle or own.others)
+        and line.left_s / line.others > load_s + (0.0 if is_idle else own.left_s / own.others)
+    ]  # fmt: skip
+    return max(found, key=lambda name: waits[name].oldest_s, default=held)
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """What a worker has, since when, when it last had something to do, and what it was told to load in its place."""
+
+    name: str
+    since: float
+    worked_at: float
+    going: str = ""
+
+
+class Swaps:
+    """The sets of the workers that one scheduler hears, decided at their heartbeats by what waits in the queue."""
+
+    def __init__(self, queue: TaskQueue, registry: Registry, clock: Clock, observers: Observers[Observer]) -> None:
+        self._queue, self._registry, self._clock, self._observers = queue, registry, clock, observers
+        self._held: dict[str, _Held] = {}
+        self._took: dict[str, float] = {}
+
+    def worked(self, worker: str) -> None:
+        """A worker has something to do."""
+        if held := self._held.get(worker):
+            held.worked_at = self._clock.now()
+
+    async def next(self, worker: WorkerInfo, works: bool) -> str:
+        """The set that a worker, which has tasks if it `works`, should load in the place of its own; "" for none."""
+        if not worker.sets:
+            return ""
+        self._registry.known[worker.id] = worker
+        held, now = self._heard(worker), self._clock.now()
+        held.worked_at = now if works else held.worked_at
+        if not worker.holds or held.going:
+            return held.going
+        stats = (await self._queue.stats(worker.pools)).pools
+        others = [member.info for member in await self._registry.workers() if member.info.id != worker.id]
+        self._held = {one.id: self._held[one.id] for one in (*others, worker) if one.id in self._held}
+        lines = {name: self._line(worker, name, stats, others) for name in worker.sets}
+        load_s = max(self._took.get(name, worker.load_s) for name in worker.sets)
+        found = next_set(held.name, lines, load_s, now - held.since, now - max(held.since, held.worked_at))
+        held.going = found if found != held.name else ""
+        return held.going
+
+    def until_loaded(self, pool: str) -> float | None:
+        """Predicted seconds until somebody has loaded what serves a pool; None where somebody has, or nobody could."""
+        able = [worker for worker in self._registry.known.values() if pool in worker.pools]
+        if not able or any(pool in worker.open for worker in able):
+            return None
+        return min(self._wait(worker, pool) for worker in able)
+
+    def _heard(self, worker: WorkerInfo) -> _Held:
+        """What a worker has, by what it says now. One that could not load another set is back with the one before."""
+        now, held = self._clock.now(), self._held.get(worker.id)
+        if held and worker.holds not in (held.name, ""):
+            self._observers.tell(Observer.swapped, worker.holds, worker.load_s)
+        if held is None or worker.holds not in (held.name, ""):
+            held = self._held[worker.id] = _Held(worker.holds, now, now)
+            self._took[worker.holds] = worker.load_s
+        held.name = worker.holds
+        return held
+
+    def _line(
+        self, worker: WorkerInfo, name: str, stats: Mapping[str, PoolStats], others: Sequence[WorkerInfo]
+    ) -> Line:
+        """What waits for a set and not for what the worker has already."""
+        own = {*worker.sets[name]}
+        lines = [stats[pool] for pool in own - {*worker.open} or own if pool in stats]
+        going = [self._held[other.id].going for other in others if other.id in self._held]
+        has = sum(own <= {*other.open} for other in others)
+        waiting, left_s = sum(line.waiting for line in lines), sum(line.left_s for line in lines)
+        oldest_s = max((line.oldest_s for line in lines), default=0.0)
+        return Line(waiting, oldest_s, left_s, has + going.count(name), name in going)
+
+    def _wait(self, worker: WorkerInfo, pool: str) -> float:
+        now, held = self._clock.now(), self._held.get(worker.id)
+        load_s = min(self._took.get(name, worker.load_s) for name, pools in worker.sets.items() if pool in pools)
+        if held is None or held.going:
+            return load_s
+        idle_until = max(held.since, held.worked_at) + load_s
+        return load_s + max(0.0, min(held.since + stay(load_s), idle_until) - now)

@@ -1,0 +1,87 @@
+"""The sets of weights of a worker that has one of them loaded at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import structlog
+from msgspec.structs import replace
+
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Welcome
+from unfuse.core.plan import Choice, roles_of
+from unfuse.core.pool import declared, manned
+from unfuse.core.task import Lease
+from unfuse.worker.compute_messages import Load
+from unfuse.worker.executor import Executor
+from unfuse.worker.options import WorkerOptions
+from unfuse.worker.registration import Served
+
+PAUSE_S = 0.05
+"""Seconds between two looks whether a swap can begin."""
+
+log = structlog.get_logger(__name__)
+
+Sets = Mapping[str, frozenset[str]]
+"""Declared pools by the names of sets; none where everything is loaded at all times."""
+
+
+def sets_of(served: Served, welcome: Welcome, options: WorkerOptions) -> Sets:
+    """The sets of a worker: a model each, or of `a,b` a role each; none if there is one. Raises ConfigError."""
+    parts, cards = options.role.split(","), served.cards
+    if options.hold == "model" and len(parts) > 1:
+        raise ConfigError(f"--hold model and --role {options.role} both say what is loaded at a time: leave one out")
+    if options.hold == "model":
+        choice = Choice(roles_of(options.role), options.components)
+        found = {card.name: {*card.pools(choice).values()} for card in cards}
+    else:
+        chosen = {part.strip(): Choice(roles_of(part), options.components) for part in parts}
+        found = {name: {pool for card in cards for pool in card.pools(one).values()} for name, one in chosen.items()}
+    sets = {name: frozenset(pools) for name, pools in found.items() if pools}
+    if len(sets) > 1 and not welcome.swaps:
+        raise ConfigError("the scheduler is of a version that does not say what to load: leave out --hold, and commas")
+    return sets if len(sets) > 1 else {}
+
+
+class Swapping:
+    """Which of its `sets` a worker has loaded, or everything without sets. `loads` is what each rank loads of all."""
+
+    def __init__(self, sets: Sets, loads: Sequence[Load]) -> None:
+        self.sets, self._loads = sets, loads
+        self.holds, self.load_s, self.under_way = next(iter(sets), ""), 0.0, False
+        """The set that is loaded ("" while another one is), the seconds that took, and whether another one is due."""
+
+    def told(self, outcome: Mapping[str, str]) -> dict[str, object]:
+        """What the scheduler is told of them, where pools have this outcome."""
+        sets = {name: tuple(manned(pool, outcome) for pool in sorted(pools)) for name, pools in self.sets.items()}
+        return {"sets": sets, "holds": self.holds, "load_s": self.load_s}
+
+    def loads(self, name: str) -> list[Load]:
+        """What each rank is to load for a set."""
+        return [replace(load, pools=self.sets.get(name, frozenset()), holds=name) for load in self._loads]
+
+    def fits(self, lease: Lease) -> bool:
+        """Whether a task is of the set that is loaded."""
+        return not self.sets or declared(lease.task.pool) in self.sets.get(self.holds, ())
+
+    async def to(
+        self, name: str, executor: Executor, withdraw: Callable[[], Awaitable[object]], idle: asyncio.Event
+    ) -> None:
+        """Take no more tasks, and once those that run have ended, have another set loaded: `loaded` is called then."""
+        if self.under_way or name not in self.sets:
+            return
+        self.under_way = True
+        await withdraw()
+        await idle.wait()
+        while not (executor.ready and idle.is_set()):  # it may have been given a task meanwhile, or start again
+            await asyncio.sleep(PAUSE_S)
+        log.info("swapping", out=self.holds, into=name)
+        self.holds = ""
+        executor.swap(self.loads(name))
+
+    def loaded(self, executor: Executor | None) -> None:
+        """Compute has started: with another set, with the one before if that could not be loaded, or after it died."""
+        if executor and executor.ready:
+            self.under_way &= self.holds != ""
+            self.holds, self.load_s = executor.loaded
