@@ -51,7 +51,7 @@ Report = Callable[[str, float, int], None]
 class Runtime(msgspec.Struct, frozen=True):
     """How a stage's components are to run: on which device, in which dtype by component, and what was set.
 
-    `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it, if
+    `loras` is the folder of adapters (LoRA), if any, `kept` has borrowed ones, `mesh` the ranks that share it if
     there are several, `kv` the bytes for keys and values of tokens (0: as there is room). Stages of one process find in
     `shared` what they have in common. `group` are all ranks of the worker, which load the same, in the same order.
     """

@@ -143,8 +143,8 @@ class Dispatcher(Observer):
         if isinstance(message, Hello):
             return await self._hello(peer, message)
         known = self._peers.get(peer)
-        if known is None:
-            return Stranger()
+        if known is None or isinstance(message, Borrow):
+            return Refused("it lends nothing itself") if known else Stranger()
         self._heard(known)
         match message:
             case Ask():
@@ -160,8 +160,6 @@ class Dispatcher(Observer):
                 return await self._append(known, message)
             case Recall():
                 return await self._recall(known, message.claim, message.after)
-            case Borrow():
-                return Refused("it lends nothing itself")
             case Bye():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)
