@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -105,3 +106,92 @@ def test_a_model_is_added_and_removed_while_clients_load_another(server: Server,
             one.result()
     assert {one["status"] for one in made} == {"completed"}
     until(lambda: {process.pid for process in family_of(server.process.pid)} <= before, "its processes to be gone")
+
+
+def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: Path, tmp_path: Path) -> None:
+    """Given names of what is not there, is no model, or is served, when they are added or removed, then each is refused
+    with a sentence, and what is served stays."""
+    before = {process.pid for process in family_of(server.process.pid)}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "pickled").mkdir()
+    (tmp_path / "pickled" / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
+    (tmp_path / "closed").mkdir(mode=0)
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "model_index.json").write_text("[" * 10_000)
+    for name in ("nowhere", "empty", "pickled", "strange", "closed/within", "n" * 300, "\U0001f600"):
+        assert name in refused(400, add, server, str(tmp_path / name)) or name == "strange", name
+    for name in ("", "~root", "-x", "a\nb", "x" * 1025, "\x00", None, 7, ["a"], {}):
+        assert "model must be a folder of the server's machine or a hub name" in refused(400, add, server, name)
+    assert "extra is not known here" in refused(400, add, server, str(flux), extra=1)
+    assert "is served already" in refused(409, add, server, "unfuse/shapes")
+    assert "is served: one of unfuse/shapes" in refused(404, remove, server, str(flux))
+    assert {"unfuse/shapes"} == {one["id"] for one in server.get("/v1/models")["data"]}
+    assert {process.pid for process in family_of(server.process.pid)} == before
+
+
+def test_a_model_that_cannot_be_loaded_is_served_no_more_and_says_so(
+    server: Server, flux: Path, tmp_path: Path
+) -> None:
+    """Given a folder whose weights are found to be incomplete only when they are loaded, when it is added and asked,
+    then its requests are cancelled, it is not served, and the server goes on; once it is whole it can be added."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(flux, folder)
+    config = json.loads((flux / "transformer" / "config.json").read_text())
+    (folder / "transformer" / "config.json").write_text(json.dumps(config | {"num_layers": 5}))
+    name = str(folder)
+    assert add(server, name)["state"] == "loading"
+    request = asked_of(server, model=name)
+    assert server.finished(request)["status"] == "cancelled"
+    assert "it was added, and a worker could not start" in refused(404, model_or_error, server, name)
+    assert server.process.poll() is None
+    shutil.copy(flux / "transformer" / "config.json", folder / "transformer" / "config.json")
+    add(server, name)
+    assert server.finished(asked_of(server, model=name))["status"] == "completed"
+    remove(server, name)
+    gone(server, name)
+
+
+def model_or_error(server: Server, name: str) -> Any:
+    with urllib.request.urlopen(f"{server.url}/v1/models/{quote(name)}", timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, flux: Path) -> Iterator[tuple[Server, Server]]:
+    """A server of two models whose workers have both, and a gateway without workers, over one Redis."""
+    folder = tmp_path_factory.mktemp("both")
+    shared = ["--queue", redis_server.url, "--results", f"disk:{folder}/results", "--arena", "64MiB"]
+    (folder / "one").mkdir()
+    (folder / "other").mkdir()
+    with (
+        serving(folder / "one", "unfuse/shapes", str(flux), "--workers", "all=1", *shared) as one,
+        serving(folder / "other", "unfuse/shapes", "--no-workers", *shared) as other,
+    ):
+        yield one.ready(), other.ready()
+
+
+def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
+    both: tuple[Server, Server], flux: Path, tmp_path: Path
+) -> None:
+    """Given workers with two models, when one is removed at the gateway that has no workers, then both gateways refuse
+    it at once, and requests for the other model, which are asked all the time, are completed by new workers; a model
+    that is added at one gateway is asked for at the other."""
+    one, other = both
+    name = str(flux)
+    shared = {worker["pid"] for worker in one.get("/v1/workers")["data"]}
+    remove(other, name)
+    for gateway in both:
+        assert "is served: one of unfuse/shapes" in refused(404, asked_of, gateway, model=name)
+    assert "is leaving" in refused(409, add, one, name)
+    while shared & {worker["pid"] for worker in one.get("/v1/workers")["data"]}:
+        assert one.finished(asked_of(other, model="unfuse/shapes"))["status"] == "completed"
+    assert one.finished(asked_of(one, model="unfuse/shapes"))["status"] == "completed"
+    until(lambda: [worker["models"] for worker in one.get("/v1/workers")["data"]] == [["unfuse/shapes"]], "new workers")
+    again = tmp_path / "again"
+    shutil.copytree(flux, again)
+    add(one, str(again))
+    assert "is served already" in refused(409, add, other, str(again))
+    assert other.finished(asked_of(other, model=str(again)))["status"] == "completed"
+    remove(other, str(again))
+    gone(one, str(again))
+    assert all(len(gateway.get("/v1/models")["data"]) == 1 for gateway in both)
