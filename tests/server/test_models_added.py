@@ -16,14 +16,17 @@ import unfuse.models
 from tests.server.composed import composed
 from tools.cards import card
 from unfuse.core.errors import ConfigError
-from unfuse.core.messages import WorkerInfo
+from unfuse.core.messages import Places, Welcome, WorkerInfo
+from unfuse.core.plan import Choice
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.registry import Registry
 from unfuse.service.logs import Logs
 from unfuse.service.options import options
 from unfuse.service.service import Service, plan
 from unfuse.service.settings import load
+from unfuse.service.worker import worker_options
 from unfuse.supervision.clock import SystemClock
+from unfuse.worker.registration import decide_served
 
 SHAPES = Path(unfuse.models.__file__).parent / "shapes"
 
@@ -144,3 +147,22 @@ async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -
 
 def worker(served: Any) -> Any:
     return WorkerInfo("w", "node", "all", tuple(served.pools().values()), 1, "", 0)
+
+
+@pytest.mark.parametrize("name", ["unfuse/shapes", "nobody/knows"])
+def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(name: str) -> None:
+    """So a hub's model is of the commit that the server found, whatever its branch is by now; what is here is here."""
+    offered = ((name, str(SHAPES), "float32"), ("another", "/nowhere", "float32"))
+    settings = load(
+        {
+            "worker.model": (name,),
+            "worker.role": "denoiser",
+            "worker.scheduler": ("tcp://127.0.0.1:9",),
+            "insecure_listen": True,
+        },
+        None,
+        {},
+    )
+    asked = worker_options(settings.settings)
+    served = decide_served(Welcome(offered, Places("disk:/tmp"), 15.0, 1.0), asked, Choice(frozenset({"denoiser"})))
+    assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]

@@ -83,6 +83,7 @@ def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(give
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
     assert [spec.flags["slots"] for spec in service._specs(plan(chosen))] == [slots]
+    assert service._specs(plan(chosen))[0].arguments[-2:] == ["--model", "unfuse/shapes"], "whatever is added later"
 
 
 def test_how_many_is_said_once() -> None:

@@ -34,7 +34,7 @@ class Registry:
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}
         """Every registered worker by id, those that were silent lately too."""
-        self.admitted: frozenset[str] = frozenset()
+        self.admitted = set[str]()
         """The models that were admitted while schedulers ran."""
 
     async def workers(self) -> Sequence[Member]:
@@ -57,9 +57,7 @@ class Registry:
         """
         found = await self._queue.declared()
         declared = found.values()
-        self.admitted = frozenset(
-            card.name for by, one in found.items() if by.startswith(ADMITTED) for card in one.cards
-        )
+        self.admitted = {card.name for by in found if by.startswith(ADMITTED) for card in found[by].cards}
         self._asleep = {pool: slots for one in declared for pool, slots in one.asleep.items()}
         cards = self._cards | {card.name: card for one in declared for card in one.cards}
         for member in await self.workers():

@@ -54,8 +54,8 @@ def create_app(
     a `strict` gateway refuses fields that it would have to ignore. `time_limits` are seconds that a request's stages
     may run, by medium; 0 or none: any number. `store` is the kind of place where workers keep outputs; `joining` adds
     models. Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels`
-    ends requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks` nobody
-    is told of the ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched.
+    ends requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks`
+    nobody is told of the ends of requests; without `prices` they cost no money; without `fetching` none is fetched.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = keys or Keys(), dict(names or {})

@@ -20,7 +20,6 @@ from unfuse.server.fields import ADD, MAX_NAME
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(prefix="/models", tags=["models"])
-FINAL = {"x-should-retry": "false"}
 Served = Annotated[Gateway, Depends(gateway_of)]
 
 
@@ -36,22 +35,17 @@ async def page(gateway: Served, caller: Known) -> dict[str, object]:
 async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Serve a folder of this machine or a hub name too. It is accepted at once, and loads until its state is ready."""
     given = await read_json(request)
-    name = given.get("model")
-    if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= MAX_NAME or name[0] in "-~":
-        raise InvalidParameter("model must be a folder of the server's machine or a hub name, as owner/name", "model")
-    if unknown := sorted(given.keys() - {"model"}):
-        raise InvalidParameter(f"{unknown[0][:80]} is not known here: send only the model", unknown[0][:80])
+    name = str(given.get("model"))
+    if given != {"model": name} or not name.isprintable() or not 0 < len(name) <= MAX_NAME or name[0] in "-~":
+        raise InvalidParameter("send only model, a folder of the server's machine or a hub name such as a/b", "model")
     if not caller.may_use(name):
         raise Refusal(403, "not_yours", f"this key may not use a model {name!r}: its line says models=", "model")
-    if name in await gateway.models():
-        raise Refusal(409, "model_exists", f"model {name!r} is served already", "model", FINAL)
     try:
-        await gateway.joining.add(name)
-    except ConfigError as error:
+        await gateway.joining.add(own := gateway.own(name))
+    except (ConfigError, OSError) as error:
         raise InvalidParameter(str(error), "model") from error
-    except OSError as error:
-        raise InvalidParameter(f"model {name!r} cannot be read: {error.strerror}", "model") from error
-    return await show(name, gateway, caller)
+    served = await gateway.models()
+    return await show(next((public for public, card in served.items() if card.name == own), name), gateway, caller)
 
 
 @router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])

@@ -27,22 +27,15 @@ LOOK_S = 1.0
 QUIET = 2
 """How many looks in a row find no request of a model that has left before its workers go: one may be on its way in."""
 
-PAGE = 500
-
-FINAL = {"x-should-retry": "false"}
-
 log = structlog.get_logger(__name__)
 
 
 @dataclass(eq=False)
 class _Crew:
-    """The workers of one plan, whether the service ends if they cannot start, and how many looks in a row found nothing
-    left to do for models that have left.
-    """
+    """The workers of one plan, and how many looks in a row found nothing left to do for models that have left."""
 
     plan: Plan
     launcher: Launcher
-    vital: bool
     quiet: int = 0
 
     @property
@@ -70,25 +63,18 @@ class Crews(Joining):
         super().__init__()
         self._scheduler, self._dispatcher, self._drain_timeout = scheduler, dispatcher, drain_timeout
         self._plan, self._start, self._changed = plan, start, changed
-        self._crews: list[_Crew] = []
-        self._started = 0
+        self._crews, self._started, self._changing = list[_Crew](), 0, asyncio.Lock()
+        self._first: Launcher | None = None
         self._added, self._without_crew = set[str](), set[str]()
-        self._changing = asyncio.Lock()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Set to a ConfigError when workers without which the service ends cannot start."""
 
-    def begin(self, plan: Plan, *, vital: bool = False) -> None:
-        """Start the workers of a plan; a service ends where `vital` ones cannot start."""
-        crew = _Crew(plan, self._start(plan, self._started), vital)
+    def begin(self, plan: Plan) -> Launcher:
+        """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
+        launcher = self._start(plan, self._started)
+        self._first = self._first or launcher
         self._started += len(plan.workers) + 1
-        self._crews.append(crew)
+        self._crews.append(_Crew(plan, launcher))
         self._offer()
-        if vital:
-            crew.launcher.failed.add_done_callback(self._ends)
-
-    def _ends(self, failed: asyncio.Future[None]) -> None:
-        if not failed.cancelled() and (error := failed.exception()):
-            self.failed.set_exception(error)
+        return launcher
 
     @override
     async def add(self, name: str) -> None:
@@ -96,8 +82,8 @@ class Crews(Joining):
         async with self._changing:
             if self._scheduler.draining:
                 raise Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
-            if name in {*await registry.cards(), *self._without_crew}:
-                raise Refusal(409, "model_exists", f"model {name!r} is served already", "model", FINAL)
+            if name in await registry.cards():
+                raise Refusal(409, "model_exists", f"model {name!r} is served already", "model")
             if any(name in crew.models for crew in self._crews):
                 message = f"model {name!r} is leaving: it can be added again once its requests and workers have ended"
                 raise Refusal(409, "model_leaves", message, "model", {"retry-after": "2"})
@@ -114,12 +100,13 @@ class Crews(Joining):
         async with self._changing:
             gone = await self._scheduler.registry.gone()
             for crew in list(self._crews):
-                if crew.launcher.failed.done() and not crew.vital:
+                if crew.launcher.failed.done() and crew.launcher is not self._first:
                     await self._fail(crew)
                 elif leaving := gone.intersection(crew.models):
                     crew.quiet = 0 if await self._unfinished(leaving) else crew.quiet + 1
                     if crew.quiet >= QUIET:
                         await self._end(crew, leaving)
+            self._without_crew -= gone
             if self._without_crew:
                 self.begin(await self._planned(sorted(self._without_crew)))
                 self._without_crew.clear()
@@ -139,8 +126,8 @@ class Crews(Joining):
         self._added.difference_update(leaving)
         self._without_crew.update(set(crew.models).difference(leaving))
         self._offer()
-        for request in await self._unfinished(leaving):  # it came while the workers went
-            await self._scheduler.cancel(request)
+        while late := await self._unfinished(leaving):  # these came while the workers went
+            await asyncio.gather(*map(self._scheduler.cancel, late))
         log.info("model removed", models=sorted(leaving))
 
     async def _fail(self, crew: _Crew) -> None:
@@ -155,7 +142,7 @@ class Crews(Joining):
     async def _unfinished(self, models: Collection[str]) -> list[str]:
         """Requests of these models that are not over: those of a page of the list that has any."""
         after = None
-        while page := await self._scheduler.queue.list(Filter(over=False), after=after, limit=PAGE):
+        while page := await self._scheduler.queue.list(Filter(over=False), after=after, limit=500):
             if found := [record.context.id for record in page if record.context.model in models]:
                 return found
             after = page[-1].context.id
@@ -164,13 +151,16 @@ class Crews(Joining):
     async def _planned(self, models: Sequence[str]) -> Plan:
         """The plan for these models beside those that are there. Raises ConfigError."""
         missing = (await self._scheduler.registry.missing()).keys()
-        takes = [(crew, taken(crew.plan.workers, crew.plan.wanted)) for crew in self._crews]
-        loading = [size for crew, size in takes if not missing.isdisjoint(crew.models)]
-        sums = [sum(sizes, Counter[str]()) for sizes in ([size for _, size in takes], loading)]
-        return await asyncio.to_thread(self._plan, models, *sums)
+        loading = [crew for crew in self._crews if not missing.isdisjoint(crew.models)]
+        return await asyncio.to_thread(self._plan, models, _taken(self._crews), _taken(loading))
 
     def _offer(self) -> None:
         plans = [crew.plan for crew in self._crews]
         models = [model for plan in plans for model in plan.models]
         self._dispatcher.offer([(model.card.name, model.card.source, model.dtypes) for model in models])
         self._changed(plans)
+
+
+def _taken(crews: Sequence[_Crew]) -> Counter[str]:
+    """The bytes that they take together, by device."""
+    return sum((taken(crew.plan.workers, crew.plan.wanted) for crew in crews), Counter())

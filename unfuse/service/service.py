@@ -186,12 +186,12 @@ class Service:
                 background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
-            crews.begin(self._plan, vital=True)
+            launcher = crews.begin(self._plan)
             background.forever("looking which models have left", crews.look)
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
             try:
-                await _first(serving, self._stop.wait(), _raise(crews.failed))
+                await _first(serving, self._stop.wait(), _raise(launcher.failed))
                 await self._drain(scheduler)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
@@ -220,17 +220,8 @@ class Service:
             await queue.reach()
             await scheduler.registry.declare(cards)
             await scheduler.start()
-            yield (
-                scheduler,
-                Crews(
-                    scheduler,
-                    dispatcher,
-                    self._planned,
-                    self._launch,
-                    partial(self._expect, arenas),
-                    options.drain_timeout,
-                ),
-            )
+            drain, expect = options.drain_timeout, partial(self._expect, arenas)
+            yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
         finally:
             for router in routers:
                 await router.close()
@@ -255,19 +246,15 @@ class Service:
         `coming`. Raises ConfigError.
         """
         options = self._options
-        left = {device.name: device.free - coming[device.name] for device in devices()}
-        for device, most in options.device_memory.items():
-            left[device] = min(left[device], most - taken[device])
-        left = {device: max(0, size) for device, size in left.items()}
+        left = {device.name: max(0, device.free - coming[device.name]) for device in devices()}
+        left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
         revision = options.revision if {*models} <= {*options.models} else ""
         return plan(msgspec.structs.replace(options, models=tuple(models), device_memory=left, revision=revision))
 
     def _launch(self, planned: Plan, first: int) -> LocalLauncher:
         """Start the workers of a plan; the first of them goes by this number."""
         forks, self._forks = forked(planned, self._forks), None
-        launcher = LocalLauncher(
-            self._specs(planned), lambda number, line: self._logs.relay(first + number, line), forks=forks
-        )
+        launcher = LocalLauncher(self._specs(planned), lambda at, line: self._logs.relay(first + at, line), forks=forks)
         launcher.start()
         return launcher
 
@@ -276,11 +263,8 @@ class Service:
         options = self._options
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
         told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
-        environment, slots = (
-            {**options.worker_environment, **self._logs.environment},
-            Slots(options.slots, options.each),
-        )
-        models = tuple(model.card.name for model in planned.models)
+        environment = {**options.worker_environment, **self._logs.environment}
+        slots, models = Slots(options.slots, options.each), tuple(model.card.name for model in planned.models)
         return specs_of(planned, options.means.cores, slots, told, environment, models)
 
     async def _drain(self, scheduler: Scheduler) -> None:
@@ -354,7 +338,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _raise(failed: asyncio.Future[None]) -> None:
-    await asyncio.shield(failed)
+    await asyncio.wait({failed})
+    if failed.cancelled():  # its workers were ended, since their models have left: that is no reason to end
+        await asyncio.Event().wait()
+    failed.result()
 
 
 async def _first(serving: asyncio.Task[None], *works: Awaitable[object]) -> None:

@@ -64,9 +64,8 @@ def specs_of(
     planned: Plan, cores: int, slots: Slots, told: Mapping[str, object], environment: Mapping[str, str],
     models: tuple[str, ...] = (),
 ) -> list[WorkerSpec]:  # fmt: skip
-    """The workers to start, which share these cores. Each gets its dtypes from the scheduler, since models differ.
-
-    They serve these `models`, or else what their scheduler offers whenever they start.
+    """The workers to start, which share these cores, for these `models` or what their scheduler offers when they start.
+    Each gets its dtypes from the scheduler, since models differ.
     """
     wanted, workers = planned.wanted, planned.workers
     ranks = sum(len(worker.devices) for worker in workers)

@@ -52,12 +52,10 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     if welcome.outcome not in ({}, compute.outcome):
         wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
-    offered, own = {name: (source, dtype) for name, source, dtype in welcome.models}, compute.dtype
-    named = {name: (name, own) for name in options.models}
-    found = ((name, *offered.get(name, alone)) for name, alone in named.items())
-    chosen = tuple(
-        (name, name if is_local(name) else source, dtype if own == "auto" else own) for name, source, dtype in found
-    )
+    offered, own = {model[0]: model for model in welcome.models}, compute.dtype
+    asked = [offered.get(name, (name, name, own)) for name in options.models]
+    chosen = tuple((name, name if is_local(name) else source, dtype if own == "auto" else own)
+                   for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     cards, models = fetch_models(chosen or welcome.models, choice)
