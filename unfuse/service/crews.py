@@ -19,6 +19,7 @@ from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal
 from unfuse.server.joining import Joining
+from unfuse.service.machine_workers import LEAVING_S
 from unfuse.service.plan import Plan
 
 LOOK_S = 1.0
@@ -121,7 +122,7 @@ class Crews(Joining):
 
     async def _end(self, crew: _Crew, leaving: Collection[str]) -> None:
         """End a crew; the models that stay get another one, with which their requests go on."""
-        await crew.launcher.stop(self._drain_timeout)
+        await crew.launcher.stop(self._drain_timeout + LEAVING_S)
         self._crews.remove(crew)
         self._added.difference_update(leaving)
         self._without_crew.update(set(crew.models).difference(leaving))
