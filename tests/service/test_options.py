@@ -66,7 +66,7 @@ def test_workers_are_told_what_is_set_for_their_role_or_for_all(
     chosen = options(load({"serve.workers": "split", **settings}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
-    slots = {spec.role: spec.flags["slots"] for spec in service._specs()}
+    slots = {spec.role: spec.flags["slots"] for spec in service._specs(plan(chosen))}
     assert (slots["encoder"], slots["denoiser"]) == (encoder, denoiser)
 
 
@@ -82,7 +82,8 @@ def test_a_worker_of_several_roles_has_the_least_slots_that_are_set_for_one(give
     chosen = options(load({"serve.workers": "all=1", "serve.slots": given}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
-    assert [spec.flags["slots"] for spec in service._specs()] == [slots]
+    assert [spec.flags["slots"] for spec in service._specs(plan(chosen))] == [slots]
+    assert service._specs(plan(chosen))[0].arguments[-2:] == ["--model", "unfuse/shapes"], "whatever is added later"
 
 
 def test_models_in_turns_have_a_worker_on_each_device_that_is_told_to_hold_one() -> None:

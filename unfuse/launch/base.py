@@ -19,7 +19,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """One worker to start: `unfuse worker` with these flags, by name, and these variables beside those it has anyway.
 
     By `role` and `device` a launcher may choose where it runs. Where it ends by itself with an error after it had
-    started once, one of those in `smaller` may start in its place: they do with fewer of its devices.
+    started once, one of those in `smaller` may start in its place: they do with fewer of its devices. Without `models`
+    it serves what its scheduler offers.
     """
 
     role: str
@@ -27,12 +28,14 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     flags: Mapping[str, str] = {}
     environment: Mapping[str, str] = {}
     smaller: tuple[WorkerSpec, ...] = ()
+    models: tuple[str, ...] = ()
 
     @property
     def arguments(self) -> list[str]:
         """The arguments of `unfuse worker`."""
         told = {"role": self.role, "device": self.device, **self.flags}
-        return [text for name, value in told.items() for text in (f"--{name}", value)]
+        models = (("model", name) for name in self.models)
+        return [text for name, value in (*told.items(), *models) for text in (f"--{name}", value)]
 
 
 class Launcher(ABC):

@@ -99,11 +99,13 @@ class Member(msgspec.Struct, frozen=True):
 class Declaration(msgspec.Struct, frozen=True):
     """Models that are to be served whether or not workers are there.
 
-    `asleep` has the declared pools that may be without workers, with the number of slots that their workers would have.
+    `asleep` has the declared pools that may be without workers, with the number of slots that their workers would have;
+    `gone` has models that are not to be served, whoever brings them.
     """
 
     cards: tuple[ModelCard, ...]
     asleep: dict[str, int] = {}
+    gone: tuple[str, ...] = ()
 
 
 class PoolStats(msgspec.Struct, frozen=True):

@@ -23,7 +23,7 @@ class Arenas:
     """
 
     def __init__(self, expected: Sequence[WorkerInfo] = (), spills: bool = False) -> None:
-        self._expected, self._spills = expected, spills
+        self.expected, self._spills = expected, spills
 
     async def require_room(
         self,
@@ -69,7 +69,7 @@ class Arenas:
 
     def _serving(self, pool: str, live: Iterable[WorkerInfo]) -> list[WorkerInfo]:
         found = [worker for worker in live if pool in worker.pools]
-        return found or [worker for worker in self._expected if declared(pool) in worker.pools]
+        return found or [worker for worker in self.expected if declared(pool) in worker.pools]
 
 
 def _bounded(workers: Sequence[WorkerInfo]) -> bool:

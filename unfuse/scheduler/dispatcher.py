@@ -138,6 +138,10 @@ class Dispatcher(Observer):
         self._interruption = asyncio.Event()
         scheduler.observers.add(self)
 
+    def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
+        """Offer these models from now on to workers that come without."""
+        self._welcome = msgspec.structs.replace(self._welcome, models=tuple(models))
+
     async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
         if isinstance(message, Hello):

@@ -13,6 +13,9 @@ from unfuse.core.pool import declared
 from unfuse.core.task import Lease
 from unfuse.queues.base import Declaration, Member, TaskQueue
 
+ADMITTED = "model "
+"""What a declaration is called, before a model's name, by which it was admitted or dismissed."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -31,6 +34,8 @@ class Registry:
         self._differing: set[tuple[str, str]] = set()
         self.known: dict[str, WorkerInfo] = {}
         """Every registered worker by id, those that were silent lately too."""
+        self.admitted = set[str]()
+        """The models that were admitted while schedulers ran."""
 
     async def workers(self) -> Sequence[Member]:
         """Workers heard of within a lease time."""
@@ -48,16 +53,19 @@ class Registry:
 
     async def cards(self) -> dict[str, ModelCard]:
         """Served models by name: what a live worker says goes before what is declared or configured, and before
-        those that came earlier.
+        those that came earlier. What was dismissed is not served, whoever brings it.
         """
-        declared = (await self._queue.declared()).values()
+        found = await self._queue.declared()
+        declared = found.values()
+        self.admitted = {card.name for by in found if by.startswith(ADMITTED) for card in found[by].cards}
         self._asleep = {pool: slots for one in declared for pool, slots in one.asleep.items()}
         cards = self._cards | {card.name: card for one in declared for card in one.cards}
         for member in await self.workers():
             for card in member.cards:
                 self._compare(cards.get(card.name), card, member.info.id)
                 cards[card.name] = card
-        return cards
+        gone = {name for one in declared for name in one.gone}
+        return {name: card for name, card in cards.items() if name not in gone}
 
     def manned(self, pool: str) -> Mapping[str, int]:
         """The pools with live workers that could serve what is declared for this one, and how many work in each."""
@@ -86,6 +94,24 @@ class Registry:
     async def declare(self, cards: Sequence[ModelCard]) -> None:
         """Have every scheduler of the queue know of these models, whoever serves them."""
         await self._queue.declare("serve", Declaration(tuple(cards)))
+        for name in (await self.gone()).intersection(card.name for card in cards):
+            await self.withdraw(name)
+
+    async def admit(self, card: ModelCard) -> None:
+        """Have every scheduler of the queue serve this model too."""
+        await self._queue.declare(ADMITTED + card.name, Declaration((card,)))
+
+    async def dismiss(self, name: str) -> None:
+        """Have no scheduler of the queue serve this model any more, until it is admitted or declared again."""
+        await self._queue.declare(ADMITTED + name, Declaration((), gone=(name,)))
+
+    async def withdraw(self, name: str) -> None:
+        """Take back that this model was admitted or dismissed."""
+        await self._queue.declare(ADMITTED + name, Declaration(()))
+
+    async def gone(self) -> frozenset[str]:
+        """The models that were dismissed."""
+        return frozenset(name for one in (await self._queue.declared()).values() for name in one.gone)
 
     async def missing(self) -> dict[str, list[str]]:
         """Declared pools without a live worker that should have one, by model; empty when everything served can run."""

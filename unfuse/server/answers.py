@@ -83,7 +83,7 @@ MODEL = thing(
     {
         "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
         "takes_image": FLAG, "loras": array(TEXT), "limits": table(NUMBER), "defaults": table(ANY),
-        "quality": table(table(ANY)), "stages": table(TEXT),
+        "quality": table(table(ANY)), "stages": table(TEXT), "state": {"enum": ["ready", "loading"]},
     }
 )  # fmt: skip
 WORKER = thing(
@@ -156,6 +156,7 @@ FILMED = ACCEPTED | one(VIDEO)
 CHATTED = ACCEPTED | one(ANSWERED)
 CHATTED[200]["content"] |= {"text/event-stream": {"schema": SENT}}
 DELETED = one(thing({"id": TEXT, "object": {"const": "video.deleted"}, "deleted": FLAG}))
+REMOVED = one(thing({"id": TEXT, "object": {"const": "model"}, "deleted": FLAG}))
 HAPPENED: Answers = {200: answer("Each event's data is an Event", SENT, "text/event-stream")}
 EVENT: Schema = msgspec.json.schema(Event)["$defs"]["Event"]
 """The schema of each event's data, which is listed under this name."""

@@ -20,6 +20,7 @@ from unfuse.server.body import Reading
 from unfuse.server.errors import DOCUMENTED, Edge, install
 from unfuse.server.fetching import Fetching
 from unfuse.server.gateway import Gateway
+from unfuse.server.joining import Joining
 from unfuse.server.keys import Keys
 from unfuse.server.prices import FREE, Prices
 from unfuse.server.throttle import Throttle
@@ -44,16 +45,17 @@ def create_app(
     webhooks: Webhooks | None = None,
     prices: Prices = FREE,
     fetching: Fetching | None = None,
+    joining: Joining | None = None,
 ) -> FastAPI:
     """The gateway of one scheduler, whose life is the caller's.
 
     Without `keys`, every caller is the tenant `default`. `names` maps the names that clients use to the names of models
     that go by another one here; `standard` goes before the models' defaults; `loras` is the folder of adapters, if any;
     a `strict` gateway refuses fields that it would have to ignore. `time_limits` are seconds that a request's stages
-    may run, by medium (image, video); 0 or none: any number. `store` is the kind of place where workers keep outputs.
-    Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels` ends
-    requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks` nobody
-    is told of the ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched.
+    may run, by medium; 0 or none: any number. `store` is the kind of place where workers keep outputs; `joining` adds
+    models. Without keys, `access` says from where it may be used: from this machine alone. A gateway that `cancels`
+    ends requests whose callers waited and are all gone; one that `reuses` gives results again. Without `webhooks`
+    nobody is told of the ends of requests; without `prices` they cost no money; without `fetching` none is fetched.
     """
     app = FastAPIOffline(redoc_url=None, title="unfuse", version=__version__, responses=DOCUMENTED)
     own_keys, own_names = keys or Keys(), dict(names or {})
@@ -72,6 +74,7 @@ def create_app(
         webhooks,
         prices,
         fetching,
+        joining,
     )
     app.state.reading = Reading()
     guards = [Depends(caller_of), *([Depends(KEYED)] if keys else [])]

@@ -92,6 +92,8 @@ SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO)
 CHAT = _bodies(_body(_required(TEXT), _nullable(_fields(TEXT))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(_body({**SAID, "image": _HELD}, _nullable(PICTURE)), _body({**SAID, "image": _FILE}, PICTURE))
+MAX_NAME = 1024
+ADD = _bodies(_body({"model": {"type": "string", "minLength": 1, "maxLength": MAX_NAME}}, {}))
 CREATE = _bodies(
     _body(FILMED, _nullable({**CLIP, "input_reference": _HELD})), _body(FILMED, {**CLIP, "input_reference": _FILE})
 )

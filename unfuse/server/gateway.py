@@ -26,6 +26,7 @@ from unfuse.scheduler.observer import Observer
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server.errors import Refusal, refusal_of
 from unfuse.server.fetching import Fetching
+from unfuse.server.joining import Joining
 from unfuse.server.keys import DEFAULT_TENANT, Keys
 from unfuse.server.metrics import Metrics
 from unfuse.server.prices import FREE, Prices
@@ -69,6 +70,7 @@ class Gateway(Observer):
         webhooks: Webhooks | None = None,
         prices: Prices = FREE,
         fetching: Fetching | None = None,
+        joining: Joining | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.queue = scheduler.queue
@@ -83,7 +85,7 @@ class Gateway(Observer):
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
         self.prices = prices
-        self._no_room = ""
+        self.joining, self._no_room = joining or Joining(), ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
         scheduler.observers.add(self, self.metrics.texts, self.metrics.devices)
@@ -114,6 +116,10 @@ class Gateway(Observer):
         if not isinstance(name, str) or name not in served:
             raise UnknownModel(f"no model {_shown(name)!r} is served: one of {known}", "model")
         return name, served[name]
+
+    def own(self, name: str) -> str:
+        """The name by which a model goes here, of the one that clients use."""
+        return self._names.get(name, name)
 
     async def lora_ids(self, card: ModelCard, named: str) -> str:
         """The hashes of adapters' contents, so that workers use the same. Raises InvalidParameter."""

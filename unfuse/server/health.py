@@ -28,7 +28,8 @@ async def health() -> dict[str, str]:
 async def ready(gateway: Served) -> JSONResponse:
     """200 when every pool of every served model has a live worker, else 503 with the pools that lack one, by model.
 
-    503 too while the queue cannot work, and while results cannot be kept.
+    Models that were added while it ran do not count: how far these are is in /v1/models. 503 too while the queue cannot
+    work, and while results cannot be kept.
     """
     try:
         await gateway.queue.check()
@@ -38,7 +39,8 @@ async def ready(gateway: Served) -> JSONResponse:
     if not kept:
         message = f"results cannot be kept: make room where --results has them, or make it reachable; {waiting} wait"
         raise Refusal(503, "not_ready", message, headers={"retry-after": "2"})
-    missing = await gateway.scheduler.registry.missing()
+    registry = gateway.scheduler.registry
+    missing = {model: pools for model, pools in (await registry.missing()).items() if model not in registry.admitted}
     served = await gateway.models()
     if served and not missing:
         return JSONResponse({"ready": True, "models": sorted(served)})

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends
+from starlette.requests import Request
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import UnknownModel
+from unfuse.core.errors import ConfigError, InvalidParameter, UnknownModel
 from unfuse.core.media import VIDEO
-from unfuse.server.answers import MODEL, one, several
-from unfuse.server.auth import Known
+from unfuse.server.answers import MODEL, REMOVED, one, several
+from unfuse.server.auth import Known, admin_only
+from unfuse.server.body import read_json
+from unfuse.server.errors import Refusal
+from unfuse.server.fields import ADD, MAX_NAME
 from unfuse.server.gateway import Gateway, gateway_of
 
 router = APIRouter(prefix="/models", tags=["models"])
@@ -21,9 +26,34 @@ Served = Annotated[Gateway, Depends(gateway_of)]
 @router.get("", responses=several(MODEL, paged=False))
 async def page(gateway: Served, caller: Known) -> dict[str, object]:
     """Every served model that the caller may ask for."""
-    loras = await _loras(gateway)
+    loras, missing = await _loras(gateway), await gateway.scheduler.registry.missing()
     served = sorted((await gateway.models(caller.models)).items())
-    return {"object": "list", "data": [_model(name, card, loras) for name, card in served]}
+    return {"object": "list", "data": [_model(name, card, loras, missing) for name, card in served]}
+
+
+@router.post("", status_code=202, openapi_extra=ADD, responses=one(MODEL, 202), dependencies=[Depends(admin_only)])
+async def add(request: Request, gateway: Served, caller: Known) -> dict[str, object]:
+    """Serve a folder of this machine or a hub name too. It is accepted at once, and loads until its state is ready."""
+    given = await read_json(request)
+    name = str(given.get("model"))
+    if given != {"model": name} or not name.isprintable() or not 0 < len(name) <= MAX_NAME or name[0] in "-~":
+        raise InvalidParameter("send only model, a folder of the server's machine or a hub name such as a/b", "model")
+    if not caller.may_use(name):
+        raise Refusal(403, "not_yours", f"this key may not use a model {name!r}: its line says models=", "model")
+    try:
+        await gateway.joining.add(own := gateway.own(name))
+    except (ConfigError, OSError) as error:
+        raise InvalidParameter(str(error), "model") from error
+    served = await gateway.models()
+    return await show(next((public for public, card in served.items() if card.name == own), name), gateway, caller)
+
+
+@router.delete("/{name:path}", responses=REMOVED, dependencies=[Depends(admin_only)])
+async def remove(name: str, gateway: Served, caller: Known) -> dict[str, object]:
+    """Accept no more requests for a model. Its workers end when those that are accepted are over."""
+    await show(name, gateway, caller)
+    await gateway.scheduler.registry.dismiss(gateway.own(name))
+    return {"id": name, "object": "model", "deleted": True}
 
 
 @router.get("/{name:path}", responses=one(MODEL))
@@ -31,15 +61,17 @@ async def show(name: str, gateway: Served, caller: Known) -> dict[str, object]:
     """One served model; its name may hold slashes."""
     served = await gateway.models(caller.models)
     if name not in served:
-        raise UnknownModel(f"no model {name[:80]!r} is served: one of {', '.join(sorted(served))}", "model")
-    return _model(name, served[name], await _loras(gateway))
+        why = gateway.joining.refused.get(name) if caller.admin else None
+        others = f"it was added, and {why}" if why else f"one of {', '.join(sorted(served))}"
+        raise UnknownModel(f"no model {name[:80]!r} is served: {others}", "model")
+    return _model(name, served[name], await _loras(gateway), await gateway.scheduler.registry.missing())
 
 
 async def _loras(gateway: Gateway) -> list[str]:
     return [*await to_thread.run_sync(gateway.loras.files)] if gateway.loras else []
 
 
-def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:
+def _model(name: str, card: ModelCard, loras: list[str], missing: Collection[str]) -> dict[str, object]:
     return {
         "id": name,
         "object": "model",
@@ -52,4 +84,5 @@ def _model(name: str, card: ModelCard, loras: list[str]) -> dict[str, object]:
         "defaults": card.defaults,
         "quality": card.quality,
         "stages": card.pools(),
+        "state": "loading" if card.name in missing else "ready",
     }

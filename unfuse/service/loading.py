@@ -30,7 +30,9 @@ class Loading:
         self._look()
 
     def hear(self, worker: int, record: Mapping[str, Any]) -> None:
-        """Read a log record of a worker. Of its ranks the last one counts."""
+        """Read a log record of a worker, if it is one of these. Of its ranks the last one counts."""
+        if worker >= len(self._states):
+            return
         match record:
             case {"event": "importing"}:
                 self._heard(worker, record, IMPORTING)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from unfuse.server.fetching import Fetching
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
+from unfuse.service.crews import Crews
 from unfuse.service.layout import Means
 from unfuse.service.lending import Lending
 from unfuse.service.logs import Logs
@@ -160,7 +162,7 @@ class Service:
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             port = listener.getsockname()[1]
-            scheduler = await stack.enter_async_context(self._scheduler(port))
+            scheduler, crews = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
             webhooks = Webhooks(options.webhook_hosts, options.webhook_secrets, options.prices)
             fetching = Fetching(options.image_hosts)
@@ -171,7 +173,7 @@ class Service:
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
                 access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
-                prices=options.prices, fetching=fetching,
+                prices=options.prices, fetching=fetching, joining=crews,
             )  # fmt: skip
             gateway = HttpServer(app, options.bounds, options.access)
             serving = asyncio.create_task(gateway.serve(sockets=[listener]))
@@ -185,8 +187,8 @@ class Service:
                 background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
-            launcher = LocalLauncher(self._specs(), self._logs.relay, forks=forked(self._plan, self._forks))
-            launcher.start()
+            launcher = crews.begin(self._plan)
+            background.forever("looking which models have left", crews.look)
             host = f"[{options.host}]" if ":" in options.host else options.host
             started(f"http://{host}:{port}")
             try:
@@ -194,20 +196,20 @@ class Service:
                 await self._drain(scheduler)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
-                await launcher.stop(0 if self._stop_now.is_set() else options.drain_timeout)
+                await crews.stop(0 if self._stop_now.is_set() else options.drain_timeout)
                 gateway.should_exit = True
                 await serving
 
     @contextlib.asynccontextmanager
-    async def _scheduler(self, port: int) -> AsyncIterator[Scheduler]:
-        options, models = self._options, self._plan.models
-        cards = [model.card for model in models]
+    async def _scheduler(self, port: int) -> AsyncIterator[tuple[Scheduler, Crews]]:
+        options, cards = self._options, [model.card for model in self._plan.models]
+        offered = [(model.card.name, model.card.source, model.dtypes) for model in self._plan.models]
+        arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
         queue = queues.open(options.queue)
         scheduler = Scheduler(
             queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
-            cache_bytes=options.encoder_cache, costs=options.costs, arenas=self._arenas(),
+            cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas,
         )  # fmt: skip
-        offered = [(model.card.name, model.card.source, model.dtypes) for model in models]
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
         dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.dispatch)
         lending = Lending(dispatcher, places.loras)
@@ -220,33 +222,52 @@ class Service:
             await queue.reach()
             await scheduler.registry.declare(cards)
             await scheduler.start()
-            yield scheduler
+            drain, expect = options.drain_timeout, partial(self._expect, arenas)
+            yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
         finally:
             for router in routers:
                 await router.close()
             await scheduler.close()
             await queue.close()
 
-    def _arenas(self) -> Arenas:
-        """The arenas of the workers that are started here."""
-        options, cards = self._options, [model.card for model in self._plan.models]
-        expected = [
-            WorkerInfo(
-                str(number), "", worker.role, pools_of(cards, Choice(roles_of(worker.role)), options.resources), 1, "",
-                options.workers.arena, resources=dict(options.resources),
-            )
-            for number, worker in enumerate(self._plan.workers)
-        ]  # fmt: skip
-        store = options.places.store.partition(":")[0]
-        return Arenas(expected if store in ARENAS else (), store == "spill")
+    def _expect(self, arenas: Arenas, plans: Sequence[Plan]) -> None:
+        """Have a scheduler expect the arenas of the workers that are started here."""
+        options = self._options
+        if options.places.store.partition(":")[0] in ARENAS:
+            arenas.expected = [
+                WorkerInfo(
+                    f"{at}-{number}", "", worker.role,
+                    pools_of([model.card for model in plan.models], Choice(roles_of(worker.role)), options.resources),
+                    1, "", options.workers.arena, resources=dict(options.resources),
+                )
+                for at, plan in enumerate(plans) for number, worker in enumerate(plan.workers)
+            ]  # fmt: skip
 
-    def _specs(self) -> list[WorkerSpec]:
+    def _planned(self, models: Sequence[str], taken: Counter[str], coming: Counter[str]) -> Plan:
+        """The plan for these models beside others, which take so many bytes of devices, and will take those that are
+        `coming`. Raises ConfigError.
+        """
+        options = self._options
+        left = {device.name: max(0, device.free - coming[device.name]) for device in devices()}
+        left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
+        revision = options.revision if {*models} <= {*options.models} else ""
+        return plan(msgspec.structs.replace(options, models=tuple(models), device_memory=left, revision=revision))
+
+    def _launch(self, planned: Plan, first: int) -> LocalLauncher:
+        """Start the workers of a plan; the first of them goes by this number."""
+        forks, self._forks = forked(planned, self._forks), None
+        launcher = LocalLauncher(self._specs(planned), lambda at, line: self._logs.relay(first + at, line), forks=forks)
+        launcher.start()
+        return launcher
+
+    def _specs(self, planned: Plan) -> list[WorkerSpec]:
         """The workers to start. Each gets its dtypes from the scheduler, since models differ."""
         options = self._options
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
         told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
         environment = {**options.worker_environment, **self._logs.environment}
-        return specs_of(self._plan, options.means.cores, Slots(options.slots, options.each), told, environment)
+        slots, models = Slots(options.slots, options.each), tuple(model.card.name for model in planned.models)
+        return specs_of(planned, options.means.cores, slots, told, environment, models)
 
     async def _drain(self, scheduler: Scheduler) -> None:
         """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""
@@ -319,7 +340,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def _raise(failed: asyncio.Future[None]) -> None:
-    await asyncio.shield(failed)
+    await asyncio.wait({failed})
+    if failed.cancelled():  # its workers were ended, since their models have left: that is no reason to end
+        await asyncio.Event().wait()
+    failed.result()
 
 
 async def _first(serving: asyncio.Task[None], *works: Awaitable[object]) -> None:

@@ -62,9 +62,12 @@ def forked(planned: Plan, begun: Forks | None = None) -> Forks | None:
 
 
 def specs_of(
-    planned: Plan, cores: int, slots: Slots, told: Mapping[str, object], environment: Mapping[str, str]
-) -> list[WorkerSpec]:
-    """The workers to start, which share these cores. Each gets its dtypes from the scheduler, since models differ."""
+    planned: Plan, cores: int, slots: Slots, told: Mapping[str, object], environment: Mapping[str, str],
+    models: tuple[str, ...] = (),
+) -> list[WorkerSpec]:  # fmt: skip
+    """The workers to start, which share these cores, for these `models` or what their scheduler offers when they start.
+    Each gets its dtypes from the scheduler, since models differ.
+    """
     wanted, workers = planned.wanted, planned.workers
     ranks = sum(len(worker.devices) for worker in workers)
     threads = wanted.compute.threads or max(1, cores // max(1, ranks))
@@ -81,8 +84,8 @@ def specs_of(
             own["offload"] = "none"
         flags = {name.replace("_", "-"): str(value) for name, value in own.items()}
         smaller = tuple(
-            WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment)
+            WorkerSpec(worker.role, device, flags | {"parallel": parallel}, environment, models=models)
             for device, parallel in fewer(worker.device, own_spreads(wanted.compute.parallel, roles))
         )
-        specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller))
+        specs.append(WorkerSpec(worker.role, worker.device, flags, environment, smaller, models))
     return specs

@@ -285,12 +285,13 @@ async def what_is_declared_outlives_who_works(queue: TaskQueue, clock: ManualClo
     card = ModelCard("m", "/m", "f", Pipeline(()), {}, {}, {}, {})
     assert await queue.declared() == {}
     await queue.declare("serve", Declaration((card,)))
-    await queue.declare("operator", Declaration((card,), {"p": 3}))
+    sleepy = Declaration((card,), {"p": 3}, ("gone",))
+    await queue.declare("operator", sleepy)
     await queue.hello(worker("v"), [card])
     await queue.bye("v")
-    assert await queue.declared() == {"serve": Declaration((card,)), "operator": Declaration((card,), {"p": 3})}
+    assert await queue.declared() == {"serve": Declaration((card,)), "operator": sleepy}
     await queue.declare("serve", Declaration(()))
-    assert await queue.declared() == {"serve": Declaration(()), "operator": Declaration((card,), {"p": 3})}
+    assert await queue.declared() == {"serve": Declaration(()), "operator": sleepy}
 
 
 async def workers_come_and_go(queue: TaskQueue, clock: ManualClock) -> None:

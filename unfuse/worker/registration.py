@@ -16,6 +16,7 @@ from unfuse.core.plan import Choice, StageSpec, slots_of
 from unfuse.core.spread import own_spreads, ranked, refuse
 from unfuse.models import fetch
 from unfuse.models.hub import Brought
+from unfuse.models.source import is_local
 from unfuse.stores.results import sees
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Load
@@ -51,8 +52,10 @@ def decide_served(welcome: Welcome, options: WorkerOptions, choice: Choice) -> S
     if welcome.outcome not in ({}, compute.outcome):
         wanted = " ".join(f"--{name} {value}" for name, value in welcome.outcome.items())
         raise ConfigError(f"the workers of one scheduler must have equal settings: start this one with {wanted}")
-    dtypes, own = {name: dtype for name, _, dtype in welcome.models}, compute.dtype
-    chosen = tuple((name, name, dtypes.get(name, own) if own == "auto" else own) for name in options.models)
+    offered, own = {model[0]: model for model in welcome.models}, compute.dtype
+    asked = [offered.get(name, (name, name, own)) for name in options.models]
+    chosen = tuple((name, name if is_local(name) else source, dtype if own == "auto" else own)
+                   for name, source, dtype in asked)  # fmt: skip
     if not (chosen or welcome.models):
         raise ConfigError("the scheduler serves no model yet: say which one with --model")
     cards, models = fetch_models(chosen or welcome.models, choice)

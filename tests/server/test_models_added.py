@@ -1,0 +1,168 @@
+"""Models that are added and removed by calls, without workers: who may, what is refused, what all gateways know."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import pytest
+
+import unfuse.models
+from tests.server.composed import composed
+from tools.cards import card
+from unfuse.core.errors import ConfigError
+from unfuse.core.messages import Places, Welcome, WorkerInfo
+from unfuse.core.plan import Choice
+from unfuse.queues.memory import MemoryQueue
+from unfuse.scheduler.registry import Registry
+from unfuse.service.logs import Logs
+from unfuse.service.options import options
+from unfuse.service.service import Service, plan
+from unfuse.service.settings import load
+from unfuse.service.worker import worker_options
+from unfuse.supervision.clock import SystemClock
+from unfuse.worker.registration import decide_served
+
+SHAPES = Path(unfuse.models.__file__).parent / "shapes"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Another model's folder."""
+    return Path(shutil.copytree(SHAPES, tmp_path / "more" / "shapes"))
+
+
+def client(port: int, key: str = "") -> httpx2.Client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx2.Client(base_url=f"http://127.0.0.1:{port}/v1", timeout=60, trust_env=False, headers=headers)
+
+
+def error(answer: httpx2.Response) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def listed(http: httpx2.Client) -> set[str]:
+    return {one["id"] for one in http.get("models").json()["data"]}
+
+
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[int]:
+    file = tmp_path / "keys"
+    lines = (
+        "ada anyone",
+        "root boss admin=yes",
+        "half some admin=yes models=unfuse/shapes",
+        "see only admin=yes read=yes",
+    )
+    file.write_text("\n".join(lines))
+    with composed(tmp_path, api_key=(str(file),)) as port:
+        yield port
+
+
+def test_only_admins_add_and_remove_and_only_what_they_may_use(keyed: int, folder: Path) -> None:
+    """Given keys, when others than an admin's add or remove a model, then each is refused, and nothing has changed."""
+    path, given = f"models/{quote(str(folder))}", {"model": str(folder)}
+    for key, code in (("anyone", "admin_only"), ("only", "read_only"), ("half", ""), ("some", "not_yours")):
+        with client(keyed, key) as http:
+            answer = http.post("models", json=given)
+            assert error(answer) == ((403, code) if code else (401, "invalid_api_key"))
+    with client(keyed, "anyone") as http:
+        assert error(http.delete("models/unfuse/shapes")) == (403, "admin_only")
+    with client(keyed, "boss") as boss, client(keyed, "some") as some:
+        assert boss.post("models", json=given).status_code == 202
+        assert error(some.delete(path)) == (404, "model_not_found")
+        assert listed(boss) == {"unfuse/shapes", str(folder)}
+        assert listed(some) == {"unfuse/shapes"}
+        assert boss.delete(path).status_code == 200
+        assert listed(boss) == {"unfuse/shapes"}
+
+
+def test_without_workers_an_added_model_waits_for_some_and_is_not_remembered(tmp_path: Path, folder: Path) -> None:
+    """Given a server that starts no workers, when a model is added, then it is listed as loading, a name twice is
+    refused, and the server that is started again does not know it."""
+    where = {"queue": f"sqlite:{tmp_path}/queue.db"}
+    with composed(tmp_path, **where) as port, client(port) as http:
+        added = http.post("models", json={"model": str(folder)})
+        assert added.status_code == 202 and added.json()["state"] == "loading"
+        assert error(http.post("models", json={"model": str(folder)})) == (409, "model_exists")
+        assert http.get(f"models/{quote(str(folder))}").json() == added.json()
+    with composed(tmp_path, **where) as port, client(port) as http:
+        assert listed(http) == {"unfuse/shapes"}
+
+
+def test_one_model_goes_by_all_its_names_and_may_be_added_again(tmp_path: Path) -> None:
+    with composed(tmp_path, served_model_name=("a", "b")) as port, client(port) as http:
+        assert error(http.post("models", json={"model": "a"})) == (409, "model_exists")
+        assert error(http.post("models", json={"model": "unfuse/shapes"})) == (409, "model_exists")
+        assert http.delete("models/b").json() == {"id": "b", "object": "model", "deleted": True}
+        assert listed(http) == set()
+        assert error(http.delete("models/a")) == (404, "model_not_found")
+        assert error(http.post("models", json={"model": "unfuse/shapes"})) == (409, "model_leaves")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{", b'{"model": "\\ud800"}', b'{"model": 1e999}', b'{"model": "a/b", "x": 1}']
+)
+def test_a_body_that_names_no_model_is_refused(keyed: int, body: bytes) -> None:
+    with client(keyed, "boss") as http:
+        assert error(http.post("models", content=body, headers={"content-type": "application/json"}))[0] == 400
+        assert error(http.post("models", content=body, headers={"content-type": "text/plain"}))[0] == 415
+        assert listed(http) == {"unfuse/shapes"}
+
+
+def test_what_is_added_has_the_room_that_others_leave(tmp_path: Path) -> None:
+    """Given devices that are capped, and what others take of them, then what does not fit beside them is refused by the
+    sentence with which a server would not start; what is still to be loaded counts, too, where nothing is capped."""
+    chosen = options(load({"serve.workers": "all=1", "serve.device_memory": ("cpu=3GiB",)}, None, {}))
+    service = Service(chosen, plan(chosen), Logs())
+    assert service._planned(["unfuse/shapes"], Counter(), Counter()).workers
+    assert service._planned(["unfuse/shapes"], Counter({"cpu": 1 << 30}), Counter()).workers
+    for taken, coming in ((Counter({"cpu": 3 << 30}), Counter[str]()), (Counter[str](), Counter({"cpu": 1 << 50}))):
+        with pytest.raises(ConfigError, match="the models do not fit: cpu would hold"):
+            service._planned(["unfuse/shapes"], taken, coming)
+
+
+async def test_what_is_dismissed_is_served_by_nobody_until_it_is_named_again() -> None:
+    """Given two schedulers of one queue and a worker that brings a model, when it is dismissed at one, then neither
+    serves it; it is served again once it is admitted, or a server is started with it."""
+    queue, (one, other) = MemoryQueue(SystemClock()), (card("one"), card("other"))
+    here, there = Registry(queue, 60.0, [one]), Registry(queue, 60.0)
+    await here.declare([one])
+    await queue.hello(worker(other), [other])
+    assert {*await here.cards()} == {*await there.cards()} == {"one", "other"}
+    for card_ in (one, other):
+        await there.dismiss(card_.name)
+    assert await here.cards() == await there.cards() == {} and await here.gone() == {"one", "other"}
+    await here.admit(other)
+    assert {*await there.cards()} == {"other"} and there.admitted == {"other"}
+    await there.declare([one])
+    assert {*await here.cards()} == {"one", "other"}
+    await queue.close()
+
+
+def worker(served: Any) -> Any:
+    return WorkerInfo("w", "node", "all", tuple(served.pools().values()), 1, "", 0)
+
+
+@pytest.mark.parametrize("name", ["unfuse/shapes", "nobody/knows"])
+def test_a_worker_that_names_an_offered_model_has_it_from_where_it_was_offered(name: str) -> None:
+    """So a hub's model is of the commit that the server found, whatever its branch is by now; what is here is here."""
+    offered = ((name, str(SHAPES), "float32"), ("another", "/nowhere", "float32"))
+    settings = load(
+        {
+            "worker.model": (name,),
+            "worker.role": "denoiser",
+            "worker.scheduler": ("tcp://127.0.0.1:9",),
+            "insecure_listen": True,
+        },
+        None,
+        {},
+    )
+    asked = worker_options(settings.settings)
+    served = decide_served(Welcome(offered, Places("disk:/tmp"), 15.0, 1.0), asked, Choice(frozenset({"denoiser"})))
+    assert served.models == ((name, str(SHAPES), "float32"),) and [one.name for one in served.cards] == [name]

@@ -1,0 +1,167 @@
+"""The models of a service and the workers that it started for them, which come and go while it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import structlog
+from typing_extensions import override
+
+from unfuse.core.errors import TransientError
+from unfuse.launch.base import Launcher
+from unfuse.launch.placement import taken
+from unfuse.queues.base import Filter
+from unfuse.scheduler.dispatcher import Dispatcher
+from unfuse.scheduler.scheduler import Scheduler
+from unfuse.server.errors import Refusal
+from unfuse.server.joining import Joining
+from unfuse.service.machine_workers import LEAVING_S
+from unfuse.service.plan import Plan
+
+LOOK_S = 1.0
+"""Seconds between two looks at which models have left."""
+
+QUIET = 2
+"""How many looks in a row find no request of a model that has left before its workers go: one may be on its way in."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class _Crew:
+    """The workers of one plan, and how many looks in a row found nothing left to do for models that have left."""
+
+    plan: Plan
+    launcher: Launcher
+    quiet: int = 0
+
+    @property
+    def models(self) -> list[str]:
+        return [model.card.name for model in self.plan.models]
+
+
+class Crews(Joining):
+    """The crews of a service: one for the models that it began with, and one for each that was added.
+
+    `plan` decides who serves these models, where devices hold so many bytes and will hold some of them only soon; it
+    raises ConfigError. `start` starts those workers, the first of which has that number among all. `changed` is told
+    all plans.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        dispatcher: Dispatcher,
+        plan: Callable[[Sequence[str], Counter[str], Counter[str]], Plan],
+        start: Callable[[Plan, int], Launcher],
+        changed: Callable[[Sequence[Plan]], object],
+        drain_timeout: float,
+    ) -> None:
+        super().__init__()
+        self._scheduler, self._dispatcher, self._drain_timeout = scheduler, dispatcher, drain_timeout
+        self._plan, self._start, self._changed = plan, start, changed
+        self._crews, self._started, self._changing = list[_Crew](), 0, asyncio.Lock()
+        self._first: Launcher | None = None
+        self._added, self._without_crew = set[str](), set[str]()
+
+    def begin(self, plan: Plan) -> Launcher:
+        """Start the workers of a plan. Where the first ones that began cannot start, it is up to the caller to end."""
+        launcher = self._start(plan, self._started)
+        self._first = self._first or launcher
+        self._started += len(plan.workers) + 1
+        self._crews.append(_Crew(plan, launcher))
+        self._offer()
+        return launcher
+
+    @override
+    async def add(self, name: str) -> None:
+        registry = self._scheduler.registry
+        async with self._changing:
+            if self._scheduler.draining:
+                raise Refusal(503, "stopping", "the server is stopping", headers={"retry-after": "5"})
+            if name in await registry.cards():
+                raise Refusal(409, "model_exists", f"model {name!r} is served already", "model")
+            if any(name in crew.models for crew in self._crews):
+                message = f"model {name!r} is leaving: it can be added again once its requests and workers have ended"
+                raise Refusal(409, "model_leaves", message, "model", {"retry-after": "2"})
+            planned = await self._planned([name])
+            self.refused.pop(name, None)
+            await registry.admit(planned.models[0].card)
+            self._added.add(name)
+            self.begin(planned)
+            log.info("model added", model=name, workers=len(planned.workers))
+
+    async def look(self) -> None:
+        """End the workers of models that have left, once no request of theirs is left."""
+        await asyncio.sleep(LOOK_S)
+        async with self._changing:
+            gone = await self._scheduler.registry.gone()
+            for crew in list(self._crews):
+                if crew.launcher.failed.done() and crew.launcher is not self._first:
+                    await self._fail(crew)
+                elif leaving := gone.intersection(crew.models):
+                    crew.quiet = 0 if await self._unfinished(leaving) else crew.quiet + 1
+                    if crew.quiet >= QUIET:
+                        await self._end(crew, leaving)
+            self._without_crew -= gone
+            if self._without_crew:
+                self.begin(await self._planned(sorted(self._without_crew)))
+                self._without_crew.clear()
+
+    async def stop(self, drain_timeout: float) -> None:
+        """End all workers. Models that were added are remembered by nobody."""
+        async with self._changing:
+            with contextlib.suppress(TransientError):
+                for name in self._added:
+                    await self._scheduler.registry.withdraw(name)
+            await asyncio.gather(*(crew.launcher.stop(drain_timeout) for crew in self._crews))
+
+    async def _end(self, crew: _Crew, leaving: Collection[str]) -> None:
+        """End a crew; the models that stay get another one, with which their requests go on."""
+        await crew.launcher.stop(self._drain_timeout + LEAVING_S)
+        self._crews.remove(crew)
+        self._added.difference_update(leaving)
+        self._without_crew.update(set(crew.models).difference(leaving))
+        self._offer()
+        while late := await self._unfinished(leaving):  # these came while the workers went
+            await asyncio.gather(*map(self._scheduler.cancel, late))
+        log.info("model removed", models=sorted(leaving))
+
+    async def _fail(self, crew: _Crew) -> None:
+        """Serve a model no more whose workers could not start; its requests are cancelled."""
+        error = crew.launcher.failed.exception()
+        log.error("a model that was added cannot be served", models=crew.models, reason=str(error))
+        for name in crew.models:
+            self.refused[name] = str(error)
+            await self._scheduler.registry.dismiss(name)
+        await self._end(crew, crew.models)
+
+    async def _unfinished(self, models: Collection[str]) -> list[str]:
+        """Requests of these models that are not over: those of a page of the list that has any."""
+        after = None
+        while page := await self._scheduler.queue.list(Filter(over=False), after=after, limit=500):
+            if found := [record.context.id for record in page if record.context.model in models]:
+                return found
+            after = page[-1].context.id
+        return []
+
+    async def _planned(self, models: Sequence[str]) -> Plan:
+        """The plan for these models beside those that are there. Raises ConfigError."""
+        missing = (await self._scheduler.registry.missing()).keys()
+        loading = [crew for crew in self._crews if not missing.isdisjoint(crew.models)]
+        return await asyncio.to_thread(self._plan, models, _taken(self._crews), _taken(loading))
+
+    def _offer(self) -> None:
+        plans = [crew.plan for crew in self._crews]
+        models = [model for plan in plans for model in plan.models]
+        self._dispatcher.offer([(model.card.name, model.card.source, model.dtypes) for model in models])
+        self._changed(plans)
+
+
+def _taken(crews: Sequence[_Crew]) -> Counter[str]:
+    """The bytes that they take together, by device."""
+    return sum((taken(crew.plan.workers, crew.plan.wanted) for crew in crews), Counter())
