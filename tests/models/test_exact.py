@@ -308,11 +308,15 @@ def test_room_holds_every_output_and_little_more(
         output = c.run(loaded[spec.name], params, given, undivided.uploads(params))
         made |= output.tensors
         assert set(output.tensors) == set(spec.outputs)
-        kept = [(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in output.tensors.items()]
+        kept = [
+            (n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in output.tensors.items() if t is not None
+        ]
         taken = lay_out(kept)[1] if kept else 0
         room = spec.room.bytes(params)
         assert taken <= room
-        tight = not kind.startswith("krea") and spec.reads != ("image",)  # a shorter template, a smaller picture
+        tight = (
+            not kind.startswith("krea") and None not in output.tensors.values() and spec.reads != ("image",)
+        )  # a shorter template, a smaller picture
         if dtype == "float32" and tight:
             assert room <= taken + 64 * len(kept)
 

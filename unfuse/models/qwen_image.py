@@ -152,6 +152,10 @@ class QwenImage(PackedFamily):
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
     packing = Shape.of
+    starts = {
+        "image": ("pipelines/qwenimage/pipeline_qwenimage_img2img.py", "QwenImageImg2ImgPipeline"),
+        "mask": ("pipelines/qwenimage/pipeline_qwenimage_inpaint.py", "QwenImageInpaintPipeline"),
+    }
     cut = Cut(
         blocks=("transformer_blocks",),
         attention="attn",

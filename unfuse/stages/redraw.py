@@ -70,6 +70,10 @@ class Redraw:
         as_pictures = moments.clone(memory_format=torch.channels_last)  # as the VAE made them: see `layout`
         drawn = DiagonalGaussianDistribution(as_pictures).sample(generator).to(self.dtype)
         shift, scale = self.config.get("shift_factor"), self.config.get("scaling_factor", 0.18215)
+        if self.config.get("latents_mean"):
+            named = (torch.tensor(self.config[f"latents_{name}"]).view(1, -1, 1, 1) for name in ("mean", "std"))
+            shift, deviation = (values.to(drawn) for values in named)
+            scale = 1.0 / deviation
         shifted = drawn if shift is None else drawn - shift
         found: Tensor = shifted * scale
         return found
