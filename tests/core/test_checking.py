@@ -122,3 +122,38 @@ def test_bounds_that_depend_on_no_model_are_known_without_one() -> None:
     for asked in ({"fps": 121}, {"n": 2}, {"size": "big"}, {"output_format": "webp"}):
         with pytest.raises(InvalidParameter, match=next(iter(asked))):
             check_bounds(asked, VIDEO)
+
+
+STARTS = msgspec.structs.replace(CARD, starts={"image": 0.6, "mask": 0.9})
+
+
+@pytest.mark.parametrize(("given", "uploads", "strength"), [
+    ({}, ("image",), 0.6), ({}, ("image", "mask"), 0.9), ({"strength": "0.5"}, ("image",), 0.5),
+    ({"strength": 1}, ("image", "mask"), 1.0),
+])  # fmt: skip
+def test_a_picture_is_redrawn_as_strongly_as_is_asked_for_or_usual(
+    given: dict[str, object], uploads: tuple[str, ...], strength: float
+) -> None:
+    params, _ = check(STARTS, {"prompt": "a", **given}, uploads=uploads)
+    assert params["strength"] == strength
+
+
+def test_a_default_strength_is_for_requests_with_a_picture() -> None:
+    card = msgspec.structs.replace(STARTS, defaults={**CARD.defaults, "strength": 0.7})
+    assert check(card, {"prompt": "a"}, uploads=("image", "mask"))[0]["strength"] == 0.7
+    assert check(card, {"prompt": "a"})[0]["strength"] is None
+
+
+@pytest.mark.parametrize(("card", "given", "uploads", "says"), [
+    (STARTS, {"strength": 1.01}, ("image",), "strength must be 0 to 1, not 1.01"),
+    (STARTS, {"strength": 0}, ("image",), "less than one step"),
+    (STARTS, {"strength": 0.3, "num_inference_steps": 3}, ("image",), "strength 0.3 of 3 steps is less than one step"),
+    (STARTS, {"strength": 0.3}, (), "send it as image to /v1/images/edits"),
+    (CARD, {"strength": 0.3}, ("image",), "takes no strength"),
+])  # fmt: skip
+def test_a_strength_that_means_nothing_is_refused(
+    card: ModelCard, given: dict[str, object], uploads: tuple[str, ...], says: str
+) -> None:
+    with pytest.raises(InvalidParameter, match=says) as caught:
+        check(card, {"prompt": "a", **given}, uploads=uploads)
+    assert caught.value.param == "strength"

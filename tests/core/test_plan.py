@@ -192,6 +192,22 @@ def test_a_pipeline_with_one_output_missing_is_refused(pipeline: Pipeline, data:
         Pipeline(tuple(stages)).validate()
 
 
+def test_a_stage_is_left_out_of_requests_without_its_parameter() -> None:
+    stages = (
+        StageSpec("look", "look", ("vae",), outputs=("seen",), reads=("image",), when="image"),
+        StageSpec("draw", "draw", ("vae",), inputs=("seen",), per_sample=True),
+    )
+    pools = {"look": "look:1", "draw": "draw:1"}
+
+    plans = [
+        compile_plan(Pipeline(stages), pools, params, [{}, {}]) for params in ({"image": "a"}, {"image": None}, {})
+    ]
+
+    names = [[(stage.name, stage.after) for stage in plan.stages] for plan in plans]
+    assert names[0] == [("look", ()), ("draw.0", ("look",)), ("draw.1", ("look",))]
+    assert names[1] == names[2] == [("draw.0", ()), ("draw.1", ())]
+
+
 def test_room_grows_with_pixels_and_frame_groups() -> None:
     room = Room(fixed=100, each=0.5, group=4)
     assert room.bytes({"width": 8, "height": 4}) == 116
@@ -231,6 +247,8 @@ def test_a_worker_holds_as_many_tasks_as_the_least_of_its_roles() -> None:
         (Workload("", ("a", "b"), ("c",)), {"b": 2.0, "c": 7, "negative_prompt": ""}, (2.0, 7.0)),
         (Workload("", ("a", "b"), ("c",)), {"a": 1.0, "b": 2.0, "c": 7, "negative_prompt": ""}, (1.0, 7.0)),
         (Workload("n", ("a",), ("c",)), {"n": 3, "a": 4, "c": 7, "negative_prompt": "x"}, (6.0, 7.0)),
+        (Workload("n", (), ("c",), part="s"), {"n": 8, "c": 7, "s": 0.25}, (2.0, 7.0)),
+        (Workload("n", (), ("c",), part="s"), {"n": 8, "c": 7, "s": None}, (8.0, 7.0)),
     ],
 )
 def test_how_much_a_stage_has_to_do_is_read_from_the_parameters(workload: Workload, params: Params, work: Work) -> None:

@@ -1,11 +1,13 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
 Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
-an image among them is a file, `loras` are [file, scale] each, and a model is another folder. The
-answer lists the SHA-256 of every picture's RGB bytes.
+an image among them is a file, with a `strength` one to be redrawn, where a `mask` is transparent if there is one,
+`loras` are [file, scale] each, and a model is another folder. The answer
+lists the SHA-256 of every picture's RGB bytes.
 """
 
 import hashlib
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -13,8 +15,9 @@ from pathlib import Path
 sys.modules["unfuse"] = None  # type: ignore[assignment]  # whoever tries to import it here gets an ImportError
 
 import torch  # noqa: E402
-from diffusers import DiffusionPipeline  # noqa: E402
+from diffusers import AutoPipelineForImage2Image, AutoPipelineForInpainting, DiffusionPipeline  # noqa: E402
 from diffusers.utils import load_image  # noqa: E402
+from PIL import Image, ImageOps  # noqa: E402
 
 
 def load(folder: str, loras: str) -> DiffusionPipeline:
@@ -29,6 +32,15 @@ def load(folder: str, loras: str) -> DiffusionPipeline:
     return pipeline
 
 
+def redrawing(pipeline: DiffusionPipeline, case: dict) -> DiffusionPipeline:
+    """The pipeline that starts from a picture, which some of them do not stretch; the mask becomes what it wants."""
+    case["image"] = case["image"].resize((case["width"], case["height"]), Image.Resampling.LANCZOS)
+    if "mask" not in case:
+        return AutoPipelineForImage2Image.from_pipe(pipeline)
+    case["mask_image"] = ImageOps.invert(Image.open(case.pop("mask")).convert("RGBA").getchannel("A"))
+    return AutoPipelineForInpainting.from_pipe(pipeline)
+
+
 def main() -> None:
     folder, out, cases = sys.argv[1:]
     torch.set_num_threads(1)
@@ -40,6 +52,10 @@ def main() -> None:
         pipeline = pipelines[asked]
         if "image" in case:
             case["image"] = load_image(case["image"])
+        if "strength" in case:
+            pipeline = redrawing(pipeline, case)
+            known = inspect.signature(pipeline.__call__).parameters
+            case = {name: value for name, value in case.items() if name in {*known, "seed"}}
         generator = torch.Generator("cpu").manual_seed(case.pop("seed"))
         output = pipeline(**case, generator=generator, output_type="np")
         frames = output.frames[0] if hasattr(output, "frames") else output.images

@@ -238,7 +238,50 @@ FURTHER = [
     Job("kontext-half", "kontext", kontext_params(4), "bfloat16,vae=bfloat16"),
 ]
 """Of further families."""
-JOBS += FURTHER
+
+
+def redrawn(params: dict[str, Any], strength: float = 0.6, steps: int = 6, **given: Any) -> dict[str, Any]:
+    return {**params, "image": "sky.png", "strength": strength, "num_inference_steps": steps, **given}
+
+
+WHOLE_HALF = "bfloat16,vae=bfloat16"
+REDRAWN = [
+    Job("redrawn-flux", "flux", redrawn(flux_params())),
+    Job("redrawn-flux-seed", "flux", redrawn(flux_params(1))),
+    Job("redrawn-flux-less", "flux", redrawn(flux_params(), 0.35)),
+    Job("redrawn-flux-other", "flux", redrawn(flux_params(), image="wall.jpg")),
+    Job("redrawn-flux-all", "flux", redrawn(flux_params(2, width=48), 1.0, image="wall.jpg")),
+    Job("redrawn-flux-negative", "flux", redrawn(flux_params(2, negative_prompt="n", true_cfg_scale=3.0), 0.45)),
+    Job("redrawn-flux-half", "flux", redrawn(flux_params(3)), HALF),
+    Job("redrawn-flux-whole-half", "flux", redrawn(flux_params(3)), WHOLE_HALF),
+    Job("masked-schnell", "flux-schnell", redrawn(flux_params(4, guidance_scale=0.0), mask="hole.png")),
+    Job("redrawn-xl", "sdxl", redrawn(guided_params())),
+    Job("redrawn-xl-seed", "sdxl", redrawn(guided_params(1))),
+    Job("redrawn-xl-less", "sdxl", redrawn(guided_params(), 0.35)),
+    Job("redrawn-xl-all", "sdxl", redrawn(guided_params(2, negative_prompt="b"), 1.0, image="wall.jpg", height=48)),
+    Job("redrawn-xl-unguided", "sdxl", redrawn(guided_params(2, guidance_scale=1.0), 0.5, 7)),
+    Job("redrawn-xl-half", "sdxl", redrawn(guided_params(3)), HALF),
+    Job("redrawn-xl-whole-half", "sdxl", redrawn(guided_params(3)), WHOLE_HALF),
+    Job("redrawn-three", "sd3", redrawn(guided_params())),
+    Job("redrawn-three-half", "sd3", redrawn(guided_params(1, guidance_scale=1.0), 0.35), HALF),
+    Job("redrawn-qwen", "qwen-image", redrawn(qwen_params())),
+    Job("masked-qwen", "qwen-image", redrawn(qwen_params(1, negative_prompt="n"), mask="hole.png")),
+    Job("masked-qwen-half", "qwen-image", redrawn(qwen_params(1, width=48), 0.45, mask="glass.webp"), WHOLE_HALF),
+    Job("redrawn-z", "z-image", redrawn(guided_params())),
+    Job("redrawn-z-half", "z-image", redrawn(guided_params(1, negative_prompt="b"), 0.35), HALF),
+    Job("masked-z", "z-image", redrawn(guided_params(1), mask="hole.png")),
+    Job("masked-z-all", "z-image", redrawn(guided_params(2, width=48), 1.0, mask="hole.png")),
+    Job("masked-flux", "flux", redrawn(flux_params(), mask="hole.png")),
+    Job("masked-flux-seed", "flux", redrawn(flux_params(1), mask="hole.png")),
+    Job("masked-flux-all", "flux", redrawn(flux_params(2, width=48), 1.0, mask="hole.png", image="wall.jpg")),
+    Job("masked-flux-half", "flux", redrawn(flux_params(3), 0.45, mask="glass.webp"), HALF),
+    Job("masked-xl", "sdxl", redrawn(guided_params(), mask="hole.png")),
+    Job("masked-xl-seed", "sdxl", redrawn(guided_params(1), mask="hole.png")),
+    Job("masked-xl-all", "sdxl", redrawn(guided_params(2, width=48), 1.0, mask="glass.webp", image="wall.jpg")),
+    Job("masked-xl-half", "sdxl", redrawn(guided_params(3, negative_prompt="n"), 0.45, mask="hole.png"), HALF),
+]
+"""From a picture, and where a mask says."""
+JOBS += FURTHER + REDRAWN
 
 CACHED = [
     Job("cached-wan", "wan", wan_params(1, num_inference_steps=12, feature_cache=0.3)),
@@ -331,17 +374,21 @@ class Undivided:
             return dict(found)
 
     def uploads(self, params: Params) -> dict[str, bytes]:
-        return {"image": (self.root / str(params["image"])).read_bytes()} if "image" in params else {}
+        names = [name for name in ("image", "mask") if name in params]
+        return {name: (self.root / str(params[name])).read_bytes() for name in names}
 
 
 def draw_pictures(root: Path) -> None:
-    """A small PNG; a JPEG that lies on its side and says so, larger than what is asked for; a WebP with holes."""
+    """A small PNG; a large JPEG that lies on its side and says so; a WebP with holes; a mask for the first."""
     noise = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 4), dtype=np.uint8)
     Image.fromarray(noise[0, :36, :40, :3]).save(root / "sky.png")
     sideways = Image.Exif()
     sideways[0x0112] = 6
     Image.fromarray(noise[1, ..., :3]).resize((300, 200)).save(root / "wall.jpg", exif=sideways)
     Image.fromarray(noise[2]).save(root / "glass.webp", lossless=True)
+    hole = np.zeros((36, 40, 4), np.uint8)
+    hole[6:20, 8:30, 3] = 255
+    Image.fromarray(255 - hole).save(root / "hole.png")
 
 
 @pytest.fixture(scope="session")
@@ -404,8 +451,8 @@ def run(stage: Stage, params: Params, tensors: Any = None, uploads: Any = None) 
 
 
 def encode(stages: dict[str, Stage], params: Params, uploads: dict[str, bytes]) -> dict[str, Any]:
-    """What all encoders of a model make of a request."""
-    names = [name for name in stages if "encode" in name]
+    """What all encoders of a model that the request is for make of it."""
+    names = [name for name, stage in stages.items() if "encode" in name and set(stage.uploads) <= uploads.keys()]
     return {key: value for name in names for key, value in run(stages[name], params, None, uploads).tensors.items()}
 
 

@@ -4,7 +4,8 @@
 
 Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
 names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER, a `lora` one or several of the
+uint8). An `image` among the parameters is a file under FOLDER, a `mask` another one, which is
+transparent where the picture is to change, a `lora` one or several of the
 adapters under FOLDER/loras, each with a scale or with `lora_scale`. A job
 that asks for `blocks` gets, under that name, also the pixels that diffusers' modular pipeline makes of it.
 """
@@ -37,6 +38,8 @@ import numpy as np  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
 from diffusers import (  # noqa: E402
+    AutoPipelineForImage2Image,
+    AutoPipelineForInpainting,
     DiffusionPipeline,
     FirstBlockCacheConfig,
     GGUFQuantizationConfig,
@@ -45,6 +48,7 @@ from diffusers import (  # noqa: E402
     WanTransformer3DModel,
 )
 from diffusers.utils import load_image  # noqa: E402
+from PIL import Image, ImageOps  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 
@@ -61,6 +65,32 @@ def pipeline(folder: Path, dtype: str) -> DiffusionPipeline:
     decode = pipe.vae.decode  # FluxPipeline does not cast for a VAE of another dtype
     pipe.vae.decode = lambda latents, *given, **options: decode(latents.to(pipe.vae.dtype), *given, **options)
     return pipe
+
+
+def redrawing(pipe: DiffusionPipeline, masked: bool) -> DiffusionPipeline:
+    """The pipeline for image to image or inpainting with the same components.
+
+    It rounds pixels to the dtype of the transformer; a VAE of another dtype is shown those it was given.
+    """
+    kind = AutoPipelineForInpainting if masked else AutoPipelineForImage2Image
+    redraws, given = kind.from_pipe(pipe), []
+    redraws.set_progress_bar_config(disable=True)
+    pipe.vae.register_to_config(force_upcast=False)  # it would leave the VAE in the dtype of the transformer
+    prepare, encode = redraws.image_processor.preprocess, pipe.vae.encode
+
+    def prepared(*arguments, **named):
+        given[:] = [prepare(*arguments, **named)]
+        return given[0]
+
+    def encoded(pixels):
+        shown = given[0] if pixels.dim() == 4 else given[0].unsqueeze(2)
+        made = encode(shown.to(pipe.vae.dtype) if pipe.vae.dtype != pixels.dtype else pixels)
+        sample = made.latent_dist.sample
+        made.latent_dist.sample = lambda generator: sample(generator).to(pixels.dtype)
+        return made
+
+    redraws.image_processor.preprocess, redraws.vae.encode = prepared, encoded
+    return redraws
 
 
 def single(file: Path, dtype: torch.dtype) -> WanTransformer3DModel:
@@ -80,6 +110,11 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     arguments = {name: value for name, value in params.items() if name in known}
     if "image" in arguments:
         arguments["image"] = load_image(str(root / arguments["image"]))
+    if "strength" in params:  # some do not stretch a picture
+        arguments["image"] = arguments["image"].resize((params["width"], params["height"]), Image.Resampling.LANCZOS)
+    if "mask" in params:
+        alpha = Image.open(root / params["mask"]).convert("RGBA").getchannel("A")
+        arguments["mask_image"] = ImageOps.invert(alpha)
 
     def make(kind):
         generator = torch.Generator("cpu").manual_seed(params["seed"])
@@ -195,7 +230,11 @@ def main() -> None:
                 scales = [float(own[0]) if own else scale for _, *own in named]
                 pipes[key].set_adapters([name for name, *_ in named], scales)
         pipes[key].vae.use_tiling = job["tiled"]
-        made = run(pipes[key], job["params"], root)
+        pipe, encode = pipes[key], pipes[key].vae.encode
+        if "strength" in job["params"]:
+            pipe = redrawing(pipe, "mask" in job["params"])
+        made = run(pipe, job["params"], root)
+        pipe.vae.encode = encode
         if job["blocks"]:
             made["blocks"] = by_blocks(root / job["model"], job["params"])
         np.savez(root / f"{job['name']}.npz", **made)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import msgspec
 from unfuse.client.calls import (
     CHATS,
     RECONNECTS,
+    File,
     accepted,
     checked,
     chunk,
@@ -130,10 +130,11 @@ class AsyncClient:
         return await (await self.submit(prompt, **asked)).result()
 
     async def submit(
-        self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object
-    ) -> AsyncRequest:
+        self, prompt: str, *, image: File | None = None, mask: File | None = None, video: bool | None = None,
+        **params: object,
+    ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        method, path, options = await asyncio.to_thread(submission, prompt, image, video, params)
+        method, path, options = await asyncio.to_thread(submission, prompt, image, mask, video, params)
         return AsyncRequest(self, object_of(await self._send(method, path, **options)))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:

@@ -41,13 +41,19 @@ def settings(url: str, key: str | None) -> dict[str, Any]:
     return {"base_url": url, "headers": headers, "timeout": TIMEOUT_S, "trust_env": False}
 
 
+File = str | Path | bytes
+"""A file's path, or its bytes."""
+
+
 def submission(
-    prompt: str, image: str | Path | bytes | None, video: bool | None, params: Mapping[str, object]
-) -> Call:  # fmt: skip
+    prompt: str, image: File | None, mask: File | None, video: bool | None, params: Mapping[str, object]
+) -> Call:
     """Ask for pictures or a video, as `Client.submit` says."""
     if video is None:
         video = medium_for(params) is VIDEO
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
+    if mask is not None and image is None:
+        raise InvalidParameter("mask says where a picture is to change: give it as image too", "mask")
     path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
     if image is None:
@@ -55,8 +61,8 @@ def submission(
     form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
     inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
     form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
-    data = image if isinstance(image, bytes) else Path(image).read_bytes()
-    files = {"input_reference" if video else "image": ("image", data)}
+    sent = {"input_reference" if video else "image": image} | ({} if mask is None else {"mask": mask})
+    files = {name: (name, one if isinstance(one, bytes) else Path(one).read_bytes()) for name, one in sent.items()}
     return Call("POST", path, {"data": form, "files": files, "headers": headers})
 
 

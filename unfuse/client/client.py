@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ import msgspec
 from unfuse.client.calls import (
     CHATS,
     RECONNECTS,
+    File,
     accepted,
     checked,
     chunk,
@@ -178,15 +178,17 @@ class Client:
         raise cut_short(self.url)
 
     def submit(
-        self, prompt: str, *, image: str | Path | bytes | None = None, video: bool | None = None, **params: object
-    ) -> Request:
+        self, prompt: str, *, image: File | None = None, mask: File | None = None, video: bool | None = None,
+        **params: object,
+    ) -> Request:  # fmt: skip
         """Ask for pictures or a video; `params` are those of POST /v1/images/generations or /v1/videos.
 
         It is a video if `video` says so, or else if `params` ask for what only a video has: seconds, frames, mp4.
-        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one.
+        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one, `mask` another
+        one that is transparent where the first is to change.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        method, path, options = submission(prompt, image, video, params)
+        method, path, options = submission(prompt, image, mask, video, params)
         return Request(self, object_of(self._send(method, path, **options)))
 
     def request(self, id: str) -> Request:

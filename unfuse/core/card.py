@@ -16,6 +16,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     a request may name an adapter. `quality` maps a quality's name to the parameters that it stands for; a name that is
     missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
     says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
+    `starts` are uploads that a request may bring, to redraw a picture, each with the strength that is usual with it.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelCard(msgspec.Struct, frozen=True):
     lacks: tuple[str, ...] = ()
     undivided: str = ""
     vision: Vision | None = None
+    starts: dict[str, float] = {}
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

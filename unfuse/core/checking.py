@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
 
 import msgspec
 
@@ -13,7 +13,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, MAX_SEED, Medium
 from unfuse.core.nearest import nearest
-from unfuse.core.parameters import Parameter, Params, integer, printable, text
+from unfuse.core.parameters import Parameter, Params, default_of, integer, printable, text
 
 DRAWN_SEEDS = 2**31
 """A seed that the client left out is drawn below this number, so that it is short enough to type."""
@@ -40,13 +40,14 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 def check(
-    card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False
-) -> tuple[Params, int]:
+    card: ModelCard, given: Mapping[str, object], medium: Medium = IMAGE, *, strict: bool = False,
+    uploads: Collection[str] = (),
+) -> tuple[Params, int]:  # fmt: skip
     """Check the fields that a client sent. Returns the parameters for the stages and the number of results, n.
 
     A field that the client left out, or sent as null, gets the card's default; a missing seed is drawn. The results
     have the seeds s … s + n − 1. Raises InvalidParameter, also for an unknown field, and if `strict` for a quality
-    that the model's card does not define.
+    that the model's card does not define. The request brings `uploads` of these names too.
     """
     values = {name: value for name, value in given.items() if value is not None}
     known = medium.known(card.defaults)
@@ -66,6 +67,7 @@ def check(
     params |= {name: value for name, value in read.items() if known[name].use == "stages"}
     params |= _adapter(params)
     params |= medium.settle(limits, params, read)
+    params |= _strength(card, read, params, uploads)
     n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
     if "seed" in read:
         params["seed"] = integer("seed", read["seed"], 0, MAX_SEED - n + 1)
@@ -114,3 +116,18 @@ def _adapter(params: Params) -> Params:
     if "lora_scale" in params and "lora" not in params:
         raise InvalidParameter("lora_scale says how strong a lora is: send the name of one as lora too", "lora_scale")
     return {"lora_scale": params.get("lora_scale", 1.0)} if "lora" in params else {}
+
+
+def _strength(card: ModelCard, read: Mapping[str, Any], params: Params, uploads: Collection[str]) -> Params:
+    """How far a picture is redrawn, which takes a step at least; nothing where none is."""
+    if not card.starts or "image" not in uploads:
+        if "strength" in read:
+            how = f"model {card.name} takes no strength: leave it out"
+            missing = "strength says how far a picture is redrawn: send it as image to /v1/images/edits"
+            raise InvalidParameter(missing if card.starts else how, "strength")
+        return dict.fromkeys(params.keys() & {"strength"})
+    usual = params.get("strength") or card.starts["mask" if "mask" in uploads else "image"]
+    strength, steps = float(read.get("strength", usual)), default_of(params, "num_inference_steps")
+    if strength * steps < 1:
+        raise InvalidParameter(f"strength {strength:g} of {steps:g} steps is less than one step: send more", "strength")
+    return {"strength": strength}

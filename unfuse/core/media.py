@@ -162,6 +162,10 @@ COMMON = (
         description="guidance by the negative prompt, for models that have another one too",
     ),
     Parameter(
+        "strength", "number", 0, 1,
+        description="how far to go from a picture that is redrawn, by how many of the steps are made; 1: all of them",
+    ),
+    Parameter(
         "feature_cache", "number", 0, 1, by_model=True, flag=None,
         description="where pools batch: skip transformer blocks while the first one's effect differs by less",
     ),

@@ -61,19 +61,22 @@ class Workload(msgspec.Struct, frozen=True):
 
     `forwards` names the parameter that counts forwards of its network, one a step ("": there is one forward). Guidance
     doubles them: the request has a negative prompt, and the first of the scales in `guidance` that the request has is
-    above 1. The size of a forward is the product of the parameters in `size`.
+    above 1. Of these, a request makes only the `part` that this parameter says, if it has it. The size of a forward is
+    the product of the parameters in `size`.
     """
 
     forwards: str = ""
     guidance: tuple[str, ...] = ()
     size: tuple[str, ...] = PIXELS
+    part: str = ""
 
     def of(self, params: Params) -> Work:
         """The number of forwards and the size of each, for a request with these parameters."""
         scale = next((params[name] for name in self.guidance if name in params), None)
         guided = isinstance(scale, int | float) and scale > 1 and params.get("negative_prompt") is not None
-        forwards = _count(params, self.forwards) if self.forwards else 1
-        return forwards * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
+        forwards, part = _count(params, self.forwards) if self.forwards else 1, params.get(self.part)
+        made = forwards * (part if isinstance(part, float) else 1.0)
+        return made * (1.0 + guided), float(math.prod(_count(params, name) for name in self.size))
 
 
 def _count(params: Params, name: str) -> int:

@@ -34,7 +34,8 @@ class StageSpec(msgspec.Struct, frozen=True):
     these kinds, each with what their number must divide (0: nothing), or of `layers` their most. A stage that
     `goes_on` can begin behind what others have made of the same beginning: see `SteppedStage.kept`. A stage for `each`
     entry of a list, which this parameter has as JSON, has the entry as parameters of its own; who reads it reads all.
-    One that takes `uploads` reads what the gateway keeps of a request in the result store.
+    One that takes `uploads` reads what the gateway keeps of a request in the result store. One with a `when` is there
+    only for requests that have this parameter.
     """
 
     name: str
@@ -55,6 +56,7 @@ class StageSpec(msgspec.Struct, frozen=True):
     goes_on: bool = False
     each: str = ""
     uploads: bool = False
+    when: str = ""
 
     @property
     def needs_results(self) -> bool:
@@ -236,6 +238,8 @@ def compile_plan(
 
 def _times(spec: StageSpec, params: Params, samples: Sequence[Params]) -> list[tuple[str, Params]]:
     """The name and the own parameters of a stage, each time that it runs."""
+    if spec.when and params.get(spec.when) is None:
+        return []
     if not spec.each and not spec.per_sample:
         return [(spec.name, {})]
     each: Sequence[Params] = each_of(params, spec.each) if spec.each else samples

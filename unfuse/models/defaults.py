@@ -33,6 +33,7 @@ class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     true_cfg_scale: float | UnsetType = UNSET
     max_sequence_length: int | UnsetType = UNSET
     negative_prompt: str | UnsetType = UNSET
+    strength: float | UnsetType = UNSET
     fps: int | UnsetType = UNSET
 
 

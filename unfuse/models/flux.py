@@ -20,9 +20,9 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import need_channels
+from unfuse.models.flow_matching import PATCH, Packing, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
+from unfuse.models.packed import PackedDenoiser, PackedFamily
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -133,6 +133,10 @@ class Flux(PackedFamily):
     denoiser = FluxDenoiser
     vae = FluxVae
     packing = Shape.of
+    starts = {
+        "image": ("pipelines/flux/pipeline_flux_img2img.py", "FluxImg2ImgPipeline"),
+        "mask": ("pipelines/flux/pipeline_flux_inpaint.py", "FluxInpaintPipeline"),
+    }
     cut = Cut(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",

@@ -20,9 +20,9 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
+from unfuse.models.flow_matching import PATCH, Packing
 from unfuse.models.flux import Flux, FluxDenoiser
 from unfuse.models.folder import ModelFolder
-from unfuse.models.packed import PATCH, Packing
 from unfuse.models.text import with_encoders
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import IMAGE_ENCODE
@@ -88,6 +88,7 @@ class Kontext(Flux):
     source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
     denoiser = KontextDenoiser
     takes_image = True
+    starts = {}
     else_whole = True
 
     @override

@@ -25,8 +25,9 @@ from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
 from unfuse.models.defaults import call_defaults
+from unfuse.models.flow_matching import Packing
 from unfuse.models.folder import ModelFolder
-from unfuse.models.packed import PackedFamily, Packing
+from unfuse.models.packed import PackedFamily
 from unfuse.models.text import FAST_TOKENIZERS, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import Stage, StageInput, StageOutput, need

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
-from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, shift
+from unfuse.models.base import Loader
+from unfuse.models.flow_matching import PATCH, FlowDenoiser, Packing, shift
 from unfuse.models.folder import ModelFolder
+from unfuse.models.redraw import Redrawing
 from unfuse.stages.base import need
 
 if TYPE_CHECKING:
@@ -21,45 +21,8 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-PATCH = 2
-"""Side of the square of latents that the transformer sees as one."""
-
 DEFAULT_CELLS = 128
 """The pipelines' default size, in latents."""
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Channels of latents, and how many pixels one stands for along a side."""
-
-    channels: int
-    scale: int
-
-    @classmethod
-    def of(cls, folder: ModelFolder) -> Packing:
-        """Read the VAE's configuration. Raises ConfigError."""
-        vae = folder.config("vae")
-        with folder.reading("vae"):
-            if "z_dim" in vae:
-                return Packing(int(vae["z_dim"]), 2 ** len(vae["temperal_downsample"]))
-            return Packing(int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1))
-
-    def patches(self, params: Params) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        side = self.scale * PATCH
-        return need(params, "height", int) // side, need(params, "width", int) // side
-
-    def pack(self, grid: Tensor) -> Tensor:
-        """Latents (rows, channels, height, width) as patches."""
-        count, channels, rows, columns = grid.shape
-        tiled = grid.view(count, channels, rows // PATCH, PATCH, columns // PATCH, PATCH).permute(0, 2, 4, 1, 3, 5)
-        return tiled.flatten(3).flatten(1, 2)
-
-    def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Patches put side by side, as a video of one frame."""
-        rows, columns = self.patches(params)
-        grid = latents.view(1, rows, columns, -1, PATCH, PATCH).permute(0, 3, 1, 4, 2, 5)
-        return grid.reshape(1, -1, 1, PATCH * rows, PATCH * columns)
 
 
 class PackedDenoiser(FlowDenoiser):
@@ -86,10 +49,11 @@ class PackedDenoiser(FlowDenoiser):
         return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
 
 
-class PackedFamily(DiffusersFamily):
+class PackedFamily(Redrawing):
     """Pictures of any size that patches fill. There is no negative prompt unless one is given, not even an empty one"""
 
     packing: Callable[[ModelFolder], Packing]
+    packs = True
 
     @override
     def standard(self, folder: ModelFolder) -> Params:

@@ -10,9 +10,10 @@ from typing_extensions import override
 
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
-from unfuse.models.base import DiffusersFamily, Loader
+from unfuse.models.base import Loader
 from unfuse.models.flow_matching import FlowDenoiser
 from unfuse.models.folder import ModelFolder
+from unfuse.models.redraw import Redrawing
 from unfuse.models.text import TruthfulText
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
@@ -97,7 +98,7 @@ class GridPictureVae:
         return pixels.unsqueeze(2)
 
 
-class GridFamily(DiffusersFamily):
+class GridFamily(Redrawing):
     """Pictures only; a folder with other components than these is served undivided."""
 
     shape: Callable[[ModelFolder], Any]

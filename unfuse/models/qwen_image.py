@@ -22,9 +22,9 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import decoded, need_channels
+from unfuse.models.flow_matching import PATCH, Packing, decoded, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.packed import PATCH, PackedDenoiser, PackedFamily, Packing
+from unfuse.models.packed import PackedDenoiser, PackedFamily
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 
@@ -152,6 +152,10 @@ class QwenImage(PackedFamily):
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
     packing = Shape.of
+    starts = {
+        "image": ("pipelines/qwenimage/pipeline_qwenimage_img2img.py", "QwenImageImg2ImgPipeline"),
+        "mask": ("pipelines/qwenimage/pipeline_qwenimage_inpaint.py", "QwenImageInpaintPipeline"),
+    }
     cut = Cut(
         blocks=("transformer_blocks",),
         attention="attn",

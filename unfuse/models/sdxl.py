@@ -32,13 +32,14 @@ from unfuse.stages.base import Stage, need
 from unfuse.stages.guidance import AWAY
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
 
 PIXEL_MULTIPLE = 8
 """The pipeline refuses other sizes, whatever the VAE."""
+
+FILES = "pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl"
 
 ZEROS = "force_zeros_for_empty_prompt"
 
@@ -85,12 +86,6 @@ class SdxlDenoiser(GridDenoiser):
             "pooled_prompt_embeds": (1, shape.pooled),
         }
 
-    @override
-    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
-        noise = super().draw(params, generator)
-        scaled: Tensor = noise * self.noise_scheduler(params, noise).init_noise_sigma  # type: ignore[attr-defined]
-        return scaled
-
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """Timesteps as the configuration spaces them."""
         return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
@@ -121,7 +116,7 @@ class Sdxl(GridFamily):
     """The stages of a StableDiffusionXLPipeline folder."""
 
     name = "sdxl"
-    source = ("pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py", "StableDiffusionXLPipeline")
+    source = (f"{FILES}.py", "StableDiffusionXLPipeline")
     classes = {
         "tokenizer": ("transformers", CLIP_TOKENIZERS),
         "text_encoder": ("transformers", ("CLIPTextModel",)),
@@ -137,6 +132,17 @@ class Sdxl(GridFamily):
     }
     denoiser = SdxlDenoiser
     shape = Shape.of
+    starts = {
+        "image": (
+            f"{FILES}_img2img.py",
+            "StableDiffusionXLImg2ImgPipeline",
+        ),
+        "mask": (
+            f"{FILES}_inpaint.py",
+            "StableDiffusionXLInpaintPipeline",
+        ),
+    }
+    whole_steps = True
     adapts = "unet"
 
     @override

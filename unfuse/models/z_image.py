@@ -31,6 +31,7 @@ from unfuse.stages.base import need
 from unfuse.stages.guidance import TOWARDS, guidance_scale
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from unfuse.stages.denoise import NoiseScheduler
@@ -105,6 +106,14 @@ class ZImageDenoiser(FlowDenoiser):
         super().__init__(loader, shape.latents)
         self.embeds, self.masks = {"prompt_embeds": (1, None, shape.text_dim)}, {"prompt_embeds_mask": (1, None)}
 
+    @override
+    def draw(self, params: Params, generator: torch.Generator) -> Tensor:
+        """Where a picture is redrawn, in the transformer's dtype."""
+        import torch
+
+        dtype = self.dtype if params.get("strength") else torch.float32
+        return torch.randn(self._sizes(params), generator=generator, device=generator.device, dtype=dtype)
+
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """The more patches, the longer it stays at high noise, where the configuration says so."""
         import torch
@@ -148,6 +157,10 @@ class ZImage(GridFamily):
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
     shape = Shape.of
+    starts = {
+        "image": ("pipelines/z_image/pipeline_z_image_img2img.py", "ZImageImg2ImgPipeline"),
+        "mask": ("pipelines/z_image/pipeline_z_image_inpaint.py", "ZImageInpaintPipeline"),
+    }
     cut = Cut(
         blocks=("layers",),
         attention="attention",

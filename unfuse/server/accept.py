@@ -24,7 +24,7 @@ from unfuse.server.auth import Caller
 from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
-from unfuse.server.uploads import read_picture
+from unfuse.server.uploads import read_mask, read_picture
 
 REPEAT_WITHIN_S = 15 * 60
 """Seconds in which a repeat without an idempotency key still gets the request of the first call."""
@@ -47,7 +47,8 @@ class Prompt:
 class Call:
     """A creating call: who asks, its fields, its medium. `upload` is the name of its field for a picture, if any.
 
-    A call that `waits` is answered with what was made, unless its client prefers not to wait.
+    Beside it there may be a mask if the call `masks`. One that `waits` is answered with what was made, unless its
+    client prefers not to wait.
     """
 
     gateway: Gateway
@@ -57,6 +58,7 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
+    masks: bool = False
     read: Callable[[ModelCard, dict[str, object]], Prompt] | None = None
     """Reads the prompt, and completes the fields by what it says of it."""
 
@@ -115,20 +117,25 @@ class Call:
         """Check everything, cheap checks first; store the picture, then submit the request."""
         gateway, fields = self.gateway, dict(self.given)
         picture = fields.pop(self.upload, None) if self.upload else None
-        asked, card = await self._model(fields.get("model"), picture is not None)
+        mask = fields.pop("mask", None) if self.masks else None
+        asked, card = await self._model(fields.get("model"), picture is not None, mask is not None)
+        brings = [name for name, value in (("image", picture), ("mask", mask)) if value is not None]
         uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
             await gateway.fetching.fetch(card, fields)
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
-        params, n = check(card, fields, self.medium, strict=gateway.strict)
+        params, n = check(card, fields, self.medium, strict=gateway.strict, uploads=brings)
         if GRAMMAR in uploads:
             await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_ids(card, str(params["lora"]))
         if picture is not None:
             data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
-            uploads["image"], params["image"] = data, hashlib.sha256(data).hexdigest()
+            uploads["image"] = data
+            if mask is not None:
+                uploads["mask"] = await to_thread.run_sync(read_mask, mask, data, limiter=gateway.decoding)
+            params |= {name: hashlib.sha256(uploads[name]).hexdigest() for name in brings}
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
         wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
@@ -148,7 +155,7 @@ class Call:
                 await to_thread.run_sync(gateway.results.delete, id)
         return record
 
-    async def _model(self, name: object, picture: bool) -> tuple[str, ModelCard]:
+    async def _model(self, name: object, picture: bool, mask: bool) -> tuple[str, ModelCard]:
         """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name, self.caller.models)
         medium = self.medium
@@ -160,11 +167,13 @@ class Call:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
             message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
-        if picture and not card.takes_image:
+        if mask and "mask" not in card.starts or picture and not (card.takes_image or card.starts):
             served = await self.gateway.models(self.caller.models)
-            able = sorted(name for name, card in served.items() if card.takes_image and medium.made_by(card.limits))
+            fit = {one: model for one, model in served.items() if medium.made_by(model.limits)}
+            able = [one for one in sorted(fit) if "mask" in fit[one].starts or not mask and fit[one].takes_image]
             hint = f"{', '.join(able)} can" if able else "no model that is served can"
-            raise InvalidParameter(f"model {asked} cannot start from a picture; {hint}", self.upload)
+            lack = ("keep to a mask", "mask") if mask else ("start from a picture", self.upload)
+            raise InvalidParameter(f"model {asked} cannot {lack[0]}; {hint}", lack[1])
         return asked, card
 
 

@@ -82,8 +82,9 @@ VIDEO = thing(
 MODEL = thing(
     {
         "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
-        "takes_image": FLAG, "loras": array(TEXT), "limits": table(NUMBER), "defaults": table(ANY),
-        "quality": table(table(ANY)), "stages": table(TEXT), "state": {"enum": ["ready", "loading"]},
+        "takes_image": FLAG, "starts_from": table(NUMBER), "loras": array(TEXT), "limits": table(NUMBER),
+        "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
+        "state": {"enum": ["ready", "loading"]},
     }
 )  # fmt: skip
 WORKER = thing(

@@ -21,7 +21,7 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, gateway_of
 from unfuse.server.requests import listed
 
-UPLOADS = {"image": "image", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
+UPLOADS = {"image": "image", "mask": "mask", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
 """The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])

@@ -91,7 +91,10 @@ def _bodies(json: Schema, form: Schema | None = None) -> Schema:
 SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO), _fields(VIDEO)
 CHAT = _bodies(_body(_required(TEXT), _nullable(_fields(TEXT))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
-EDIT = _bodies(_body({**SAID, "image": _HELD}, _nullable(PICTURE)), _body({**SAID, "image": _FILE}, PICTURE))
+EDIT = _bodies(
+    _body({**SAID, "image": _HELD}, _nullable({**PICTURE, "mask": _HELD})),
+    _body({**SAID, "image": _FILE}, {**PICTURE, "mask": _FILE}),
+)
 MAX_NAME = 1024
 ADD = _bodies(_body({"model": {"type": "string", "minLength": 1, "maxLength": MAX_NAME}}, {}))
 CREATE = _bodies(

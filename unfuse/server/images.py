@@ -52,11 +52,9 @@ async def generate(request: Request, gateway: Served, asker: Known) -> Response:
 async def edit(request: Request, gateway: Served, asker: Known) -> Response:
     """Make pictures that start from another one, and wait for them. A served model must be able to do this."""
     given = await read_body(request)
-    if given.pop("mask", None) is not None:
-        raise InvalidParameter("mask: no model that is served can keep to one, send the picture alone", "mask")
     if given.get("image") is None:
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True), "image_edit")
+    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True, masks=True), "image_edit")
 
 
 async def _answer(call: Call, kind: str) -> Response:

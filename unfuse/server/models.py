@@ -79,6 +79,7 @@ def _model(name: str, card: ModelCard, loras: list[str], missing: Collection[str
         "owned_by": "unfuse",
         "makes_video": VIDEO.made_by(card.limits),
         "takes_image": card.takes_image,
+        "starts_from": card.starts,
         "loras": loras if card.takes_lora else [],
         "limits": card.limits,
         "defaults": card.defaults,

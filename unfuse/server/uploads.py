@@ -44,6 +44,21 @@ def read_picture(name: str, value: object) -> bytes:
     return data
 
 
+def read_mask(value: object, picture: bytes) -> bytes:
+    """The bytes of a mask for a picture that was read: as large as it, and transparent where that is to change.
+
+    Raises InvalidParameter, as `read_picture` does, whose time it takes.
+    """
+    data = read_picture("mask", value)
+    sizes = ["{}x{}".format(*size_of(one)) for one in (data, picture)]
+    if sizes[0] != sizes[1]:
+        raise InvalidParameter(f"mask is {sizes[0]} pixels, image {sizes[1]}: send one of the same size", "mask")
+    with Image.open(BytesIO(data), formats=FORMATS) as image:
+        if not image.has_transparency_data:
+            raise InvalidParameter("mask has no transparency: make it transparent where image is to change", "mask")
+    return data
+
+
 def size_of(data: bytes) -> tuple[int, int]:
     """Width and height of a picture that was read, the right way up."""
     with Image.open(BytesIO(data), formats=FORMATS) as image:

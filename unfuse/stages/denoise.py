@@ -22,6 +22,7 @@ from unfuse.stages.feature_cache import FeatureCache, Memory
 from unfuse.stages.guidance import AWAY, NEGATIVE, TOWARDS, applies
 from unfuse.stages.one_by_one import one_by_one
 from unfuse.stages.preview import Preview
+from unfuse.stages.redraw import MOMENTS, Begun, Kept, Redraw, layout, scaled
 
 Inputs = Mapping[str, Tensor]
 
@@ -138,6 +139,9 @@ class DenoiseState:
     tokens: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     """How many tokens of the prompt, and of its negative, each mask leaves; in exact pools."""
     step: int = 0
+    begin: int = 0
+    """How many steps were not to be made."""
+    kept: Kept | None = None
     estimate: Tensor | None = None
     """The predicted final latents at the last step, for previews."""
     memory: Memory = field(default_factory=dict)
@@ -156,6 +160,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
     """
 
     kind = "denoise"
+    redraw: Redraw | None = None
+    """How pictures are redrawn, if the family says so."""
 
     def __init__(
         self, denoiser: Denoiser, options: ComputeOptions, preview: Preview | None = None,
@@ -170,6 +176,11 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         self._fused = (options.fused or self._paired) and not apart
         self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)
         self._noise_device = denoiser.device if options.noise_device == "cuda" else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the transformer."""
+        return self._denoiser.dtype
 
     def verify(self, task: StageInput) -> None:
         """Raise PermanentError unless seed, steps and sizes are there, and the inputs that guidance asks for."""
@@ -191,7 +202,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
                 need_tensor(task, prefix + name, shape)
             for name, shape in self._denoiser.masks.items():
                 need_tensor(task, prefix + name, shape, whole=True)
-        for name, shape in self._denoiser.conditions.items():
+        redraws = self.redraw.shapes(task) if self.redraw else {}
+        for name, shape in {**self._denoiser.conditions, **redraws}.items():
             need_tensor(task, name, shape)
 
     def batch_key(self, params: Params) -> Hashable:
@@ -205,12 +217,19 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         """Draw the noise, on the CPU whatever the device unless set otherwise: a seed means one picture everywhere."""
         params, denoiser = task.params, self._denoiser
         generator = torch.Generator(self._noise_device).manual_seed(need(params, "seed", int))
-        latents = denoiser.draw(params, generator).to(denoiser.device)
-        scale = denoiser.guidance(params)
+        moments, grid = task.tensors.get(MOMENTS), None
+        if self.redraw and moments is not None:
+            grid = self.redraw.draw(moments.to(denoiser.device), generator)
+        noise = denoiser.draw(params, generator).to(denoiser.device)
+        scheduler, scale = denoiser.noise_scheduler(params, noise), denoiser.guidance(params)
+        made = Begun(scaled(scheduler, noise))
+        if self.redraw and grid is not None:
+            made = self.redraw.begin(task, grid, noise, scheduler)
         inputs, negative = self._inputs(task, ""), self._inputs(task, NEGATIVE) if applies(scale) else None
         tokens = self._tokens(inputs), self._tokens(negative)
-        scheduler = denoiser.noise_scheduler(params, latents)
-        return DenoiseState(params, latents, scheduler, scale, inputs, negative, tokens)
+        return DenoiseState(
+            params, made.latents, scheduler, scale, inputs, negative, tokens, made.step, made.step, made.kept
+        )
 
     @torch.no_grad()
     def save(self, state: DenoiseState) -> Checkpoint:
@@ -227,13 +246,13 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         if saved is None or saved.shape != begun.latents.shape or not isinstance(step, int) or step not in steps:
             raise PermanentError(f"a checkpoint at step {step} does not fit its task")
         noise_state.resume(begun.scheduler, checkpoint.tensors, checkpoint.values["scheduler"], begun.latents.device)
-        return replace(begun, latents=saved.to(begun.latents.device, copy=True), step=step)
+        return replace(begun, latents=torch.empty_like(begun.latents, dtype=saved.dtype).copy_(saved), step=step)
 
     def state_likeness(self, state: DenoiseState) -> Hashable:
-        """How many tokens the masks leave of each text, sizes of what is given, and what takes the next step."""
+        """How many tokens the masks leave of each text, sizes of what is given, what steps next, the layout."""
         timesteps = state.scheduler.timesteps
         phase = self._denoiser.phase(timesteps[min(state.step, len(timesteps) - 1)])
-        return state.tokens, self._sizes(state), phase
+        return state.tokens, self._sizes(state), phase, layout(state.latents)
 
     def compute(self, batch: Sequence[DenoiseState]) -> list[Tensor | Exception]:
         """Predictions; a request whose own is not finite gets a PermanentError, and its mates go on."""
@@ -253,11 +272,12 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         if state.params.get("preview_every"):
             sigma, next_sigma = state.scheduler.sigmas[step : step + 2].tolist()
             estimate = latents - next_sigma * (latents - before) / (next_sigma - sigma)
+        latents = state.kept.over(state.scheduler, latents, step + 1) if state.kept else latents
         return replace(state, latents=latents, step=step + 1, estimate=estimate)
 
     def progress(self, state: DenoiseState) -> tuple[int, int]:
-        """(steps done, steps in all); some noise schedulers take more than they were asked for."""
-        return state.step, len(state.scheduler.timesteps)
+        """(steps done, steps in all); those that a picture spares do not count."""
+        return state.step - state.begin, len(state.scheduler.timesteps) - state.begin
 
     @torch.no_grad()
     def preview(self, state: DenoiseState) -> Media | None:
@@ -317,7 +337,8 @@ class Denoise(JointStage[DenoiseState, Tensor]):
             turned = self._denoiser.first == AWAY
             pairs = zip(negatives, (state.inputs for state in batch), strict=True)
             both = _joined([half for pair in pairs for half in (pair if turned else reversed(pair))])
-            twice = latents.repeat_interleave(2, 0), timestep.repeat_interleave(2, 0)
+            doubled = latents.repeat_interleave(2, 0).contiguous(memory_format=layout(latents))
+            twice = doubled, timestep.repeat_interleave(2, 0)
             with remembering("both"):
                 halves = self._forward(*twice, both, params, 2 if self._paired else 1)
             towards, away = halves[turned::2], halves[not turned :: 2]

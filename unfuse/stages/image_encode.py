@@ -67,9 +67,14 @@ class ImageEncode(Stage):
 
 def read_picture(data: bytes) -> Image.Image:
     """A PNG, JPEG or WebP picture as RGB, the right way up. Raises PermanentError for anything else."""
+    return open_picture(data, "RGB")
+
+
+def open_picture(data: bytes, mode: str) -> Image.Image:
+    """One in this mode."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as picture:
-            return ImageOps.exif_transpose(picture).convert("RGB")
+            return ImageOps.exif_transpose(picture).convert(mode)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise PermanentError("the picture has too many pixels: send a smaller one") from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:

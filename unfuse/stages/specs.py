@@ -14,9 +14,14 @@ TEXT_ENCODE = StageSpec(
 
 IMAGE_ENCODE = StageSpec("image_encode", "image_encode", (), role="encoder", slots=4, uploads=True)
 
+REDRAW_ENCODE = StageSpec(
+    "redraw_encode", "redraw_encode", ("vae",), outputs=("moments", "mask"), role="decoder", slots=4, uploads=True,
+    reads=("image", "mask", *PIXELS), spreads={"tiles": 0}, when="image",
+)  # fmt: skip
+
 DENOISE = StageSpec(
     "denoise", "denoise", (), outputs=("latents",), per_sample=True, role="denoiser",
-    work=Workload("num_inference_steps", GUIDANCE, PIXELS),
+    work=Workload("num_inference_steps", GUIDANCE, PIXELS, part="strength"),
 )  # fmt: skip
 
 WHOLE = StageSpec(

@@ -1,0 +1,116 @@
+"""What families share that redraw pictures, whole or where a mask says: encoding these, and their latents.
+
+The stages do what diffusers' pipelines for image to image and inpainting do with the components of a folder that text
+to picture has. A request without a picture has one stage less. The picture is encoded where the VAE is anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+from typing_extensions import override
+
+from unfuse.core.card import ModelCard
+from unfuse.core.media import Room
+from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.plan import Params, Pipeline, StageSpec
+from unfuse.models.base import DiffusersFamily, Loader
+from unfuse.models.defaults import call_defaults
+from unfuse.models.flow_matching import Packing
+from unfuse.models.folder import ModelFolder
+from unfuse.stages.base import Stage, need
+from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, VAE_DECODE
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+
+class OneVae(Loader):
+    """Loads a VAE once for all stages of a process: this kind remembers nothing between calls."""
+
+    @classmethod
+    def of(cls, other: Loader) -> OneVae:
+        """One that loads as another one does."""
+        return cls(other.folder, other._classes, other.runtime, other._report, other._cut)
+
+    @override
+    def vae(self) -> Any:
+        runtime = self.runtime
+        key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
+        if key not in runtime.shared:
+            runtime.shared[key] = super().vae()
+        return runtime.shared[key]
+
+
+class PictureVae:
+    """The VAE; an ImageEncoder of pictures that are stretched to the size that is asked for."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._vae, self._device = loader.vae(), loader.device
+
+    def verify(self, params: Params) -> None:
+        """It reads a size."""
+        need(params, "height", int), need(params, "width", int)
+
+    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+        """The `moments` of the distribution from which latents are drawn, each a row a picture."""
+        from diffusers.image_processor import VaeImageProcessor
+
+        size = {side: need(params, side, int) for side in ("height", "width")}
+        pixels = VaeImageProcessor(vae_scale_factor=1).preprocess(list(pictures), **size)
+        pixels = pixels.to(self._device, self._vae.dtype)
+        if "z_dim" in self._vae.config:
+            pixels = pixels.unsqueeze(2)
+        moments = self._vae.encode(pixels).latent_dist.parameters
+        return {"moments": moments.reshape(*moments.shape[:2], *moments.shape[-2:])}
+
+
+class Redrawing(DiffusersFamily):
+    """A family whose VAE is an AutoencoderKL, and which diffusers has pipelines for that start from a picture."""
+
+    starts: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    """By what such a request brings, the file and the class of the pipeline, whose strength is usual for it."""
+    packs = False
+    """Whether the transformer sees latents as patches."""
+    whole_steps = False
+    """Whether a step that the strength spares in part is not made."""
+
+    @override
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        card = super().card(name, folder, dtype)
+        if not self.starts:
+            return card
+        packing, width = Packing.of(ModelFolder(folder)), DTYPES[card.dtypes["vae"]]
+        room = (2 * packing.channels * width + DTYPES["float32"]) / packing.scale**2
+        encode = replace(REDRAW_ENCODE, room=Room(2 * ALIGNMENT, room))
+
+        def behind(stage: StageSpec) -> StageSpec:
+            given = (*stage.inputs, *encode.outputs) if stage.kind == DENOISE.kind else stage.inputs
+            return replace(stage, inputs=given)
+
+        return replace(
+            card,
+            pipeline=Pipeline((encode, *map(behind, card.pipeline.stages))),
+            starts={what: float(call_defaults(*source)["strength"] or 0) for what, source in self.starts.items()},
+        )
+
+    @override
+    def stage(self, kind: str, loader: Loader) -> Stage:
+        from unfuse.stages.denoise import Denoise
+        from unfuse.stages.redraw import Redraw, RedrawEncode
+
+        if kind in (REDRAW_ENCODE.kind, VAE_DECODE.kind):
+            loader = OneVae.of(loader)
+        if kind == REDRAW_ENCODE.kind:
+            return RedrawEncode(PictureVae(loader))
+        stage = super().stage(kind, loader)
+        if isinstance(stage, Denoise) and self.starts:
+            packing, config = Packing.of(loader.folder), loader.folder.config("vae")
+            pack = packing.pack if self.packs else None
+            stage.redraw = Redraw(config, packing.channels, stage.dtype, pack, self.whole_steps)
+        return stage

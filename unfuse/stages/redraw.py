@@ -1,0 +1,147 @@
+"""Redrawing: denoising starts from a picture, with as much noise as the strength says, and keeps what a mask does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor
+from typing_extensions import override
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.stages.base import StageInput, StageOutput, need
+from unfuse.stages.image_encode import UPLOAD, ImageEncode, open_picture
+
+MOMENTS, MASK = "moments", "mask"
+
+
+class Kept(NamedTuple):
+    """A picture's latents, the noise of its request, and where denoising changes them: there the mask is 1."""
+
+    latents: Tensor
+    noise: Tensor
+    mask: Tensor
+
+    def over(self, scheduler: Any, latents: Tensor, step: int) -> Tensor:
+        """Latents after so many steps, and where they are not to change those of the picture, which are as noisy."""
+        following = scheduler.timesteps[step : step + 1]
+        kept = noised(scheduler, self.latents, self.noise, following) if len(following) else self.latents
+        return (1 - self.mask) * kept + self.mask * latents
+
+
+class Begun(NamedTuple):
+    """Where denoising begins: with which latents, after how many steps, and what it keeps."""
+
+    latents: Tensor
+    step: int = 0
+    kept: Kept | None = None
+
+
+@dataclass(frozen=True)
+class Redraw:
+    """How a family's pipelines redraw, by the configuration of its VAE, with latents of these channels, in the dtype of
+    the transformer. `pack` makes of a grid what the transformer sees; `whole`: what is less than a step is not made.
+    """
+
+    config: Mapping[str, Any]
+    channels: int
+    dtype: torch.dtype
+    pack: Callable[[Tensor], Tensor] | None = None
+    whole: bool = False
+
+    def shapes(self, task: StageInput) -> dict[str, tuple[int | None, ...]]:
+        """Of what it needs of a task, to redraw its picture, if there is one. Raises PermanentError."""
+        given = {MOMENTS: (1, 2 * self.channels, None, None), MASK: (1, 1, None, None)}
+        found: dict[str, tuple[int | None, ...]] = {
+            name: shape for name, shape in given.items() if task.tensors.get(name) is not None
+        }
+        if found and self._skipped(task.params) >= need(task.params, "num_inference_steps", int):
+            raise PermanentError("strength leaves no step to make: send more")
+        return found
+
+    def draw(self, moments: Tensor, generator: torch.Generator) -> Tensor:
+        """A grid drawn from what the VAE says of a picture, shifted and scaled."""
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        as_pictures = moments.clone(memory_format=torch.channels_last)  # as the VAE made them: see `layout`
+        drawn = DiagonalGaussianDistribution(as_pictures).sample(generator).to(self.dtype)
+        shift, scale = self.config.get("shift_factor"), self.config.get("scaling_factor", 0.18215)
+        if self.config.get("latents_mean"):
+            named = (torch.tensor(self.config[f"latents_{name}"]).view(1, -1, 1, 1) for name in ("mean", "std"))
+            shift, deviation = (values.to(drawn) for values in named)
+            scale = 1.0 / deviation
+        shifted = drawn if shift is None else drawn - shift
+        found: Tensor = shifted * scale
+        return found
+
+    def begin(self, task: StageInput, grid: Tensor, noise: Tensor, scheduler: Any) -> Begun:
+        """From the picture's latents in this grid; with a mask and all steps from the noise alone."""
+        step, mask = self._skipped(task.params), task.tensors.get(MASK)
+        latents = self._arranged(grid if mask is None else grid.contiguous())  # inpainting has it so
+        scheduler.set_begin_index(step)
+        if latents.shape != noise.shape:
+            raise PermanentError(f"latents of the picture are {tuple(grid.shape)}, which is another size")
+        started = noised(scheduler, latents, noise, scheduler.timesteps[step : step + 1])
+        if mask is None:
+            return Begun(started, step)
+        kept = Kept(latents, noise, self._arranged(mask.to(grid)))
+        return Begun(scaled(scheduler, noise) if task.params["strength"] == 1 else started, step, kept)
+
+    def _arranged(self, grid: Tensor) -> Tensor:
+        return self.pack(grid.expand(-1, self.channels, -1, -1)) if self.pack else grid
+
+    def _skipped(self, params: Params) -> int:
+        steps = need(params, "num_inference_steps", int)
+        made = min(steps * need(params, "strength", float), steps)
+        return steps - int(made) if self.whole else int(steps - made)
+
+
+def noised(scheduler: Any, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+    """Latents as noisy as before the step that the scheduler makes next."""
+    flows = hasattr(scheduler, "scale_noise")
+    given = (latents, timestep, noise) if flows else (latents, noise, timestep)
+    made: Tensor = (scheduler.scale_noise if flows else scheduler.add_noise)(*given)
+    return made
+
+
+def scaled(scheduler: Any, noise: Tensor) -> Tensor:
+    """Noise as the first latents of a scheduler that goes all the way."""
+    return noise * getattr(scheduler, "init_noise_sigma", 1.0)
+
+
+def layout(latents: Tensor) -> torch.memory_format:
+    """How a grid lies in memory: as pictures do, if it began as one, for convolutions round otherwise there."""
+    as_pictures = latents.ndim == 4 and not latents.is_contiguous()
+    return torch.channels_last if as_pictures else torch.contiguous_format
+
+
+class RedrawEncode(ImageEncode):
+    """The upload `image` in, and `mask` if there is one; what the VAE says of the picture out, and where it changes."""
+
+    kind = "redraw_encode"
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (UPLOAD, MASK) if params.get(MASK) else self.uploads
+
+    @override
+    def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
+        made = zip(batch, super().run(batch), strict=True)
+        return [StageOutput({**output.tensors, MASK: _mask(task, output)}) for task, output in made]
+
+
+def _mask(task: StageInput, encoded: StageOutput) -> Tensor | None:
+    """1 for latents that change, which are those in whose places the mask is transparent, else 0."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    if MASK not in task.uploads or (moments := encoded.tensors[MOMENTS]) is None:
+        return None
+    alpha = open_picture(task.uploads[MASK], "RGBA").getchannel("A")
+    processor = VaeImageProcessor(vae_scale_factor=1, do_normalize=False, do_binarize=True, do_convert_grayscale=True)
+    size = {side: need(task.params, side, int) for side in ("height", "width")}
+    changes = processor.preprocess(Image.eval(alpha, lambda opaque: 255 - opaque), **size)
+    return torch.nn.functional.interpolate(changes, size=tuple(moments.shape[-2:]))
