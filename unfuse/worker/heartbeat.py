@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from unfuse.core.messages import Beat, Claim, Moved
+from unfuse.core.messages import Beat, Moved
+from unfuse.core.task import Claim
 from unfuse.worker.executor import Executor
 from unfuse.worker.objects import Objects
 from unfuse.worker.sets import Swapping
