@@ -11,7 +11,7 @@ from typing import Any
 import unfuse
 import unfuse.core.errors as errors
 from unfuse.cli.main import exit_code
-from unfuse.core.media import MEDIA
+from unfuse.core.media import IMAGE, MEDIA, VIDEO
 from unfuse.core.parameters import Parameter
 from unfuse.core.registry import resolve
 from unfuse.models import FAMILIES
@@ -21,6 +21,7 @@ from unfuse.server.errors import refusal_of
 from unfuse.server.metrics import Metrics
 
 ROOT = Path(__file__).parents[1]
+MADE = (*IMAGE.parameters, *VIDEO.parameters)
 DOCS = ROOT / "docs"
 WRITTEN = "This page is written by `python -m tools.references`."
 
@@ -166,7 +167,7 @@ def row(one: Parameter) -> list[str]:
     kind = f"{KINDS[one.kind]} {one.bounds}".strip() if one.kind != "form" else one.form[1]
     name = ", ".join(map(code, (one.name, *one.aliases)))
     default = "required" if one.required else code(one.default)
-    flag = code(one.flag or "--" + one.name.replace("_", "-")) if one.offered else ""
+    flag = code(one.flag or "--" + one.name.replace("_", "-")) if one.offered and one in MADE else ""
     models = ", ".join(takers(one.name)) if one.by_model else ""
     return [name, kind, default, flag, one.description, models or ("those that say so" if one.by_model else "all")]
 
