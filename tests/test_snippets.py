@@ -80,7 +80,7 @@ def test_a_flag_that_a_page_names_is_one() -> None:
         page for page in PAGES if page.name not in ("performance.md", "builtin-model.md")
     ):  # of other commands
         named = set(re.findall(r"`(--[a-z][a-z0-9-]+)", page.read_text()))
-        assert named - known - {"--no-deps", "--constraint", "--user"} == set(), page.name
+        assert named - known - {"--no-deps", "--constraint", "--user", "--sharpness"} == set(), page.name
 
 
 def test_the_readme_is_read_in_five_minutes() -> None:
