@@ -88,9 +88,12 @@ def test_sockets_that_come_go_and_are_cleaned_at_once_are_all_right(folder: Path
     def live(_: int) -> bool:
         listener, path = listen(folder)
         remove_stale(folder)
-        with listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller:
-            with suppress(BlockingIOError):  # so many look whether it lives, and nobody answers here: it does
-                caller.connect(os.fspath(path))
+        with (
+            listener,
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as caller,
+            suppress(BlockingIOError),  # so many look whether it lives, and nobody answers here: it does
+        ):
+            caller.connect(os.fspath(path))
         return True
 
     with ThreadPoolExecutor(4) as pool:
