@@ -66,8 +66,8 @@ def main(which: str, *tests: str) -> int:
         place, asked = Place(Path(folder) / "venv"), allowed()
         place.install(*(map(oldest, asked) if which == "oldest" else asked), *TOOLS)
         place.install("--no-deps", *as_tested())
-        versions = place.installed()
-        found = {name: versions.get(name, versions.get(name.replace("_", "-"))) for name in map(name_of, asked)}
+        versions = {name.replace("_", "-"): version for name, version in place.installed().items()}
+        found = {name: versions[name.replace("_", "-")] for name in map(name_of, asked)}
         print(f"{which}: {' '.join(f'{name} {version}' for name, version in found.items())}", flush=True)
         command = [
             place.bin / "python",
