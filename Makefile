@@ -15,7 +15,7 @@ DAY := not nightly and not gpu
 # the processes that tests start read what was compiled before, also where images are built without it
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo quick test system lint bench gpu nightly soak clean
+.PHONY: demo quick test system lint bench gpu nightly soak oldest newest clean
 
 demo: $(VENV)/installed
 	$(BIN)/unfuse generate "a red circle on white" -o out.png
@@ -57,13 +57,17 @@ nightly: $(VENV)/installed-nightly
 soak: $(VENV)/installed-test
 	SOAK_REQUESTS=$(REQUESTS) SOAK_LOG=$(SOAK_LOG) $(BIN)/pytest -s -m nightly tests/chaos/test_soak.py
 
+# client and gateway with the oldest dependencies that pyproject.toml allows, and the newest, each in a fresh environment
+oldest newest: $(VENV)/installed-test
+	$(BIN)/python -m tools.bounds $@
+
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable .
+	$(PIP) --editable '.[serve]'
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

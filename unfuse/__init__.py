@@ -55,12 +55,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A public name. Raises AttributeError for any other."""
-    if name in _MODULES:
-        return import_module(f"unfuse.{name}")
-    if name not in _NAMES:
+    """A public name. Raises AttributeError for any other, and ImportError for one that needs what is not installed."""
+    if name not in _NAMES and name not in _MODULES:
         raise AttributeError(f"module 'unfuse' has no attribute {name!r}")
-    return getattr(import_module(_NAMES[name]), name)
+    try:
+        return import_module(f"unfuse.{name}") if name in _MODULES else getattr(import_module(_NAMES[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"unfuse.{name} needs {error.name}, of a server: pip install 'unfuse[serve]'") from error
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""A server behind nginx with TLS, as docs/serving.md has it."""
+"""A server behind nginx with TLS, as docs/howto/nginx.md has it."""
 
 from __future__ import annotations
 
@@ -16,35 +16,32 @@ import httpx2
 import pytest
 
 from tests.server.composed import TIMEOUT_S, composed
+from tools.snippets import ROOT, blocks
 from unfuse.client import connect
 
 NAME = "pictures.example"
-CONFIG = """
+AROUND = """
 daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
 events {{ worker_connections 256; }}
 http {{
   access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
   fastcgi_temp_path {folder}/f; uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
-  server {{
-    listen 127.0.0.1:{port} ssl;
-    server_name {name};
-    ssl_certificate {folder}/cert.pem;
-    ssl_certificate_key {folder}/key.pem;
-    client_max_body_size 32m;
-    location / {{
-{said}
-      proxy_pass http://127.0.0.1:{behind};
-    }}
-  }}
+  {said}
 }}
 """
+"""What Debian's nginx.conf says around the files of conf.d, as a user of its own."""
 
 
-def said() -> str:
-    """What the documentation tells operators to have nginx say."""
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
-    lines = [line.strip() for line in text.splitlines()]
-    return "\n".join(line for line in lines if line.startswith("proxy_") and not line.startswith("proxy_pass"))
+def said(folder: Path, port: int, behind: int) -> str:
+    """The server that the how-to has, whole, at these ports and with a certificate of its own."""
+    (block,) = [one for one in blocks(ROOT / "docs" / "howto" / "nginx.md") if one.startswith("server {")]
+    for theirs, ours in (
+        ("listen 443", f"listen 127.0.0.1:{port}"), ("/etc/ssl/pictures.pem", f"{folder}/cert.pem"),
+        ("/etc/ssl/pictures.key", f"{folder}/key.pem"), ("127.0.0.1:8000", f"127.0.0.1:{behind}"),
+    ):  # fmt: skip
+        assert block.count(theirs) == 1
+        block = block.replace(theirs, ours)
+    return block
 
 
 @contextmanager
@@ -61,7 +58,7 @@ def nginx(folder: Path, behind: int) -> Iterator[int]:
     )  # fmt: skip
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    (folder / "conf").write_text(CONFIG.format(folder=folder, port=port, name=NAME, behind=behind, said=said()))
+    (folder / "conf").write_text(AROUND.format(folder=folder, said=said(folder, port, behind)))
     process = subprocess.Popen([binary, "-p", folder, "-c", folder / "conf", "-e", folder / "error.log"])
     try:
         until = time.monotonic() + TIMEOUT_S
@@ -156,3 +153,12 @@ def test_our_own_client_gets_through_with_a_key(tmp_path: Path) -> None:
                 assert http.get("/v1/models").status_code == 401
                 key = {"authorization": "Bearer secret", "host": "anything.example"}
                 assert http.get("/v1/models", headers=key).status_code == 200
+
+
+@pytest.mark.slow
+def test_uploads_come_through_whole(proxied: httpx2.Client) -> None:
+    """What nginx lets through, the server reads: a form of 20 MiB is refused for what it holds, not for its size."""
+    files = {"image": ("image", b"\0" * (20 << 20))}
+    answer = proxied.post("/v1/images/edits", data={"prompt": "a red circle"}, files=files)
+    assert code(answer) == (400, "invalid_parameter"), answer.text
+    assert proxied.post("/v1/images/edits", content=b"\0" * (33 << 20)).status_code == 413

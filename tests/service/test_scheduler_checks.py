@@ -133,7 +133,7 @@ def test_the_key_was_not_copied_or_is_open_or_is_another_one(unfuse: Run, keys: 
 def test_the_versions_differ(unfuse: Run, keys: Path, tmp_path: Path) -> None:
     with scheduler(keys, offer(version="9.9.9")) as address:
         newer = checked(unfuse, address, keys)[1]
-    assert "pip install unfuse==9.9.9" in only_failing(newer, "version")
+    assert "pip install 'unfuse[serve]==9.9.9'" in only_failing(newer, "version")
     with scheduler(tmp_path / "silent", offer(version="", now=0.0)) as address:
         older = checked(unfuse, address, tmp_path / "silent")[1]
     assert "an older version, which does not say its number" in only_failing(older, "version")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Progress, Terminal
+from unfuse.service.installed import require_server
 from unfuse.service.loading import Loading
 from unfuse.service.settings import DEFAULT, Loaded, load
 
@@ -27,10 +28,12 @@ def client(server: str | None, api_key: str | None, config: Path | None) -> Clie
 @contextmanager
 def client_of(loaded: Loaded, terminal: Terminal) -> Iterator[tuple[Client, Progress]]:
     """A client of the server that was named, or of private workers that end with the block; and its progress."""
+    server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
+    if not server:
+        require_server("working without --server URL")
     loading = Loading(loaded.settings.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
-    server = "" if loaded.origins["server"] == DEFAULT else loaded.settings.server
     status = f"waiting for {server}" if server else loading
     with progress_on(terminal, lambda: status) as progress:
         if server:

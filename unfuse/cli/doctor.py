@@ -14,11 +14,12 @@ from unfuse.cli.options import COMPUTE, PLACING, Config, Json, takes
 from unfuse.cli.progress import progress_on
 from unfuse.cli.serve import tell
 from unfuse.cli.terminal import Terminal
-from unfuse.service import leftovers
 from unfuse.service.settings import load
 from unfuse.service.size import Size
 
 if TYPE_CHECKING:
+    from unfuse.service.groups import Settings
+    from unfuse.service.leftovers import Remain
     from unfuse.service.plan import Model, Plan
 
 Clean = Annotated[bool, typer.Option("--clean", help="Remove what dead processes left on this machine, and say what.")]
@@ -56,7 +57,7 @@ def doctor(
         given = wanted(loaded.settings), devices(device_memory(loaded.settings)), means(loaded.settings)
         found = plan_for(models, serve.revision, *given)
     spreads = measure(found, told, config, terminal, lambda what: progress_on(terminal, lambda: what)) if found else []
-    removed = leftovers.clean(loaded.settings) if clean else []
+    removed = _cleaned(loaded.settings) if clean else []
     if json:
         facts = {
             "machine": msgspec.to_builtins(machine, str_keys=True),
@@ -85,6 +86,12 @@ def doctor(
         show.as_table(rows_of(spreads), [*rows_of(spreads)[0]], "nothing was measured")
         for sentence in advised(spreads):
             typer.echo(sentence)
+
+
+def _cleaned(settings: Settings) -> list[Remain]:
+    from unfuse.service.leftovers import clean
+
+    return clean(settings)
 
 
 def _ports(addresses: Iterable[str]) -> list[int]:

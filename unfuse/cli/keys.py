@@ -16,7 +16,7 @@ from unfuse.service.settings import load
 app = Verbs("The keys by which schedulers and workers know each other, and those of the HTTP API.")
 
 
-@app.verb()
+@app.verb(server=True)
 def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", metavar="DIR")]) -> None:
     """Make keys, to be given to `serve` and `worker` as --keys DIR: with them, other machines can be reached.
 
@@ -29,7 +29,7 @@ def new(folder: Annotated[Path, typer.Argument(help="Folder to write them to.", 
         typer.echo(str(folder / f"{side}.key"))
 
 
-@app.verb()
+@app.verb(server=True)
 def add(
     terminal: Terminal,
     name: Annotated[str, typer.Argument(help="Whose key it is: a tenant, which may have several.", metavar="NAME")],

@@ -12,6 +12,7 @@ import typer
 from unfuse.cli import connecting, show
 from unfuse.cli.options import ApiKey, Config, Json, Server
 from unfuse.core.errors import ConfigError, TransientError
+from unfuse.service.installed import missing_here
 from unfuse.service.settings import DEFAULT, load
 
 
@@ -19,23 +20,26 @@ def models(server: Server = None, api_key: ApiKey = None, config: Config = None,
     """List the models that a server serves, and those that could be served from here.
 
     The latter come with unfuse, are installed, or lie in the hub library's cache; so could any folder, GGUF file or hub
-    name of a family listed.
+    name of a family listed. Without the packages of a server there are none.
     """
     served: list[dict[str, Any]] = []
+    can_serve = not missing_here()
     try:
         with connecting.client(server, api_key, config) as client:
             served = client.models()
     except TransientError as error:
-        if load({"server": server}, config).origins["server"] != DEFAULT:
+        if load({"server": server}, config).origins["server"] != DEFAULT or not can_serve:
             raise
         typer.echo(str(error), err=True)
     names = {row["id"] for row in served}
-    could = [row for row in here() if row["id"] not in names]
+    could = [row for row in here() if row["id"] not in names] if can_serve else []
     rows = [{**row, "state": "served"} for row in served] + could
     if json:
         show.as_json(rows)
         return
     show.as_table(rows, ["id", "state", "created", "owned_by"], "no model")
+    if not can_serve:
+        return
     from unfuse.models import served_classes
 
     typer.echo(f"families: {', '.join(served_classes())}")

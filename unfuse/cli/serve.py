@@ -16,7 +16,6 @@ from unfuse.cli.progress import progress_on
 from unfuse.cli.terminal import Terminal
 from unfuse.launch.forks import Forks
 from unfuse.launch.placement import CPU
-from unfuse.models.source import is_local
 from unfuse.service.groups import Settings
 from unfuse.service.loading import Loading
 from unfuse.service.machine import devices
@@ -67,6 +66,8 @@ def begun_early(settings: Settings) -> Iterator[Forks | None]:
     """The fork server, whose imports take longest, before anything heavy is imported here: for workers on CPUs, of
     models that need not be downloaded. It is closed behind the block.
     """
+    from unfuse.models.source import is_local
+
     serve, on_cpu = settings.serve, settings.compute.device in (CPU, "auto") and not settings.serve.place
     local = all(map(is_local, serve.models))
     if serve.workers == "none" or not (on_cpu and local) or len(devices()) > 1:

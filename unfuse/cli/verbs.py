@@ -14,6 +14,7 @@ from typer.core import TyperCommand
 import unfuse
 from unfuse.cli.options import KEYWORD_ONLY, LOGGING, PANELS, parameter_of
 from unfuse.cli.terminal import Terminal
+from unfuse.service.installed import require_server
 from unfuse.service.settings import FIELDS, load
 
 ARGUMENTS, OPTIONS = "Arguments", "Options"
@@ -63,11 +64,15 @@ class Verbs(typer.Typer):
         )  # fmt: skip
         self.callback()(_with_signature(_keep, SHARED))
 
-    def verb(self, usual: str = "warning") -> Callable[[Callable[..., None]], Callable[..., None]]:
-        """Make a function a verb. `usual` is the least level of what it logs unless something else is said."""
+    def verb(
+        self, usual: str = "warning", *, server: bool = False
+    ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Make a function a verb. `usual` is the least level of what it logs unless something else is said, and
+        `server` says that it needs what only a server has installed.
+        """
 
         def decorate(function: Callable[..., None]) -> Callable[..., None]:
-            self.command(cls=Headed)(_with_terminal(function, usual))
+            self.command(cls=Headed)(_with_terminal(function, usual, server))
             return function
 
         return decorate
@@ -79,12 +84,14 @@ def _keep(context: typer.Context, log_level: str | None, log_format: str | None,
     context.obj = {**(context.obj or {}), **{name: value for name, value in said.items() if value is not None}}
 
 
-def _with_terminal(function: Callable[..., None], usual: str) -> Callable[..., None]:
+def _with_terminal(function: Callable[..., None], usual: str, server: bool) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
 
     @wraps(function)
     def called(**given: Any) -> None:
         context: typer.Context = given["context"]
+        if server:
+            require_server(f"`{context.command_path}`")
         _keep(**{shared.name: given.pop(shared.name) for shared in SHARED})
         if "terminal" in signature.parameters:
             flags = {name: value for name, value in context.obj.items() if name in FIELDS}

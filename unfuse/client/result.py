@@ -59,12 +59,14 @@ class Result:
 
     @cached_property
     def images(self) -> list[Image]:
-        """The pictures, or the frames of a video, decoded at first use."""
+        """The pictures, or the frames of a video, decoded at first use. Raises ImportError if av is missing."""
         from PIL import Image
 
         if self.is_video:
-            import av
-
+            try:
+                import av
+            except ModuleNotFoundError as error:
+                raise ImportError("frames of a video need the library av: pip install 'unfuse[video]'") from error
             with av.open(BytesIO(self.data[0]), "r") as container:
                 frames = container.decode(video=0)
                 return [Image.fromarray(frame.to_ndarray(format="rgb24")) for frame in frames]

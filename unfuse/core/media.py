@@ -216,7 +216,7 @@ IMAGE = Medium(
         ),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
-        Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery"),
+        Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery", description="of answers"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
         Parameter(
             "partial_images", "integer", 0, 3, use="request",

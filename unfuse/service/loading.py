@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unfuse.arena.limits import readable_bytes
-from unfuse.models.hub import Brought
 
 STARTING, READY = "starting", "ready"
 IMPORTING = (-1, 0)
@@ -37,6 +36,8 @@ class Loading:
             case {"event": "importing"}:
                 self._heard(worker, record, IMPORTING)
             case {"event": "fetching", "done": int(done), "total": int(total), "rate": float(rate)}:
+                from unfuse.models.hub import Brought
+
                 self._states[worker] = f"fetches {Brought('', done, total, rate)}"
             case {"event": "loading" | "loaded", "done": int(done), "total": int(total)}:
                 self._heard(worker, record, (done, total))

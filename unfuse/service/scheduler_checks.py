@@ -111,7 +111,8 @@ def _version(welcome: Welcome) -> Check:
     there = welcome.version or "an older version, which does not say its number"
     if there == __version__:
         return Check("version", True, f"both have {__version__}")
-    advice = "install the same one here" + (f": pip install unfuse=={there}" if welcome.version else " and there")
+    how = f": pip install 'unfuse[serve]=={there}'" if welcome.version else " and there"
+    advice = f"install the same one here{how}"
     return Check("version", False, f"this machine has unfuse {__version__}, the scheduler {there}: {advice}")
 
 

@@ -178,4 +178,5 @@ def _data_dir(environment: Mapping[str, str]) -> str:
 
 def _run_dir(environment: Mapping[str, str]) -> str:
     runtime = environment.get("XDG_RUNTIME_DIR")
-    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), f"unfuse-{os.geteuid()}"))
+    own = f"unfuse-{os.geteuid()}" if hasattr(os, "geteuid") else "unfuse"  # where there is none, TEMP is a user's
+    return str(Path(runtime, "unfuse") if runtime else Path(tempfile.gettempdir(), own))

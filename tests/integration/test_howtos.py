@@ -1,0 +1,114 @@
+"""Pages are followed: their programs and commands are run as they stand there, but for addresses, ids and models."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.integration.test_costs import counted
+from tools.server import Server, environment, serving
+from tools.snippets import ROOT, blocks, is_python
+from tools.tiny import build
+from unfuse.client import connect
+
+HOWTO = ROOT / "docs" / "howto"
+ADDRESS = "http://127.0.0.1:8000"
+
+
+def program(text: str, folder: Path, *options: str) -> str:
+    """What a Python program prints, in a process of its own. It must end well, and without a word of warning."""
+    done = subprocess.run(
+        [sys.executable, *options, "-c", text], cwd=folder, env=environment(folder) | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def shell(line: str, folder: Path) -> str:
+    done = subprocess.run(["sh", "-c", line], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def programs(page: Path, server: Server) -> list[str]:
+    return [block.replace(ADDRESS, server.url) for block in blocks(page) if is_python(block)]
+
+
+def pixels(path: Path) -> bytes:
+    return Image.open(path).convert("RGB").tobytes()
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Server]]:
+    """The folder of a tiny model of a family that makes pictures, and a server of it."""
+    model = build("flux", tmp_path_factory.mktemp("models") / "flux")
+    with serving(tmp_path_factory.mktemp("serve"), str(model), "--arena", "64MiB", "--threads", "1") as server:
+        yield model, server.ready()
+
+
+def test_a_diffusers_script_and_its_server_make_the_same_picture(flux: tuple[Path, Server], tmp_path: Path) -> None:
+    model, server = flux
+    script, client = programs(HOWTO / "from-diffusers.md", server)
+    assert len(client.splitlines()) <= 10
+    own = json.loads((model / "serving.json").read_text())["defaults"]
+    called = ", ".join(f"{name}={value}" for name, value in own.items())  # which a server knows by itself
+    assert script.count("num_inference_steps=4") == 1
+    program(script.replace("MODEL", str(model)).replace("num_inference_steps=4", called), tmp_path)
+    assert "'denoise.0'" in program(client, tmp_path)
+    assert pixels(tmp_path / "mine.png") == pixels(tmp_path / "served.png")
+
+
+def test_asynchronous_pictures(server: Server, tmp_path: Path) -> None:
+    page = HOWTO / "asynchronous-pictures.md"
+    lines = [line.replace(ADDRESS, server.url) for block in blocks(page) for line in block.splitlines()]
+    ask, look, follow, fetch = [f"{line} -sS --fail" for line in lines if line.startswith("curl ")]
+    request = json.loads(shell(ask, tmp_path))["id"]
+    assert json.loads(shell(look.replace("REQUEST", request), tmp_path))["id"] == request
+    assert "event: completed" in shell(follow.replace("REQUEST", request), tmp_path)
+    shell(fetch.replace("REQUEST", request), tmp_path)
+    assert pixels(tmp_path / "out.png")
+
+    one, many = programs(page, server)
+    assert program(one, tmp_path).splitlines()[-1].startswith("completed")
+    program(many, tmp_path)
+    assert len({pixels(tmp_path / f"out-{number}.png") for number in range(3)}) == 3
+
+
+def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> None:
+    """By hand it is what the counters say, and there are counters of those names with those labels."""
+    page, keys = HOWTO / "cost-of-a-request.md", tmp_path / "keys"
+    keys.write_text("ada key-ada\nbob key-bob\nroot KEY admin=yes\n")
+    with serving(tmp_path, "--arena", "64MiB", "--price", "cpu=3600/h", "--api-key", str(keys)) as server:
+        server.ready()
+        for key, number in (("key-ada", 2), ("key-bob", 1)):
+            with connect(server.url, key) as client:
+                for seed in range(number):
+                    client.generate("a red circle on white", seed=seed)
+        (by_hand,) = programs(page, server)
+        sums = json.loads(program(by_hand, tmp_path).replace("'", '"'))
+        assert sums.keys() == {"ada", "bob"} and min(sums.values()) > 0
+        for name in re.findall(r"increase\((\w+)\[", page.read_text()):
+            assert counted(server, name) == pytest.approx(sums, abs=0.01), name
+
+
+def test_a_queue_of_one_s_own_is_held_to_the_rules(tmp_path: Path) -> None:
+    (mine,) = [block for block in blocks(HOWTO / "add-a-backend.md") if is_python(block)]
+    program(mine, tmp_path)
+    broken = mine.replace('    """Where mine differs."""', "    async def ping(self): raise OSError\n    submit = ping")
+    with pytest.raises(AssertionError, match="rule "):
+        program(broken, tmp_path)
+
+
+def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
+    asked, local = programs(ROOT / "README.md", server)
+    assert "True" in program(f"{asked}\nprint(len(picture.data[0].b64_json) > 100)", tmp_path)
+    program(local, tmp_path)
+    assert pixels(tmp_path / "cross.png")

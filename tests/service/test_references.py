@@ -1,0 +1,35 @@
+"""The pages of references are those of the code, and each code of an error is explained."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tools.references import ADVICE, DOCS, PAGES, exported, refusals
+from unfuse.core.media import MEDIA
+
+
+@pytest.mark.parametrize(("name", "page"), PAGES.items(), ids=PAGES)
+def test_a_page_is_that_of_the_code(name: str, page: Callable[[], str]) -> None:
+    assert DOCS.joinpath(name).read_text() == page(), "run: python -m tools.references"
+
+
+def test_every_code_is_explained_and_no_other() -> None:
+    assert refusals().keys() == ADVICE.keys()
+    assert refusals()["too_many_connections"] == {429, 503}
+    assert all(says.endswith(".") for says in ADVICE.values())
+
+
+def test_every_parameter_that_does_something_is_described() -> None:
+    page = DOCS.joinpath("reference-parameters.md").read_text()
+    for one in (one for medium in MEDIA for one in medium.parameters if one.use != "nothing" and one.flag is not None):
+        assert one.description, one.name
+        assert f"| `{one.name}`" in page
+
+
+def test_metrics_are_named_as_they_are_exported() -> None:
+    page = DOCS.joinpath("reference-metrics.md").read_text()
+    assert len(re.findall(r"^\| `", page, re.MULTILINE)) == len(exported())
+    assert "| `unfuse_requests_submitted_total` | counter |" in page

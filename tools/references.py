@@ -1,0 +1,258 @@
+"""Writes docs/reference-*.md from the code: parameters, metrics and errors. `python -m tools.references`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import unfuse
+import unfuse.core.errors as errors
+from unfuse.cli.main import exit_code
+from unfuse.core.media import IMAGE, MEDIA, VIDEO
+from unfuse.core.parameters import Parameter
+from unfuse.core.registry import resolve
+from unfuse.models import FAMILIES
+from unfuse.models.defaults import call_defaults
+from unfuse.scheduler.draft import CODES
+from unfuse.server.errors import refusal_of
+from unfuse.server.metrics import Metrics
+
+ROOT = Path(__file__).parents[1]
+MADE = (*IMAGE.parameters, *VIDEO.parameters)
+DOCS = ROOT / "docs"
+WRITTEN = "This page is written by `python -m tools.references`."
+
+KINDS = {
+    "text": "text", "integer": "integer", "number": "number", "choice": "one of", "flag": "true or false",
+    "form": "text", "texts": "object of texts", "scaled": "names with scales", "any": "any",
+}  # fmt: skip
+
+PARAMETERS = f"""# Parameters
+
+What requests may say, by medium, as JSON or form values. What is left out is the model's own default (`serving.json`,
+else the pipeline's call, below), else the one named here. Any other field is refused by name. {WRITTEN}
+"""
+
+METRICS = f"""# Metrics
+
+What `/metrics` has, which needs no key. Counters count since the gateway started; each gateway has its own, and gauges
+are of the whole queue. `pool` is a pool's declared name and `outcome` the hash of what its bytes depend on. What to
+watch is in [the alerts](../deploy/prometheus/alerts.yml), with a [runbook](runbook.md). {WRITTEN}
+
+"""
+
+ERRORS = f"""# Errors
+
+Every refusal is `{{"error": {{"message", "type", "param", "code"}}}}`, as OpenAI's are: the message says what is wrong
+with what was sent, `code` is for programs, `param` names the field. Each answer has an `x-request-id`, under which the
+server's log has more. `Retry-After` says when to come again (429, 503); `x-should-retry: false` that it is in vain.
+Paths and methods that are not there are 404 and 405, with their phrase as the code. {WRITTEN}
+
+## By code
+
+"""
+
+IN_PYTHON = """
+## In Python, and exit codes
+
+Clients raise the error that an answer was made from, as far as they know it; the command ends with the exit code.
+
+"""
+
+STATUSES = {
+    **dict.fromkeys(CODES.values(), 500), "stage_failed": 500, "handed_back": 500, "expired": 504, "cancelled": 409
+}  # fmt: skip
+"""What a call gets that waited for a request which has no result."""
+
+ADVICE = {
+    "admin_only": "Ask with an admin's key, or have yours made one (`unfuse keys add NAME --admin`).",
+    "bad_framing": (
+        "Send one of Content-Length and Transfer-Encoding: a proxy before the server may have added the other."
+    ),
+    "bad_request": "What was sent is no HTTP: look at the port, and whether TLS goes to a port without it.",
+    "bad_target": "Ask for a path. A client that takes the server for its proxy has it in `HTTP_PROXY`.",
+    "body_too_large": "Send smaller or fewer pictures; as a form, bodies may be larger than as JSON.",
+    "cancelled": "Somebody cancelled the request. Ask again if that was wrong.",
+    "chunks_too_small": "Send larger chunks, or a Content-Length.",
+    "compute_crashed": (
+        "Its worker died several times while it ran this: `unfuse dead show ID` has the evidence. Often memory: a "
+        "smaller size."
+    ),
+    "damaged": "A record cannot be read. Its request makes no progress; cancel it, and ask again.",
+    "expired": (
+        "It took longer than its `timeout`, or than the server allows: ask for less, or have `--image-timeout` or "
+        "`--video-timeout` raised."
+    ),
+    "handed_back": (
+        "Workers gave it back again and again, as they lack room for it: a larger `--arena`, or a smaller size."
+    ),
+    "headers_too_large": "Send fewer or shorter headers: cookies of other pages of this host are a usual reason.",
+    "host_not_allowed": "Start the server with `--allowed-hosts`, as the message says, or give it keys.",
+    "http_version": "Speak HTTP/1.1 to it, or have a proxy do that.",
+    "idempotency_conflict": "The key was used for another body: make a new one for each request.",
+    "internal_error": (
+        "A defect: the server's log has a traceback under the `x-request-id` of the answer. Please report it."
+    ),
+    "invalid_api_key": "Send `Authorization: Bearer KEY` with a key of the server's file.",
+    "invalid_parameter": (
+        "The message names the field (`param`), its bounds, and often the nearest value that goes. See "
+        "[parameters](reference-parameters.md)."
+    ),
+    "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
+    "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",
+    "no_model": "Start a worker, or wait until those that start have loaded.",
+    "no_room": (
+        "The disk of results or uploads is full, or not reachable: `unfuse disk`, and the "
+        "[runbook](runbook.md#unfuseresultsnotwritable)."
+    ),
+    "not_completed": "The result is not there yet: wait for the event `completed`.",
+    "not_dead": "Only what was given up can be asked for again.",
+    "not_found": "No such request, or its retention is over, or it is another tenant's.",
+    "not_ready": "Wait: of `/ready` alone, which says what is missing.",
+    "origin_not_allowed": "Start the server with `--allowed-origins`, or behind a proxy with `--trusted-proxies`.",
+    "overloaded": (
+        "Wait for as long as `Retry-After` says; the server's `--max-active`, `--max-queue` and `--max-cost` set the "
+        "limit."
+    ),
+    "rate_limit_exceeded": "The key's `rate=` or `concurrent=` is reached: wait for as long as `Retry-After` says.",
+    "read_only": "Ask with a key without `read=yes`.",
+    "stage_failed": "A stage failed in the same way wherever it ran; the message says why.",
+    "stopping": "The server ends. Ask again: the request itself goes on where the queue is kept.",
+    "target_too_long": "Send what is long in the body.",
+    "timeout": "The client was too slow to send, or to read: see bounds in [serving](serving.md#who-may-ask).",
+    "too_many_bodies": "Try again: many clients are sending pictures.",
+    "too_many_connections": "Reuse connections; `--max-connections` and `--max-connections-per-address` set the limit.",
+    "unavailable": "A part such as Redis does not answer: try again, and look at the server's log.",
+    "unsupported_media_type": "Send JSON with its content type, or a form.",
+}  # fmt: skip
+"""What to do about each code."""
+
+
+def table(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown; `head` has its titles between bars."""
+    count = head.count("|") + 1
+    lines = [f"| {head} |", "|" + "---|" * count]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def code(value: object) -> str:
+    return f"`{value}`" if value not in (None, "") else ""
+
+
+def parameters() -> str:
+    """The page of request parameters."""
+    parts = [PARAMETERS]
+    for medium in MEDIA:
+        usual = [one for one in medium.parameters if one.use != "nothing" and one.description]
+        ignored = [one for one in medium.parameters if one.use == "nothing"]
+        parts.append(f"\n## {medium.plural.capitalize()}\n\n")
+        parts.append(table("name | type | default | flag of `generate` | what | models", map(row, usual)))
+        said = ", ".join(code(one.name) + (f" ({one.bounds})" if one.choices else "") for one in ignored)
+        parts.append(f"\nAccepted and without effect: {said}.\n")
+    parts.append(f"\n## Defaults by family\n\nAs the installed diffusers has them ({diffusers()}).\n\n")
+    return "".join(parts) + table("family | steps | guidance | true CFG | size | frames | adapters", families())
+
+
+def diffusers() -> str:
+    from importlib.metadata import version
+
+    return f"diffusers {version('diffusers')}"
+
+
+def row(one: Parameter) -> list[str]:
+    kind = f"{KINDS[one.kind]} {one.bounds}".strip() if one.kind != "form" else one.form[1]
+    name = ", ".join(map(code, (one.name, *one.aliases)))
+    default = "required" if one.required else code(one.default)
+    flag = code(one.flag or "--" + one.name.replace("_", "-")) if one.offered and one in MADE else ""
+    models = ", ".join(takers(one.name)) if one.by_model else ""
+    return [name, kind, default, flag, one.description, models or ("those that say so" if one.by_model else "all")]
+
+
+def pipelines() -> Iterator[tuple[str, Any]]:
+    """Families that are pipelines of diffusers, by class."""
+    for name in sorted(FAMILIES):
+        family = resolve(FAMILIES, name, "model family")
+        if hasattr(family, "source"):
+            yield name, family
+
+
+def takers(parameter: str) -> list[str]:
+    """The families that take a parameter which is for some: those whose pipeline's call has it."""
+    if parameter == "feature_cache":
+        return ["where `--feature-cache` is set"]
+    return [name for name, family in pipelines() if parameter in arguments(*family.source)]
+
+
+def arguments(file: str, pipeline: str) -> set[str]:
+    """The names that a pipeline's call takes."""
+    spec = find_spec("diffusers")
+    text = Path((spec and spec.origin) or "").parent.joinpath(file).read_text()
+    classes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef) and node.name == pipeline]
+    calls = [part for node in classes for part in node.body if getattr(part, "name", "") == "__call__"]
+    return {one.arg for call in calls if isinstance(call, ast.FunctionDef) for one in call.args.args}
+
+
+def families() -> Iterator[list[str]]:
+    for name, family in pipelines():
+        has = call_defaults(*family.source)
+        size = f"{has['width']}x{has['height']}" if "width" in has else ""
+        shown = [has.get(key) for key in ("num_inference_steps", "guidance_scale", "true_cfg_scale")]
+        lora = "yes" if family.takes_lora else ""
+        yield [name, *("" if one is None else f"{one:g}" for one in shown), size, str(has.get("num_frames", "")), lora]
+
+
+def metrics() -> str:
+    """The page of metrics, by name."""
+    return METRICS + table("name | type | labels | what", sorted(map(metric, exported())))
+
+
+def exported() -> list[Any]:
+    return [*Metrics("memory")._registry._collector_to_names]
+
+
+def metric(one: Any) -> list[str]:
+    name = one._name + "_total" * (one._type == "counter")
+    return [code(name), one._type, ", ".join(map(code, one._labelnames)), one._documentation]
+
+
+def refusals() -> dict[str, set[int]]:
+    """The statuses by code of all that the gateway refuses, as its sources have them."""
+    found: dict[str, set[int]] = {name: {status} for name, status in STATUSES.items()}
+    for path in sorted((ROOT / "unfuse" / "server").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(args=[ast.Constant(int(status)), ast.Constant(str(said)), *_]):
+                    found.setdefault(said, set()).add(status)
+    for name in ("overloaded", "rate_limit_exceeded"):
+        found[name] = {429}
+    return found
+
+
+def tree() -> Iterator[list[str]]:
+    """The errors of Python, and what they become."""
+    for kind in vars(errors).values():
+        if isinstance(kind, type) and issubclass(kind, errors.UnfuseError):
+            made = errors.ArenaFull(1, 0, 1) if kind is errors.ArenaFull else kind("…")
+            parents = [one.__name__ for one in kind.__mro__[1:-1] if issubclass(one, errors.UnfuseError)]
+            says = " ".join((kind.__doc__ or "").split("\n\n")[0].split())
+            public = f"`unfuse.{kind.__name__}`" if kind.__name__ in unfuse.__all__ else code(kind.__name__)
+            yield [public, code(parents[0]) if parents else "", str(exit_code(made)), says]
+
+
+def refused() -> str:
+    """The page of errors."""
+    rows = [[code(name), ", ".join(map(str, sorted(of))), ADVICE[name]] for name, of in sorted(refusals().items())]
+    assert refusal_of(errors.NotFound("…")).code in ADVICE
+    codes = table("code | status | what to do", rows)
+    return ERRORS + codes + IN_PYTHON + table("error | is a | exit code | when", tree())
+
+
+PAGES = {"reference-parameters.md": parameters, "reference-metrics.md": metrics, "reference-errors.md": refused}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (DOCS / name).write_text(page())
