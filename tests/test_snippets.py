@@ -17,7 +17,8 @@ from unfuse.cli.app import app
 EXTRAS = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
 
 OTHERWISE = (
-    "server {", "sum by (tenant)", "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
+    "models: [Wan-AI", "server {", "sum by (tenant)",
+    "NAME KEY [admin=yes]", "a|an COLOUR SHAPE", 'Parameter("sharpness"',
     " " * 24 + "cli", "generator = torch.Generator", 'pipeline.load_lora_weights("ink',
 )  # fmt: skip
 """The beginnings of blocks that are neither commands nor whole programs: each is held to the code by a test of its own,

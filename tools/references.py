@@ -102,6 +102,8 @@ ADVICE = {
         "[parameters](reference-parameters.md)."
     ),
     "object_lost": "What stages had made was lost several times with workers or machines: ask again.",
+    "model_exists": "It is served under this name: another folder of that name can be added once the first is removed.",
+    "model_leaves": "It is being removed: add it again once its last requests are done, as `Retry-After` says.",
     "model_not_found": "`GET /v1/models`, or `unfuse models`, lists what is served.",
     "no_model": "Start a worker, or wait until those that start have loaded.",
     "no_room": (
@@ -112,6 +114,7 @@ ADVICE = {
     "not_dead": "Only what was given up can be asked for again.",
     "not_found": "No such request, or its retention is over, or it is another tenant's.",
     "not_ready": "Wait: of `/ready` alone, which says what is missing.",
+    "not_yours": "Ask with a key whose line names the model, or has no `models=`.",
     "origin_not_allowed": "Start the server with `--allowed-origins`, or behind a proxy with `--trusted-proxies`.",
     "overloaded": (
         "Wait for as long as `Retry-After` says; the server's `--max-active`, `--max-queue` and `--max-cost` set the "
@@ -222,10 +225,10 @@ def metric(one: Any) -> list[str]:
 def refusals() -> dict[str, set[int]]:
     """The statuses by code of all that the gateway refuses, as its sources have them."""
     found: dict[str, set[int]] = {name: {status} for name, status in STATUSES.items()}
-    for path in sorted((ROOT / "unfuse" / "server").glob("*.py")):
+    for path in sorted(path for folder in ("server", "service") for path in (ROOT / "unfuse" / folder).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.Call(args=[ast.Constant(int(status)), ast.Constant(str(said)), *_]):
+                case ast.Call(args=[ast.Constant(int(status)), ast.Constant(str(said)), *_]) if 400 <= status < 600:
                     found.setdefault(said, set()).add(status)
     for name in ("overloaded", "rate_limit_exceeded"):
         found[name] = {429}

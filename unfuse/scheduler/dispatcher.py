@@ -123,8 +123,7 @@ class Dispatcher(Observer):
         dispatch: Dispatch = "locality",
     ) -> None:
         self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
-        self._dispatch = dispatch
-        ttl = scheduler.lease_ttl
+        self._dispatch, ttl = dispatch, scheduler.lease_ttl
         self._welcome = Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
@@ -133,9 +132,7 @@ class Dispatcher(Observer):
         self._peers: dict[bytes, _Peer] = {}
         self._backpressure: Backpressure | None = None
         self._backpressure_until = 0.0
-        self._looking = asyncio.Lock()
-        self._background = Supervisor()
-        self._interruption = asyncio.Event()
+        self._looking, self._background, self._interruption = asyncio.Lock(), Supervisor(), asyncio.Event()
         scheduler.observers.add(self)
 
     def offer(self, models: Sequence[tuple[str, str, str]]) -> None:
@@ -158,8 +155,7 @@ class Dispatcher(Observer):
             case Steps():
                 return Pulse(tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ())
             case Progress():
-                lost = not await self._stepped(known, message)
-                return NOT_LEASED if lost else Accepted()
+                return Accepted() if await self._stepped(known, message) else NOT_LEASED
             case Append():
                 return await self._append(known, message)
             case Recall():
