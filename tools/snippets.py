@@ -36,5 +36,8 @@ def commands(block: str) -> Iterator[list[str]]:
     """The commands of a block, in words; what a command prints is none."""
     for line in re.sub(r"\\\n\s*", " ", block).splitlines():
         line = line.removeprefix("$ ")
-        if re.match(r"(\S*/)?(unfuse|pip|python3?|curl|make|ssh|scp|openssl|systemctl|helm|kubectl) ", line) and ": `" not in line:
+        if (
+            re.match(r"(\S*/)?(unfuse|pip|python3?|curl|make|ssh|scp|openssl|systemctl|helm|kubectl) ", line)
+            and ": `" not in line
+        ):
             yield shlex.split(line, comments=True)

@@ -175,6 +175,7 @@ def both(tmp_path_factory: pytest.TempPathFactory, redis_server: Any, flux: Path
         yield one.ready(), other.ready()
 
 
+@pytest.mark.nightly
 def test_over_redis_each_gateway_tells_what_comes_and_goes_at_the_other(
     both: tuple[Server, Server], flux: Path, tmp_path: Path
 ) -> None:
