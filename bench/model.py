@@ -25,7 +25,7 @@ PROMPTS = ("a red circle on white", "a blue star on black", "a green ring on gra
 
 
 class Model:
-    """The stages of a model's folder by name, and requests for them."""
+    """The stages of a model's folder by name that every request has, and requests for them."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Model:
         options, family = options or ComputeOptions(), find(folder)
         self.card = family.card("bench", folder, options.dtype)
         self.runtime = Runtime(device, self.card.dtypes, options, loras)
-        self.specs = {spec.name: spec for spec in self.card.pipeline.stages}
+        self.specs = {spec.name: spec for spec in self.card.pipeline.stages if not spec.when}
         self.stages: dict[str, Stage] = {
             name: family.load(spec, folder, self.runtime, report) for name, spec in self.specs.items()
         }
@@ -56,7 +56,7 @@ class Model:
     def task(self, kind: str, params: Params, made: Made) -> tuple[StageSpec, StageInput]:
         """That stage's part of a request, of the tensors that the stages before it made."""
         spec = self.specs[kind]
-        return spec, StageInput(params, {name: made[name] for name in spec.inputs})
+        return spec, StageInput(params, {name: made[name] for name in spec.inputs if name in made})
 
     def run(self, kind: str, params: Params, made: Made) -> StageOutput:
         """One stage of a request; what it makes is added to `made`, in host memory, where workers exchange it."""

@@ -38,12 +38,12 @@ def test_a_card_of_a_folder_without_serving_json(copy: Path) -> None:
 
 
 def test_text_encoders_run_side_by_side_once_a_request(copy: Path) -> None:
-    clip, t5, denoise, decode = find(copy).card("mine", copy).pipeline.stages
+    redraw, clip, t5, denoise, decode = find(copy).card("mine", copy).pipeline.stages
 
     assert [(stage.kind, stage.inputs, stage.per_sample) for stage in (clip, t5)] == [
         ("text_encode", (), False), ("text_encode_2", (), False),
     ]  # fmt: skip
-    assert set(denoise.inputs) == {*clip.outputs, *t5.outputs}
+    assert set(denoise.inputs) == {*clip.outputs, *t5.outputs, *redraw.outputs}
     assert denoise.per_sample and decode.per_sample
 
 

@@ -87,7 +87,7 @@ def test_zeros_stand_for_a_negative_prompt_unless_the_model_says_otherwise(copie
     assert {name for name in pools if pools[name] != other[name]} == {"text_encode", "text_encode_2"}
 
     family = find(folder)
-    spec = family.card("m", folder).pipeline.stages[0]
+    spec = next(spec for spec in family.card("m", folder).pipeline.stages if spec.name == "text_encode")
     stage = family.load(spec, folder, c.Runtime("cpu", {"text_encoder": "float32"}))
     params = c.guided_params()
     made = c.run(stage, params).tensors["negative_prompt_embeds"]
@@ -118,7 +118,7 @@ def test_the_pool_of_ltx_vae_goes_by_the_dtype_of_its_text_too(undivided: c.Undi
 def test_kontext_shares_the_text_encoders_of_flux_and_no_denoiser(undivided: c.Undivided) -> None:
     flux, kontext = (card_of("m", undivided.folder(kind)).pools() for kind in ("flux", "kontext"))
 
-    assert {name for name in flux if flux[name] == kontext[name]} == {"text_encode", "text_encode_2"}
+    assert {name for name in flux if flux[name] == kontext.get(name)} == {"text_encode", "text_encode_2"}
 
 
 def test_a_reference_smaller_than_a_patch_is_refused(undivided: c.Undivided, stages: c.Load) -> None:

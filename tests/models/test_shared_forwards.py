@@ -78,6 +78,8 @@ def check(kind: str, dtype: str, count: int, undivided: c.Undivided, stages: c.L
     tensors: list[dict[str, Any]] = [{} for _ in params]
     sizes: dict[str, set[int]] = {}
     for name, stage in stages(undivided.folder(kind), dtype).items():
+        if not {*stage.uploads} <= undivided.uploads(params[0]).keys():
+            continue
         tasks = [StageInput(*given, undivided.uploads(given[0])) for given in zip(params, tensors, strict=True)]
         if isinstance(stage, JointStage) or stage.likeness(tasks[0]) is not None:
             outputs, blame = compared(stage, tasks)

@@ -100,10 +100,10 @@ def main(rank: int, size: int, rendezvous: Path, root: Path) -> None:
             params["lora_id"] = Loras(loras).ids_of(params["lora"])
         by_role = dict(each.split("=") for each in spread.split(",")) if "=" in spread else {"denoiser": spread}
         encoders = stage(job.model, job.dtype, "encode", by_role.get("encoder", ""), "")
-        encoded = {}
-        for encoder in encoders:
+        encoded, uploads = {}, tiny.uploads(job.params)
+        for encoder in (one for one in encoders if {*one.uploads} <= uploads.keys()):
             with group.together():
-                encoded |= c.run(encoder, job.params, None, tiny.uploads(job.params)).tensors
+                encoded |= c.run(encoder, job.params, None, uploads).tensors
         (denoise,) = stage(job.model, job.dtype, "denoise", by_role.get("denoiser", ""), loras)
         task = StageInput({**params, "output_format": "png"}, encoded)
         denoise.verify(task)

@@ -31,19 +31,18 @@ if TYPE_CHECKING:
 
 
 class OneVae(Loader):
-    """Loads a VAE once for all stages of a process: this kind remembers nothing between calls."""
+    """Loads as another does, but the VAE once for all stages of a process: this kind remembers nothing between calls."""
 
-    @classmethod
-    def of(cls, other: Loader) -> OneVae:
-        """One that loads as another one does."""
-        return cls(other.folder, other._classes, other.runtime, other._report, other._cut)
+    def __init__(self, other: Loader) -> None:
+        super().__init__(other.folder, other._classes, other.runtime, other._report, other._cut)
+        self._other = other
 
     @override
     def vae(self) -> Any:
         runtime = self.runtime
         key = "vae", self.folder.path, runtime.dtypes["vae"], runtime.mesh is None
         if key not in runtime.shared:
-            runtime.shared[key] = super().vae()
+            runtime.shared[key] = self._other.vae()
         return runtime.shared[key]
 
 
@@ -105,7 +104,7 @@ class Redrawing(DiffusersFamily):
         from unfuse.stages.redraw import Redraw, RedrawEncode
 
         if kind in (REDRAW_ENCODE.kind, VAE_DECODE.kind):
-            loader = OneVae.of(loader)
+            loader = OneVae(loader)
         if kind == REDRAW_ENCODE.kind:
             return RedrawEncode(PictureVae(loader))
         stage = super().stage(kind, loader)
