@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class OneVae(Loader):
-    """Loads as another does, but the VAE once for all stages of a process: this kind remembers nothing between calls."""
+    """Loads as another does, but the VAE once for all stages of a process: it remembers nothing between calls."""
 
     def __init__(self, other: Loader) -> None:
         super().__init__(other.folder, other._classes, other.runtime, other._report, other._cut)
