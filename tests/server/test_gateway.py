@@ -265,7 +265,7 @@ def test_metrics_can_be_read_and_their_labels_are_few(http: httpx2.Client) -> No
     assert labels["tenant"] <= {"default", None}
     assert labels["device"] <= {"", "unknown", None}
     names = {label for family in families.values() for sample in family.samples for label in sample.labels}
-    assert names <= {*labels, "le", "state"}
+    assert names <= {*labels, "component", "le", "state"}
 
 
 def test_how_long_the_first_in_line_waits_is_told(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_models_in_turns_have_a_worker_on_each_device_that_is_told_to_hold_one()
     chosen = options(load({"serve.workers": "swap"}, None, {}))
     service = Service(chosen, plan(chosen), Logs())
     service.addresses = ["unix:/run/nobody"]
-    assert [(spec.role, spec.flags["hold"]) for spec in service._specs()] == [("all", "model")]
+    assert [(spec.role, spec.flags["hold"]) for spec in service._specs(plan(chosen))] == [("all", "model")]
     for other in ({"compute.parallel": "denoiser=cfg:2"}, {"serve.place": "denoiser=cpu"}):
         with pytest.raises(ConfigError, match="--workers swap is one worker on each device: leave out --parallel and"):
             options(load({"serve.workers": "swap", **other}, None, {}))

@@ -207,7 +207,7 @@ def _load(
     plain, shared = set[str](), dict[Hashable, Any]()
     for pool, (spec, card, folder) in wanted.items():
         family, mesh = find(folder), group.mesh(spreads[spec.role]) if group and spec.role in spreads else None
-        kept = str(Path(load.verdicts).with_name(KEPT_LORAS))
+        kept = str(Path(load.verdicts).with_name(KEPT_LORAS)) if load.verdicts else ""
         runtime = Runtime(device, card.dtypes, load.compute, load.places.loras, mesh, load.kv, shared, group, kept)
         progress.begin(card.name, spec, folder)
         stage = family.load(spec, folder, runtime, progress.loaded)
