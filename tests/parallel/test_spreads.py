@@ -32,9 +32,12 @@ COPIES = {"shard", "cfg", "layers"}
 where these lie in memory.
 """
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 6e-2}
-"""Of the largest number among the latents. In bfloat16 rounding alone comes near: LTX's halves of guidance differ by
-0.040 on ranks of their own, its ring by 0.050, where in float32 both agree to 1e-6.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-2}
+"""Of the largest number among the latents."""
+
+FURTHER = {("ring:2", "ltx-half"): 6e-2}
+"""What rounding takes further: 0.050 here, as its halves of guidance 0.040, where in float32 rings of this model are
+within the tolerance.
 """
 
 CUT = ("unipc-one-step", "shapes-image", "picture-wide", "two-second-scale", *DAY[5:])
@@ -94,7 +97,8 @@ def check(undivided: c.Undivided, folder: Path, made: Sequence[tuple[str, str]])
             right = np.array_equal(found, wanted)
         else:
             dtype = "bfloat16" if "bfloat16" in JOBS[name].dtype else "float32"
-            right = float(np.abs(found - wanted).max()) <= TOLERANCE[dtype] * float(np.abs(wanted).max())
+            most = FURTHER.get((spread, name), TOLERANCE[dtype])
+            right = float(np.abs(found - wanted).max()) <= most * float(np.abs(wanted).max())
         if not right:
             wrong.append((spread, name, float(np.abs(found - wanted).max())))
     assert not wrong
