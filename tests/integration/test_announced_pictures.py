@@ -164,6 +164,7 @@ def test_an_encoder_dies_between_the_second_picture_and_the_third(
             server.killed(encoder)
 
 
+@pytest.mark.nightly
 def test_a_cached_picture_whose_owner_dies_before_it_is_read_is_encoded_again(
     folder: Path, tmp_path: Path, prompts: dict[str, list[dict[str, Any]]], calm: dict[str, Any]
 ) -> None:

@@ -165,7 +165,7 @@ def test_pictures_of_pictures_have_the_pixels_of_the_undivided_pipeline(
         assert [frames(server, request) for request in requests] == expected[kind]
 
 
-BY_DAY = ("flux", "wan-image")
+BY_DAY = ("flux",)
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")

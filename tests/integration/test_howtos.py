@@ -82,6 +82,7 @@ def test_asynchronous_pictures(server: Server, tmp_path: Path) -> None:
     assert len({pixels(tmp_path / f"out-{number}.png") for number in range(3)}) == 3
 
 
+@pytest.mark.nightly
 def test_what_tenants_cost_is_added_up_by_the_page_s_program(tmp_path: Path) -> None:
     """By hand it is what the counters say, and there are counters of those names with those labels."""
     page, keys = HOWTO / "cost-of-a-request.md", tmp_path / "keys"
@@ -107,6 +108,7 @@ def test_a_queue_of_one_s_own_is_held_to_the_rules(tmp_path: Path) -> None:
         program(broken, tmp_path)
 
 
+@pytest.mark.nightly
 def test_the_readme_s_programs(server: Server, tmp_path: Path) -> None:
     asked, local = programs(ROOT / "README.md", server)
     assert "True" in program(f"{asked}\nprint(len(picture.data[0].b64_json) > 100)", tmp_path)

@@ -134,6 +134,7 @@ def test_what_is_no_model_is_refused_and_nothing_changes(server: Server, flux: P
     assert {process.pid for process in family_of(server.process.pid)} == before
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_loaded_is_served_no_more_and_says_so(
     server: Server, flux: Path, tmp_path: Path
 ) -> None:

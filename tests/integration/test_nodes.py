@@ -85,7 +85,11 @@ def denoised_elsewhere(server: Server, host: SecondHost, *arguments: str, pulled
 
 @pytest.mark.parametrize(
     ("engine", "node"),
-    [("tcp", []), pytest.param("zmq", [], marks=pytest.mark.nightly), ("tcp", ["--node", "same"])],
+    [
+        ("tcp", []),
+        pytest.param("zmq", [], marks=pytest.mark.nightly),
+        pytest.param("tcp", ["--node", "same"], marks=pytest.mark.nightly),
+    ],
     ids=["tcp", "zmq", "told the same node"],
 )
 def test_a_denoiser_on_another_host_of_the_same_name_has_its_tensors_pulled(
@@ -146,7 +150,9 @@ def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
 
 
 @pytest.mark.parametrize("built_in", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["fast", "built-in"])
-@pytest.mark.parametrize("durable", [True, False], ids=["from the durable copy", "by recompute"])
+@pytest.mark.parametrize(
+    "durable", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["from the durable copy", "by recompute"]
+)
 def test_the_owner_of_latents_is_killed_before_they_are_read(
     durable: bool, built_in: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

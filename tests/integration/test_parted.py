@@ -22,7 +22,7 @@ with all of them takes.
 
 
 @pytest.mark.parametrize(("spread", "equal"), [
-    ("layers:2", True), ("shard:2", False),
+    ("layers:2", True), pytest.param("shard:2", False, marks=NIGHTLY),
     pytest.param("cfg:2+layers:2", True, marks=NIGHTLY), pytest.param("ulysses:2+shard:2", False, marks=NIGHTLY),
 ])  # fmt: skip
 def test_ranks_that_hold_a_part_make_the_pictures_of_one(

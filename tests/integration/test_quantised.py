@@ -37,6 +37,7 @@ def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield server.ready()
 
 
+@pytest.mark.nightly
 def test_pictures_have_the_pixels_of_the_undivided_pipeline(server: Server, root: Path) -> None:
     arguments = [{"model": "packed", **SERVING, **case} for case in CASES]
     expected = [frames[0] for frames in undivided(Path(), root, arguments)]
@@ -45,6 +46,7 @@ def test_pictures_have_the_pixels_of_the_undivided_pipeline(server: Server, root
     assert [digest(server.result(id)) for id in ids] == expected
 
 
+@pytest.mark.nightly
 def test_adapters_are_for_models_that_are_not_quantised(server: Server) -> None:
     listed = {model["id"]: model["loras"] for model in server.get("/v1/models")["data"]}
     assert listed == {"packed": [], "flux": ["plain"]}

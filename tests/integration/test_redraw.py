@@ -107,6 +107,7 @@ def test_without_a_picture_the_same_models_have_a_stage_less(server: Server) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_sixteen_at_once_have_the_bytes_that_each_has_alone_also_when_computes_are_killed(
     server: Server, folder: Path
 ) -> None:

@@ -78,6 +78,7 @@ def test_a_command_of_its_own_leaves_no_queue_and_needs_none(tmp_path: Path) -> 
         assert made.stdout == "1\n", made.stderr
 
 
+@pytest.mark.nightly
 def test_workers_give_up_what_they_keep_for_a_server_that_stays_away(tmp_path: Path) -> None:
     """Given requests that are encoded and wait when the server ends, then its encoder gives the encodings up after a
     while, the denoiser finishes what it runs first, and with the next server all are made again and complete."""

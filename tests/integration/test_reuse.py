@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.disks import fill, small_disk
 from tests.integration.test_full_disk import waiting
 from tools.server import Server, serving, until
@@ -35,6 +37,7 @@ def test_an_equal_request_is_given_the_bytes_that_it_would_be_made_of(tmp_path: 
         assert made(server, seed=4)[1] != pictures
 
 
+@pytest.mark.nightly
 def test_what_has_no_room_for_a_copy_is_made_once_there_is_room(tmp_path: Path) -> None:
     with small_disk(tmp_path, 8192) as disk:
         results = {"UNFUSE_SERVE__RESULTS": f"disk:{disk}"}

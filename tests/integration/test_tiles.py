@@ -72,6 +72,7 @@ def test_ranks_make_the_pictures_of_one_that_works_in_tiles(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
+@pytest.mark.nightly
 def test_ranks_encode_the_picture_that_a_video_starts_from_in_tiles(tmp_path: Path) -> None:
     draw_pictures(tmp_path)
     model, made = build("wan-image-euler", tmp_path / "model"), []

@@ -64,6 +64,7 @@ def check(server: Server, queue: str) -> None:
     assert server.finished(ask()["id"])["status"] == "completed"
 
 
+@pytest.mark.nightly
 def test_a_queue_db_of_the_version_before(tmp_path: Path) -> None:
     shutil.copy(LEFT / "queue.db", tmp_path)
 

@@ -120,6 +120,7 @@ def test_all_adapters_are_applied_to_what_each_rank_holds(undivided: c.Undivided
     check(undivided, latents(2, asked), asked)
 
 
+@pytest.mark.nightly
 def test_two_ranks_make_with_half_of_the_weights_what_one_makes(undivided: c.Undivided, latents: Make) -> None:
     asked = [*tasks(CUT, ("tensor:2", "encoder=tensor:2")), ("encoder=tensor:2+tiles:2", "tiled-picture")]
     check(undivided, latents(2, asked), asked)

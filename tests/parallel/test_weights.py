@@ -42,6 +42,7 @@ def test_ranks_have_what_one_loads_and_have_it_once(kinds: Sequence[str], tmp_pa
             assert common > size / 2 if made else common == 0, (kind, component)
 
 
+@pytest.mark.nightly
 def test_ranks_that_hold_a_part_have_it_for_themselves_and_no_more(tmp_path: Path) -> None:
     build("flux", tmp_path / "flux")
     whole = {one[1]: one[3] for one in loaded(tmp_path, tmp_path, [("flux", "bfloat16", "")])[0]}
