@@ -162,7 +162,7 @@ class GridVae:
 
     def __init__(self, loader: Loader, channels: str) -> None:
         self.vae, self.device = loader.vae(), loader.device
-        self.latents = (1, int(self.vae.config[channels]), None, None, None)
+        self.latents: tuple[int | None, ...] = (1, int(self.vae.config[channels]), None, None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As they are."""

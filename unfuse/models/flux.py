@@ -101,7 +101,7 @@ class FluxVae:
     def __init__(self, loader: Loader) -> None:
         self._vae, self._device = loader.vae(), loader.device
         self._packing = Packing.of(loader.folder)
-        self.latents = (1, None, self._packing.channels * PATCH**2)
+        self.latents: tuple[int | None, ...] = (1, None, self._packing.channels * PATCH**2)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """Scaled and shifted in the dtype they come in."""

@@ -149,7 +149,7 @@ class LtxVae:
 
         self._vae, self._device, self._shape = loader.vae(), loader.device, Shape.of(loader.folder)
         self._rounded = getattr(torch, loader.runtime.dtypes["text_encoder"])
-        self.latents = (1, None, self._shape.channels)
+        self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """With each channel's mean and deviation, rounded as the text's embeddings are."""

@@ -83,7 +83,7 @@ class GridPictureVae:
 
     def __init__(self, loader: Loader, cast_first: bool = False) -> None:
         self._vae, self._device, self._cast_first = loader.vae(), loader.device, cast_first
-        self.latents = (1, int(self._vae.config.latent_channels), None, None)
+        self.latents: tuple[int | None, ...] = (1, int(self._vae.config.latent_channels), None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As a video of one frame."""

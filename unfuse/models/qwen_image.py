@@ -125,7 +125,7 @@ class QwenImageVae:
     def __init__(self, loader: Loader) -> None:
         self._vae, self._device = loader.vae(), loader.device
         self._packing = Packing.of(loader.folder)
-        self.latents = (1, None, self._packing.channels * PATCH**2)
+        self.latents: tuple[int | None, ...] = (1, None, self._packing.channels * PATCH**2)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As it comes from the packing."""

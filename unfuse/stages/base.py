@@ -62,15 +62,12 @@ class OpenOutput(Protocol):
     @property
     def tensors(self) -> Mapping[str, Any]:
         """The tensors by name, to be written."""
-        ...
 
     def due(self, name: str, elements: int) -> bool:
         """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
-        ...
 
     def written(self, name: str, elements: int) -> None:
         """These are written, and do not change any more. Never fails."""
-        ...
 
 
 class Receiving(Protocol):
@@ -78,11 +75,9 @@ class Receiving(Protocol):
 
     def take(self, piece: Any) -> None:
         """Take the next bytes of the object, a tensor of uint8 that changes afterwards."""
-        ...
 
     def drop(self) -> None:
         """The task will not begin."""
-        ...
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -99,7 +94,6 @@ class HasTexts(Protocol):
 
     def load(self) -> TextLoad:
         """The present numbers."""
-        ...
 
 
 class Stage(ABC):

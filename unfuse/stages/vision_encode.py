@@ -48,7 +48,6 @@ class VisionEncoder(Protocol):
 
     def encode(self, views: Sequence[View]) -> list[Seen]:
         """What it sees in each. Raises PermanentError for a grid that is not theirs."""
-        ...
 
 
 class VisionEncode(Stage):
