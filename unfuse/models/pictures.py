@@ -43,13 +43,6 @@ class Grid:
         return (1, self.channels, *sides)
 
 
-def vae_of(folder: ModelFolder) -> tuple[int, int]:
-    """Channels and scale of an AutoencoderKL, by its configuration. Raises ConfigError."""
-    vae = folder.config("vae")
-    with folder.reading("vae"):
-        return int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1)
-
-
 class ProjectedClip(TruthfulText):
     """CLIP's last hidden states but one, `names[0]` (texts, tokens, width), and where there is a second name what it
     projects of all (texts, projected). Texts have as many tokens as CLIP has, whatever the length. A TextEncoder.
