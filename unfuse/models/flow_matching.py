@@ -132,7 +132,7 @@ class FlowDenoiser:
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
     first = ""
-    scale = staticmethod(true_cfg_scale)
+    guidance = staticmethod(true_cfg_scale)
     """What guides: the true guidance scale, of models that were not distilled with one."""
     reads: Mapping[str, Any] = {}
     """Types of parameters that it reads beside a size."""
@@ -149,10 +149,6 @@ class FlowDenoiser:
         self._sizes(params)
         for name, kind in self.reads.items():
             need(params, name, kind)
-
-    def guidance(self, params: Params) -> float:
-        """By that scale."""
-        return self.scale(params)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """Float32 (1, channels, frames, height, width)."""

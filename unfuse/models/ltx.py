@@ -84,7 +84,7 @@ class LtxText(T5Text):
 class LtxDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser. Latents are (1, patches, channels)."""
 
-    first, scale = AWAY, staticmethod(guidance_scale)
+    first, guidance = AWAY, staticmethod(guidance_scale)
     reads = {"fps": int}
     noise_scheduler = FlowDenoiser.shifted
 

@@ -62,7 +62,7 @@ class ProjectedClip(TruthfulText):
 class GridDenoiser(FlowDenoiser):
     """A FlowDenoiser guided by `guidance_scale`, whose latents are a picture in the transformer's dtype."""
 
-    scale = staticmethod(guidance_scale)
+    guidance = staticmethod(guidance_scale)
 
     @override
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:

@@ -160,7 +160,7 @@ class WanDenoiser(FlowDenoiser):
     width), or with a timestep for each token the latents of the first frame.
     """
 
-    scale = staticmethod(guidance_scale)
+    guidance = staticmethod(guidance_scale)
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)

@@ -96,7 +96,7 @@ class ChatText(MaskedText):
 class ZImageDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
-    first, scale = TOWARDS, staticmethod(beyond)
+    first, guidance = TOWARDS, staticmethod(beyond)
 
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)

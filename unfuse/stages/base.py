@@ -378,8 +378,8 @@ def need(params: Params, name: str, kind: type[T]) -> T:
     return value
 
 
-def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> None:
-    """Raise PermanentError unless the task has a tensor of that shape (None: any length).
+def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> Tensor:
+    """The task's tensor of this name. Raises PermanentError unless it is there, of that shape (None: any length).
 
     It must be floating point; where it is to be of `whole` numbers, it must not.
     """
@@ -391,3 +391,4 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
         sides = "×".join("any" if side is None else str(side) for side in shape)
         found = f"{tensor.dtype} of {tuple(tensor.shape)}"
         raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")
+    return tensor

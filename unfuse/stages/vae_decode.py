@@ -81,7 +81,8 @@ class VaeDecode(SteppedStage[Decoding]):
 
     @override
     def start(self, task: StageInput) -> Decoding:
-        grid = self._decoder.unpack(_latents(task), task.params)
+        latents = need_tensor(task, "latents", self._decoder.latents)
+        grid = self._decoder.unpack(latents, task.params)
         recording = record(task.params)
         if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.pieces(grid)) > 1:
             return Decoding(grid, pieces, self._decoder.decode_pieces(grid), recording)
@@ -116,13 +117,6 @@ def _added(state: Decoding, pixels: Iterator[Tensor]) -> Decoding | Exception:
         return error
     state.done += 1
     return state
-
-
-def _latents(task: StageInput) -> Tensor:
-    latents = task.tensors["latents"]
-    if latents is None:
-        raise PermanentError("input latents is missing")
-    return latents
 
 
 def to_pixels(video: Tensor) -> NDArray[np.uint8]:
