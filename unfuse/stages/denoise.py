@@ -14,7 +14,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh
-from unfuse.parallel.guidance import Halves, in_turn
+from unfuse.parallel.guidance import in_turn, side_by_side
 from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
@@ -139,7 +139,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         self._features = FeatureCache(denoiser.transformers)
         self.exact = options.batching != "batched"
         apart = mesh is not None and "cfg" in mesh.degrees
-        self._halves = Halves(mesh.axis("cfg")) if mesh is not None and apart else in_turn
+        self._halves = partial(side_by_side, mesh.axis("cfg")) if mesh is not None and apart else in_turn
         self._paired = self.exact and bool(denoiser.first)
         self._fused = (options.fused or self._paired) and not apart
         self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)
