@@ -170,9 +170,9 @@ def test_tokens_do_not_depend_on_where_keys_and_values_lie(monkeypatch: pytest.M
     alone.write(chunk=9, alone=True)
     spread_alone.write(chunk=9, alone=True)
 
-    assert max(sequence.runs for sequence in compact.sequences) == 1
-    assert min(sequence.runs for sequence in spread.sequences) > 3
-    assert [one.runs for one in spread_alone.sequences] == [one.runs for one in spread.sequences]
+    assert max(len(sequence.spans()) for sequence in compact.sequences) == 1
+    assert min(len(sequence.spans()) for sequence in spread.sequences) > 3
+    assert [len(one.spans()) for one in spread_alone.sequences] == [len(one.spans()) for one in spread.sequences]
     assert spread.tokens == compact.tokens == alone.tokens == spread_alone.tokens
     assert distance(spread, [torch.stack(logits) for logits in compact.logits]) < NEAR
     assert distance(spread_alone, [torch.stack(logits) for logits in alone.logits]) == 0

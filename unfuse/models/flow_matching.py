@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from unfuse.core.errors import ConfigError
+from unfuse.core.media import Limits, Room
+from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
 from unfuse.models.folder import ModelFolder
@@ -59,6 +61,39 @@ class Packing:
         return grid.reshape(1, -1, 1, PATCH * rows, PATCH * columns)
 
 
+@dataclass(frozen=True)
+class VideoShape:
+    """Channels of latents, and how many pixels along a side and frames one stands for."""
+
+    channels: int
+    spatial: int
+    temporal: int
+
+    @property
+    def room(self) -> Room:
+        """What they take, in float32."""
+        return Room(ALIGNMENT, self.channels * DTYPES["float32"] / self.spatial**2, self.temporal)
+
+    def grid(self, params: Params) -> tuple[int, int, int]:
+        """Frames, height and width of a request's latents."""
+        frames = (need(params, "num_frames", int) - 1) // self.temporal + 1
+        return frames, need(params, "height", int) // self.spatial, need(params, "width", int) // self.spatial
+
+    def latents(self, params: Params) -> tuple[int, ...]:
+        """(1, channels, frames, height, width) of a request's latents."""
+        return (1, self.channels, *self.grid(params))
+
+    def bounds(self, multiple: int, defaults: Params) -> Limits:
+        """What can be asked for, sides being multiples: twice the default length of a video at most."""
+        return Limits(
+            size_multiple=multiple,
+            min_size=multiple,
+            max_frames=2 * need(defaults, "num_frames", int) - 1,
+            frame_multiple=self.temporal,
+            max_sequence_length=need(defaults, "max_sequence_length", int),
+        )
+
+
 def need_channels(folder: ModelFolder, fit: int, found: int) -> None:
     """Raise ConfigError when the transformer's channels are not those that its VAE makes."""
     if fit != found:
@@ -75,13 +110,6 @@ def norm(vae: Any, grid: Tensor) -> tuple[Tensor, Tensor]:
         for values in (vae.config.latents_mean, vae.config.latents_std)
     )
     return mean, 1.0 / deviation
-
-
-def decoded(vae: Any, grid: Tensor) -> Tensor:
-    """Pixels of latents that were normalised per channel."""
-    mean, scale = norm(vae, grid)
-    pixels: Tensor = vae.decode(grid / scale + mean, return_dict=False)[0]
-    return pixels
 
 
 def shift(config: Mapping[str, Any], patches: int) -> float:
@@ -104,8 +132,10 @@ class FlowDenoiser:
     conditions: Shapes = {}
     transformers: tuple[Any, ...]
     first = ""
-    scale = staticmethod(true_cfg_scale)
+    guidance = staticmethod(true_cfg_scale)
     """What guides: the true guidance scale, of models that were not distilled with one."""
+    reads: Mapping[str, Any] = {}
+    """Types of parameters that it reads beside a size."""
 
     def __init__(
         self, loader: Loader, sizes: Callable[[Params], tuple[int, ...]], component: str = "transformer"
@@ -115,12 +145,10 @@ class FlowDenoiser:
         self.device, self.dtype, self.transformers = loader.device, self._transformer.dtype, (self._transformer,)
 
     def verify(self, params: Params) -> None:
-        """Raise PermanentError for a size that does not fit."""
+        """Raise PermanentError for a size that does not fit, and unless there is what it reads."""
         self._sizes(params)
-
-    def guidance(self, params: Params) -> float:
-        """By that scale."""
-        return self.scale(params)
+        for name, kind in self.reads.items():
+            need(params, name, kind)
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """Float32 (1, channels, frames, height, width)."""
@@ -131,6 +159,10 @@ class FlowDenoiser:
     def constants(self, params: Params) -> dict[str, Tensor]:
         """Nothing."""
         return {}
+
+    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """Timesteps as the configuration spaces them."""
+        return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         """So many times the way from the one to the other."""
@@ -156,14 +188,36 @@ class FlowDenoiser:
         found: NoiseScheduler = fresh
         return found
 
+    def shifted(self, params: Params, latents: Tensor) -> NoiseScheduler:
+        """One of latents (rows, patches, …): the more patches, the longer it stays at high noise."""
+        import numpy as np
+
+        steps, mu = need(params, "num_inference_steps", int), shift(self._scheduler.config, latents.shape[1])
+        return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+
+    def _predicted(self, *args: Any, **given: Any) -> Tensor:
+        """What the transformer makes of this."""
+        predicted: Tensor = self._transformer(*args, **given, return_dict=False)[0]
+        return predicted
+
 
 class GridVae:
-    """A VAE whose latents come as a grid; `decode` of a VaeDecoder is for its family to say."""
+    """A VAE whose latents come as a grid, and were normalised per channel; a VaeDecoder."""
 
     def __init__(self, loader: Loader, channels: str) -> None:
         self.vae, self.device = loader.vae(), loader.device
-        self.latents = (1, int(self.vae.config[channels]), None, None, None)
+        self.latents: tuple[int | None, ...] = (1, int(self.vae.config[channels]), None, None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As they are."""
         return latents.to(self.device, self.vae.dtype)
+
+    def decode(self, grid: Tensor) -> Tensor:
+        """Pixels (rows, 3, frames, height, width)."""
+        mean, scale = norm(self.vae, grid)
+        return self._decoded(grid / scale + mean)
+
+    def _decoded(self, grid: Tensor) -> Tensor:
+        """What the VAE makes of this."""
+        pixels: Tensor = self.vae.decode(grid, return_dict=False)[0]
+        return pixels

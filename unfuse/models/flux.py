@@ -23,6 +23,7 @@ from unfuse.models.base import Loader
 from unfuse.models.flow_matching import PATCH, Packing, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedDenoiser, PackedFamily
+from unfuse.models.pictures import GridPictureVae
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, ClipText, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -57,15 +58,12 @@ class Shape(Packing):
 class FluxDenoiser(PackedDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
+    reads = {"guidance_scale": float}
+
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
         super().__init__(loader, shape)
         self.embeds = {"pooled_prompt_embeds": (1, shape.pooled_dim), "prompt_embeds": (1, None, shape.text_dim)}
-
-    @override
-    def verify(self, params: Params) -> None:
-        super().verify(params)
-        need(params, "guidance_scale", float)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
         """Where each patch is, and the guidance scale if it is an input."""
@@ -82,7 +80,7 @@ class FluxDenoiser(PackedDenoiser):
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """The velocity, shaped as the latents."""
         text = inputs["prompt_embeds"]
-        velocity: Tensor = self._transformer(
+        return self._predicted(
             hidden_states=latents,
             timestep=timestep.to(latents.dtype) / 1000,
             guidance=inputs.get("guidance"),
@@ -90,29 +88,20 @@ class FluxDenoiser(PackedDenoiser):
             encoder_hidden_states=text,
             txt_ids=text.new_zeros(text.shape[1], 3),
             img_ids=inputs["img_ids"][0],
-            return_dict=False,
-        )[0]
-        return velocity
+        )
 
 
-class FluxVae:
-    """The VAE; a VaeDecoder."""
+class FluxVae(GridPictureVae):
+    """The VAE; a VaeDecoder of patches."""
 
     def __init__(self, loader: Loader) -> None:
-        self._vae, self._device = loader.vae(), loader.device
+        super().__init__(loader)
         self._packing = Packing.of(loader.folder)
         self.latents = (1, None, self._packing.channels * PATCH**2)
 
+    @override
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """Scaled and shifted in the dtype they come in."""
-        grid = self._packing.unpack(latents.to(self._device), params)
-        scaled: Tensor = grid / self._vae.config.scaling_factor + self._vae.config.shift_factor
-        return scaled.to(self._vae.dtype)
-
-    def decode(self, grid: Tensor) -> Tensor:
-        """Pixels of the one frame of each."""
-        pixels: Tensor = self._vae.decode(grid.squeeze(2), return_dict=False)[0]
-        return pixels.unsqueeze(2)
+        return super().unpack(self._packing.unpack(latents, params).squeeze(2), params)
 
 
 class Flux(PackedFamily):

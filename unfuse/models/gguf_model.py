@@ -36,14 +36,9 @@ LAYER = {
     "ffn_norm.weight": ("post_attention_layernorm.weight", "h"),
 }  # fmt: skip
 """Of each layer: transformers' name of a tensor, and its shape, in the letters of `_sizes`."""
-BIASES = {
-    "attn_q.bias": ("self_attn.q_proj.bias", "q"), "attn_k.bias": ("self_attn.k_proj.bias", "k"),
-    "attn_v.bias": ("self_attn.v_proj.bias", "k"),
-}  # fmt: skip
+BIASES = {f"attn_{one}.bias": (f"self_attn.{one}_proj.bias", of) for one, of in zip("qkv", "qkk", strict=True)}
 OUTPUT_BIAS = {"attn_output.bias": ("self_attn.o_proj.bias", "h")}
-NORMS = {
-    "attn_q_norm.weight": ("self_attn.q_norm.weight", "d"), "attn_k_norm.weight": ("self_attn.k_norm.weight", "d"),
-}  # fmt: skip
+NORMS = {f"attn_{one}_norm.weight": (f"self_attn.{one}_norm.weight", "d") for one in "qk"}
 
 CHUNK = 1 << 21
 """Numbers that are dequantised at a time."""

@@ -14,17 +14,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.media import Limits
+from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, GridVae, need_channels
+from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, TruthfulText, text_stage, with_encoders
+from unfuse.models.text import CLIP_TOKENIZERS, FAST_TOKENIZERS, ClipText, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 
@@ -44,12 +44,9 @@ HIDDEN = -3
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(VideoShape):
     """Sizes that follow from a model's configurations."""
 
-    channels: int
-    spatial: int
-    temporal: int
     patch: int
     text_dim: int
     pooled_dim: int
@@ -68,30 +65,23 @@ class Shape:
         need_channels(folder, shape.channels, channels)
         return shape
 
-    def latents(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, frames, height, width) of a request's latents."""
-        frames = (need(params, "num_frames", int) - 1) // self.temporal + 1
-        sides = (need(params, side, int) // self.spatial for side in ("height", "width"))
-        return (1, self.channels, frames, *sides)
 
-
-class LlamaText(TruthfulText):
+class LlamaText(MaskedText):
     """Llama; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); `prompt_attention_mask` (texts, length) is 1 at a text's tokens"""
-        template, start = self._template()
-        tokens = self._tokens([template.format(text) for text in texts], length + start)
+        _, start = self._template()
+        tokens = self._tokens(texts, length)
         mask = tokens.attention_mask
         states = self._encoder(input_ids=tokens.input_ids, attention_mask=mask, output_hidden_states=True).hidden_states
         embeds = states[HIDDEN].to(self._encoder.dtype)
         return {"prompt_embeds": embeds[:, start:].clone(), "prompt_attention_mask": mask[:, start:].clone()}
 
     @override
-    def likeness(self, text: str, length: int) -> bool:
-        """Whether there is padding: without, no mask is computed with."""
+    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         template, start = self._template()
-        return bool(self._tokens([template.format(text)], length + start).attention_mask.all())
+        return super()._tokens([template.format(text) for text in texts], length + start, padding)
 
     def _template(self) -> tuple[str, int]:
         """What a text is put into, and how many tokens that puts before it."""
@@ -103,16 +93,13 @@ class LlamaText(TruthfulText):
 class HunyuanVideoDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
+    reads = {"guidance_scale": float}
+
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)
         super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "pooled_prompt_embeds": (1, shape.pooled_dim)}
         self.masks = {"prompt_attention_mask": (1, None)}
-
-    @override
-    def verify(self, params: Params) -> None:
-        super().verify(params)
-        need(params, "guidance_scale", float)
 
     def constants(self, params: Params) -> dict[str, Tensor]:
         """The guidance scale; a transformer that was not distilled for it does not read it."""
@@ -132,25 +119,23 @@ class HunyuanVideoDenoiser(FlowDenoiser):
 
         An undivided pipeline rounds timesteps from the second step on; the first is 1000, which every dtype holds.
         """
-        velocity: Tensor = self._transformer(
+        return self._predicted(
             hidden_states=latents,
             timestep=timestep.to(latents.dtype),
             encoder_hidden_states=inputs["prompt_embeds"],
             encoder_attention_mask=inputs["prompt_attention_mask"].to(self.dtype),
             pooled_projections=inputs["pooled_prompt_embeds"],
             guidance=inputs["guidance"],
-            return_dict=False,
-        )[0]
-        return velocity
+        )
 
 
 class HunyuanVideoVae(GridVae):
     """The VAE; a VaeDecoder."""
 
+    @override
     def decode(self, grid: Tensor) -> Tensor:
-        """Pixels of scaled latents."""
-        pixels: Tensor = self.vae.decode(grid / self.vae.config.scaling_factor, return_dict=False)[0]
-        return pixels
+        """Its latents were scaled, all channels alike."""
+        return self._decoded(grid / self.vae.config.scaling_factor)
 
 
 class HunyuanVideo(DiffusersFamily):
@@ -195,16 +180,8 @@ class HunyuanVideo(DiffusersFamily):
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """Twice the default length of a video at most."""
         shape = Shape.of(folder)
-        multiple = lcm(PIXEL_MULTIPLE, shape.spatial * shape.patch)
-        return Limits(
-            size_multiple=multiple,
-            min_size=multiple,
-            max_frames=2 * need(defaults, "num_frames", int) - 1,
-            frame_multiple=shape.temporal,
-            max_sequence_length=need(defaults, "max_sequence_length", int),
-        )
+        return shape.bounds(lcm(PIXEL_MULTIPLE, shape.spatial * shape.patch), defaults)
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
@@ -212,8 +189,7 @@ class HunyuanVideo(DiffusersFamily):
         length, width = limits.max_sequence_length, shape.text_dim * widths["text_encoder"]
         llama = text_stage({"prompt_embeds": length * width, "prompt_attention_mask": length * DTYPES["int64"]})
         clip = text_stage({"pooled_prompt_embeds": shape.pooled_dim * widths["text_encoder_2"]}, end="_2")
-        per_pixel = shape.channels * DTYPES["float32"] / shape.spatial**2
-        return with_encoders((llama, clip), Room(ALIGNMENT, per_pixel, shape.temporal))
+        return with_encoders((llama, clip), shape.room)
 
 
 FAMILY = HunyuanVideo()

@@ -22,11 +22,10 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.media import Limits
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, need_channels, shift
+from unfuse.models.flow_matching import FlowDenoiser, VideoShape, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.text import T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from unfuse.stages.denoise import NoiseScheduler
-
 PIXEL_MULTIPLE = 32
 """LTXPipeline refuses other sizes, whatever the VAE."""
 
@@ -47,12 +44,9 @@ FPS = 25
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(VideoShape):
     """Sizes that follow from a model's configurations."""
 
-    channels: int
-    spatial: int
-    temporal: int
     text_dim: int
 
     @classmethod
@@ -76,11 +70,6 @@ class Shape:
             raise ConfigError(f"model {folder.path}: its VAE draws noise, or its transformer has larger patches")
         return shape
 
-    def grid(self, params: Params) -> tuple[int, int, int]:
-        """Frames, height and width of a request's latents."""
-        frames = (need(params, "num_frames", int) - 1) // self.temporal + 1
-        return frames, need(params, "height", int) // self.spatial, need(params, "width", int) // self.spatial
-
 
 class LtxText(T5Text):
     """T5; a TextEncoder."""
@@ -95,17 +84,14 @@ class LtxText(T5Text):
 class LtxDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser. Latents are (1, patches, channels)."""
 
-    first, scale = AWAY, staticmethod(guidance_scale)
+    first, guidance = AWAY, staticmethod(guidance_scale)
+    reads = {"fps": int}
+    noise_scheduler = FlowDenoiser.shifted
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
-        super().__init__(loader, lambda params: (1, shape.channels, *shape.grid(params)))
+        super().__init__(loader, shape.latents)
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim), "prompt_mask": (1, None)}
-
-    @override
-    def verify(self, params: Params) -> None:
-        super().verify(params)
-        need(params, "fps", int)
 
     @override
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
@@ -121,23 +107,15 @@ class LtxDenoiser(FlowDenoiser):
         places = torch.cartesian_prod(*axes).T
         return {"coords": torch.stack([place * by for place, by in zip(places, apart, strict=True)])[None]}
 
-    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """The more patches, the longer it stays at high noise."""
-        import numpy as np
-
-        steps, mu = need(params, "num_inference_steps", int), shift(self._scheduler.config, latents.shape[1])
-        return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """The velocity in float32, shaped as the latents."""
-        velocity: Tensor = self._transformer(
+        velocity = self._predicted(
             hidden_states=latents,
             encoder_hidden_states=inputs["prompt_embeds"],
             timestep=timestep,
             encoder_attention_mask=inputs["prompt_mask"],
             video_coords=inputs["coords"],
-            return_dict=False,
-        )[0]
+        )
         return velocity.float()
 
 
@@ -149,7 +127,7 @@ class LtxVae:
 
         self._vae, self._device, self._shape = loader.vae(), loader.device, Shape.of(loader.folder)
         self._rounded = getattr(torch, loader.runtime.dtypes["text_encoder"])
-        self.latents = (1, None, self._shape.channels)
+        self.latents: tuple[int | None, ...] = (1, None, self._shape.channels)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """With each channel's mean and deviation, rounded as the text's embeddings are."""
@@ -212,24 +190,15 @@ class Ltx(DiffusersFamily):
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        """Twice the default length of a video at most."""
         shape = Shape.of(folder)
-        multiple = lcm(PIXEL_MULTIPLE, shape.spatial)
-        return Limits(
-            size_multiple=multiple,
-            min_size=multiple,
-            max_frames=2 * need(defaults, "num_frames", int) - 1,
-            frame_multiple=shape.temporal,
-            max_sequence_length=need(defaults, "max_sequence_length", int),
-        )
+        return shape.bounds(lcm(PIXEL_MULTIPLE, shape.spatial), defaults)
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
         shape = Shape.of(folder)
         each = limits.max_sequence_length * widths["text_encoder"]
         text = text_stage({"prompt_embeds": each * shape.text_dim, "prompt_mask": each}, "guidance_scale")
-        per_pixel = shape.channels * DTYPES["float32"] / shape.spatial**2
-        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal))
+        return with_encoders((text,), shape.room)
 
 
 FAMILY = Ltx()

@@ -29,6 +29,7 @@ from unfuse.models.flow_matching import Packing
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedFamily
 from unfuse.models.text import FAST_TOKENIZERS, with_encoders
+from unfuse.models.whole import component
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
@@ -210,22 +211,14 @@ def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
     block = getattr(diffusers, blocks)().sub_blocks[BLOCKS[spec.kind]]
     _quiet(block)
     part = block.init_pipeline()
-    part.update_components(**{name: _component(name, loader) for name in spec.components})
+    parts = {
+        name: loader.noise_scheduler() if name == "scheduler" else component(name, loader) for name in spec.components
+    }
+    part.update_components(**parts)
     if spec.kind == DENOISE.kind:
         with torch.device("meta"):
             part.vae = getattr(diffusers, loader.class_of("vae")).from_config(loader.folder.config("vae"))
     return part
-
-
-def _component(name: str, loader: Loader) -> Any:
-    if name == "vae":
-        vae = loader.vae()
-        decode = vae.decode
-        vae.decode = lambda latents, **given: decode(latents.to(vae.dtype), **given)  # some blocks do not cast
-        return vae
-    if name == "scheduler":
-        return loader.noise_scheduler()
-    return loader.plain(name) if name == "tokenizer" else loader.model(name)
 
 
 def _quiet(block: Any) -> None:

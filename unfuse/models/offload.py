@@ -34,9 +34,7 @@ class _Device:
         self.guest: _OffloadHook | None = None
 
 
-@cache
-def _device_of(device: torch.device) -> _Device:
-    return _Device(device)
+_device_of = cache(_Device)
 
 
 class _OffloadHook(ModelHook):  # type: ignore[misc]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from unfuse.core.media import Limits
 from unfuse.core.plan import Params
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import PATCH, FlowDenoiser, Packing, shift
+from unfuse.models.flow_matching import PATCH, FlowDenoiser, Packing
 from unfuse.models.folder import ModelFolder
 from unfuse.models.redraw import Redrawing
 from unfuse.stages.base import need
@@ -18,8 +18,6 @@ from unfuse.stages.base import need
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-
-    from unfuse.stages.denoise import NoiseScheduler
 
 DEFAULT_CELLS = 128
 """The pipelines' default size, in latents."""
@@ -41,12 +39,7 @@ class PackedDenoiser(FlowDenoiser):
         noise = torch.randn(grid, generator=generator, device=generator.device, dtype=self.dtype)
         return self._packing.pack(noise)
 
-    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """The more patches, the longer it stays at high noise."""
-        import numpy as np
-
-        steps, mu = need(params, "num_inference_steps", int), shift(self._scheduler.config, latents.shape[1])
-        return self._fresh(latents, sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    noise_scheduler = FlowDenoiser.shifted
 
 
 class PackedFamily(Redrawing):

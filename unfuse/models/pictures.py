@@ -43,13 +43,6 @@ class Grid:
         return (1, self.channels, *sides)
 
 
-def vae_of(folder: ModelFolder) -> tuple[int, int]:
-    """Channels and scale of an AutoencoderKL, by its configuration. Raises ConfigError."""
-    vae = folder.config("vae")
-    with folder.reading("vae"):
-        return int(vae["latent_channels"]), 2 ** (len(vae["block_out_channels"]) - 1)
-
-
 class ProjectedClip(TruthfulText):
     """CLIP's last hidden states but one, `names[0]` (texts, tokens, width), and where there is a second name what it
     projects of all (texts, projected). Texts have as many tokens as CLIP has, whatever the length. A TextEncoder.
@@ -69,7 +62,7 @@ class ProjectedClip(TruthfulText):
 class GridDenoiser(FlowDenoiser):
     """A FlowDenoiser guided by `guidance_scale`, whose latents are a picture in the transformer's dtype."""
 
-    scale = staticmethod(guidance_scale)
+    guidance = staticmethod(guidance_scale)
 
     @override
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
@@ -83,7 +76,7 @@ class GridPictureVae:
 
     def __init__(self, loader: Loader, cast_first: bool = False) -> None:
         self._vae, self._device, self._cast_first = loader.vae(), loader.device, cast_first
-        self.latents = (1, int(self._vae.config.latent_channels), None, None)
+        self.latents: tuple[int | None, ...] = (1, int(self._vae.config.latent_channels), None, None)
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """As a video of one frame."""

@@ -22,7 +22,7 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import PATCH, Packing, decoded, need_channels
+from unfuse.models.flow_matching import PATCH, GridVae, Packing, need_channels
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedDenoiser, PackedFamily
 from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage, with_encoders
@@ -98,15 +98,13 @@ class QwenImageDenoiser(PackedDenoiser):
         mask = inputs["prompt_embeds_mask"]
         lengths = mask.sum(1).tolist()
         longest = max(lengths)
-        velocity: Tensor = self._transformer(
+        return self._predicted(
             hidden_states=latents,
             timestep=timestep.to(latents.dtype) / 1000,
             encoder_hidden_states=inputs["prompt_embeds"][:, :longest],
             encoder_hidden_states_mask=mask[:, :longest] if min(lengths) < longest else None,
             img_shapes=[[(1, *self._packing.patches(params))]] * len(latents),
-            return_dict=False,
-        )[0]
-        return velocity
+        )
 
     @override
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
@@ -119,21 +117,17 @@ class QwenImageDenoiser(PackedDenoiser):
         return rescaled
 
 
-class QwenImageVae:
-    """The VAE; a VaeDecoder."""
+class QwenImageVae(GridVae):
+    """The VAE; a VaeDecoder of patches."""
 
     def __init__(self, loader: Loader) -> None:
-        self._vae, self._device = loader.vae(), loader.device
+        super().__init__(loader, "z_dim")
         self._packing = Packing.of(loader.folder)
         self.latents = (1, None, self._packing.channels * PATCH**2)
 
+    @override
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
-        """As it comes from the packing."""
-        return self._packing.unpack(latents.to(self._device), params).to(self._vae.dtype)
-
-    def decode(self, grid: Tensor) -> Tensor:
-        """Pixels of latents that were normalised per channel."""
-        return decoded(self._vae, grid)
+        return super().unpack(self._packing.unpack(latents, params), params)
 
 
 class QwenImage(PackedFamily):

@@ -20,9 +20,9 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import need_channels, shift
+from unfuse.models.flow_matching import Packing, need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip
 from unfuse.models.text import CLIP_TOKENIZERS, T5_TOKENIZERS, T5Text, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
@@ -52,18 +52,19 @@ class Shape(Grid):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other."""
-        (channels, scale), transformer = vae_of(folder), folder.config("transformer")
+        vae, transformer = Packing.of(folder), folder.config("transformer")
         clips = [folder.config(name) for name in ("text_encoder", "text_encoder_2")]
         with folder.reading("transformer or text_encoder"):
             patch = int(transformer["patch_size"])
             shape = cls(
-                channels, scale, scale * patch, int(transformer["sample_size"]) * scale,
-                int(transformer["pos_embed_max_size"]) * patch * scale, patch, int(transformer["joint_attention_dim"]),
+                vae.channels, vae.scale, vae.scale * patch, int(transformer["sample_size"]) * vae.scale,
+                int(transformer["pos_embed_max_size"]) * patch * vae.scale, patch,
+                int(transformer["joint_attention_dim"]),
                 tuple(int(clip[key]) for clip in clips for key in ("hidden_size", "projection_dim")),
                 int(clips[0]["max_position_embeddings"]),
             )  # fmt: skip
             found = int(transformer["in_channels"])
-        need_channels(folder, channels, found)
+        need_channels(folder, vae.channels, found)
         return shape
 
 
@@ -105,14 +106,12 @@ class Sd3Denoiser(GridDenoiser):
         clip, t5 = torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1), inputs["prompt_embeds_3"]
         clip = torch.nn.functional.pad(clip, (0, t5.shape[-1] - clip.shape[-1]))
         pooled = torch.cat([inputs["pooled_prompt_embeds"], inputs["pooled_prompt_embeds_2"]], -1)
-        velocity: Tensor = self._transformer(
+        return self._predicted(
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=torch.cat([clip, t5], -2),
             pooled_projections=pooled,
-            return_dict=False,
-        )[0]
-        return velocity
+        )
 
 
 class Sd3(GridFamily):

@@ -24,17 +24,15 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import need_channels
+from unfuse.models.flow_matching import Packing, need_channels
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip, vae_of
+from unfuse.models.pictures import Grid, GridDenoiser, GridFamily, ProjectedClip
 from unfuse.models.text import CLIP_TOKENIZERS, text_stage, with_encoders
 from unfuse.stages.base import Stage, need
 from unfuse.stages.guidance import AWAY
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from unfuse.stages.denoise import NoiseScheduler
 
 PIXEL_MULTIPLE = 8
 """The pipeline refuses other sizes, whatever the VAE."""
@@ -56,16 +54,16 @@ class Shape(Grid):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other, or need what is not given."""
-        (channels, scale), unet = vae_of(folder), folder.config("unet")
+        vae, unet = Packing.of(folder), folder.config("unet")
         first, second = folder.config("text_encoder"), folder.config("text_encoder_2")
         with folder.reading("unet or text_encoder"):
             shape = cls(
-                channels, scale, lcm(PIXEL_MULTIPLE, scale), int(unet["sample_size"]) * scale,
+                vae.channels, vae.scale, lcm(PIXEL_MULTIPLE, vae.scale), int(unet["sample_size"]) * vae.scale,
                 widths=(int(first["hidden_size"]), int(second["hidden_size"])),
                 pooled=int(second["projection_dim"]), tokens=int(second["max_position_embeddings"]),
             )  # fmt: skip
             found, distilled = int(unet["in_channels"]), unet.get("time_cond_proj_dim")
-        need_channels(folder, channels, found)
+        need_channels(folder, vae.channels, found)
         if distilled is not None or folder.config("vae").get("latents_mean") is not None:
             raise ConfigError(f"model {folder.path}: its UNet or VAE is not that of Stable Diffusion XL's base")
         return shape
@@ -86,10 +84,6 @@ class SdxlDenoiser(GridDenoiser):
             "pooled_prompt_embeds": (1, shape.pooled),
         }
 
-    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Timesteps as the configuration spaces them."""
-        return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
-
     def constants(self, params: Params) -> dict[str, Tensor]:
         """The size that the picture is to have had, where it was cut, and the size it is to have: it was never cut."""
         import torch
@@ -102,14 +96,12 @@ class SdxlDenoiser(GridDenoiser):
         import torch
 
         added = {"text_embeds": inputs["pooled_prompt_embeds"], "time_ids": inputs["time_ids"]}
-        predicted: Tensor = self._transformer(
+        return self._predicted(
             latents,
             timestep,
             encoder_hidden_states=torch.cat([inputs["prompt_embeds"], inputs["prompt_embeds_2"]], -1),
             added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
-        return predicted
+        )
 
 
 class Sdxl(GridFamily):
@@ -133,14 +125,8 @@ class Sdxl(GridFamily):
     denoiser = SdxlDenoiser
     shape = Shape.of
     starts = {
-        "image": (
-            f"{FILES}_img2img.py",
-            "StableDiffusionXLImg2ImgPipeline",
-        ),
-        "mask": (
-            f"{FILES}_inpaint.py",
-            "StableDiffusionXLInpaintPipeline",
-        ),
+        "image": (f"{FILES}_img2img.py", "StableDiffusionXLImg2ImgPipeline"),
+        "mask": (f"{FILES}_inpaint.py", "StableDiffusionXLInpaintPipeline"),
     }
     whole_steps = True
     adapts = "unet"

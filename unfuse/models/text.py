@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
+from typing_extensions import override
 
 from unfuse.core.media import Room
 from unfuse.core.object_ref import ALIGNMENT
@@ -73,7 +74,16 @@ class TruthfulText:
     def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         """Ids and attention mask of the texts, cut or padded to so many tokens."""
         how = {"padding": padding, "max_length": length, "truncation": True, "return_tensors": "pt"}
-        return self._tokenizer(list(texts), **how).to(self._device)
+        return self._tokenizer(list(texts), return_attention_mask=True, **how).to(self._device)
+
+
+class MaskedText(TruthfulText):
+    """One that does not see padding. `_tokens` may put texts into a template first."""
+
+    @override
+    def likeness(self, text: str, length: int) -> bool:
+        """Whether there is padding: without, no mask is computed with."""
+        return bool(self._tokens([text], length).attention_mask.all())
 
 
 class T5Text(TruthfulText):

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from unfuse.core.plan import Params
+from unfuse.models.whole import casting
 from unfuse.stages.base import need
 from unfuse.stages.media import encode
 
@@ -55,10 +56,7 @@ def _load(asked: Undivided) -> Any:
     dtypes = {name: getattr(torch, dtype) for name, dtype in asked.dtypes.items()}
     pipeline = DiffusionPipeline.from_pretrained(asked.folder, dtype={**dtypes, "default": torch.float32})
     pipeline.set_progress_bar_config(disable=True)
-    decode, dtype = pipeline.vae.decode, pipeline.vae.dtype
-    pipeline.vae.decode = lambda latents, *given, **named: decode(
-        latents.to(dtype), *given, **named
-    )  # some do not cast
+    casting(pipeline.vae)
     return pipeline.to(asked.device)
 
 

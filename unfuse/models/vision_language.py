@@ -6,7 +6,7 @@ picture, embeddings and deepstack features, is what a prompt has in place of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,31 +196,25 @@ def _bounds(said: dict[str, Any], least: int, most: int) -> Bounds:
 
 def _speaking(whole: Any) -> Any:
     """The class of the model without its vision tower."""
-
-    def leave_out(model: Any) -> None:
-        model.model.visual = None
-
-    return _part(whole, leave_out, SEES)
+    return _part(whole, ["model.visual"], SEES)
 
 
 def _seeing(whole: Any) -> Any:
     """The class of the model that has nothing but its vision tower."""
-
-    def leave_out(model: Any) -> None:
-        model.model.language_model = model.lm_head = None
-
-    return _part(whole, leave_out, "language_model", "lm_head", _tied_weights_keys={})
+    spoken = "language_model", "lm_head"
+    return _part(whole, ["model.language_model", "lm_head"], *spoken, _tied_weights_keys={})
 
 
-def _part(whole: Any, leave_out: Callable[[Any], None], *unread: str, **more: Any) -> Any:
-    """A class that makes the model without a part, whose weights are `unread` then, as regular expressions.
+def _part(whole: Any, without: Sequence[str], *unread: str, **more: Any) -> Any:
+    """A class that makes the model without some modules, whose weights are `unread` then, as regular expressions.
 
     transformers finds out by name and module of a class what files call its weights: so it has those of the whole.
     """
 
     def make(model: Any, config: Any) -> None:
         whole.__init__(model, config)
-        leave_out(model)
+        for parent, _, name in (module.rpartition(".") for module in without):
+            setattr(model.get_submodule(parent), name, None)
 
     own = {"__init__": make, "__module__": whole.__module__, "_keys_to_ignore_on_load_unexpected": [*unread]}
     return type(whole.__name__, (whole,), {**own, **more})

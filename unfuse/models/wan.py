@@ -11,27 +11,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits, Room
-from unfuse.core.object_ref import ALIGNMENT, DTYPES
+from unfuse.core.media import Limits
+from unfuse.core.object_ref import DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import DiffusersFamily, Loader
-from unfuse.models.flow_matching import FlowDenoiser, GridVae, decoded, need_channels, norm
+from unfuse.models.flow_matching import FlowDenoiser, GridVae, VideoShape, need_channels, norm
 from unfuse.models.folder import ModelFolder
-from unfuse.models.text import T5_TOKENIZERS, text_stage, with_encoders
+from unfuse.models.text import T5_TOKENIZERS, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import guidance_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from unfuse.stages.denoise import NoiseScheduler
 
 PIXEL_MULTIPLE = 16
 """WanPipeline refuses other sizes, whatever the VAE."""
@@ -49,15 +49,12 @@ SECOND = "guidance_scale_2"
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(VideoShape):
     """Sizes that follow from a model's configurations, and the latents they give a request."""
 
-    channels: int
     text_dim: int
     image_dim: int | None
     """Width of the image embeddings; None of a model that takes no picture."""
-    spatial: int
-    temporal: int
     patch: tuple[int, int, int]
     longest: int
     """Most patches along one axis that the rotary embedding has room for."""
@@ -87,9 +84,9 @@ class Shape:
                 transformer.get("image_dim"),
             )
             shape = cls(
-                own, int(transformer["text_dim"]), image_dim,
-                int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
-                temporal, (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
+                own, int(vae.get("scale_factor_spatial") or 2 ** len(halvings) * (vae.get("patch_size") or 1)),
+                temporal, int(transformer["text_dim"]), image_dim,
+                (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
                 image_dim is not None or channels == temporal + 2 * own,
                 expand, expand and not text, index.get("boundary_ratio"),
             )  # fmt: skip
@@ -101,31 +98,28 @@ class Shape:
         """Channels that stand for a given picture: a mask of the frames it fills, and latents."""
         return self.temporal + self.channels
 
-    def latents(self, params: Params) -> tuple[int, ...]:
-        """(1, channels, frames, height, width) of a request's latents, its sizes rounded as WanPipeline rounds them."""
+    @override
+    def grid(self, params: Params) -> tuple[int, int, int]:
+        """The sizes of a request are rounded as WanPipeline rounds them."""
         frames = need(params, "num_frames", int)
         if frames % self.temporal != 1:
             frames = frames // self.temporal * self.temporal + 1
         rows, columns = self.spatial * self.patch[1], self.spatial * self.patch[2]
         return (
-            1,
-            self.channels,
             (max(frames, 1) - 1) // self.temporal + 1,
             need(params, "height", int) // rows * self.patch[1],
             need(params, "width", int) // columns * self.patch[2],
         )
 
     def limits(self, defaults: Params) -> Limits:
-        """What can be asked for, as far as the configurations say: twice the default length of a video at most."""
+        """What can be asked for, as far as the configurations say."""
         multiple = lcm(PIXEL_MULTIPLE, self.spatial * self.patch[1], self.spatial * self.patch[2])
         longest = min(self.patch[1:]) * self.spatial * self.longest
-        return Limits(
-            size_multiple=multiple,
-            min_size=multiple,
-            max_size=min(Limits().max_size, longest // multiple * multiple),
-            max_frames=min(2 * need(defaults, "num_frames", int) - 1, self._most_frames()),
-            frame_multiple=self.temporal,
-            max_sequence_length=need(defaults, "max_sequence_length", int),
+        usual = self.bounds(multiple, defaults)
+        return replace(
+            usual,
+            max_size=min(usual.max_size, longest // multiple * multiple),
+            max_frames=min(usual.max_frames, self._most_frames()),
         )
 
     def need_room(self, limits: Limits) -> None:
@@ -139,38 +133,20 @@ class Shape:
         return (self.longest * self.patch[0] - 1) * self.temporal + 1
 
 
-class WanText:
-    """Tokenizer and text encoder; `encode` is a TextEncoder's."""
+class WanText(MaskedText):
+    """UMT5; a TextEncoder."""
 
-    def __init__(self, loader: Loader) -> None:
-        self._tokenizer, self._encoder = loader.plain("tokenizer"), loader.model("text_encoder")
-        self._device = loader.device
-
-    def guidance(self, params: Params) -> float:
-        """By the guidance scale."""
-        return guidance_scale(params)
-
-    def likeness(self, text: str, length: int) -> bool:
-        """Whether there is padding: without, no mask is computed with."""
-        return bool(self._tokens([text], length).attention_mask.all())
-
-    def _tokens(self, texts: Sequence[str], length: int) -> Any:
+    @override
+    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-        return self._tokenizer(
-            [prompt_clean(text) for text in texts],
-            padding="max_length",
-            max_length=length,
-            truncation=True,
-            return_attention_mask=True,
-            return_tensors="pt",
-        )
+        return super()._tokens([prompt_clean(text) for text in texts], length, padding)
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); behind a text's own tokens they are zero."""
         tokens = self._tokens(texts, length)
-        mask = tokens.attention_mask.to(self._device)
-        hidden = self._encoder(tokens.input_ids.to(self._device), mask).last_hidden_state
+        mask = tokens.attention_mask
+        hidden = self._encoder(tokens.input_ids, mask).last_hidden_state
         embeds = hidden.new_zeros(hidden.shape, dtype=self._encoder.dtype)
         for row, used in enumerate(mask.sum(1).tolist()):
             embeds[row, :used] = hidden[row, :used]
@@ -184,7 +160,7 @@ class WanDenoiser(FlowDenoiser):
     width), or with a timestep for each token the latents of the first frame.
     """
 
-    scale = staticmethod(guidance_scale)
+    guidance = staticmethod(guidance_scale)
 
     def __init__(self, loader: Loader) -> None:
         self._shape = shape = Shape.of(loader.folder)
@@ -203,10 +179,6 @@ class WanDenoiser(FlowDenoiser):
         super().verify(params)
         if params.get(SECOND) is not None:
             need(params, SECOND, float)
-
-    def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
-        """Timesteps as the configuration spaces them."""
-        return self._fresh(latents, num_inference_steps=need(params, "num_inference_steps", int))
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Mapping[str, Tensor], params: Params) -> Tensor:
         """The velocity, shaped as the latents; of two transformers, each runs the rows that are its own."""
@@ -283,10 +255,6 @@ class WanVae(GridVae):
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader, "z_dim")
 
-    def decode(self, grid: Tensor) -> Tensor:
-        """Pixels of latents that were normalised per channel."""
-        return decoded(self.vae, grid)
-
     def pieces(self, grid: Tensor) -> int:
         """A piece for each latent frame; one where the VAE works in tiles: it decodes each to its end."""
         return 1 if self.vae.use_tiling else grid.shape[2]
@@ -325,7 +293,7 @@ class Wan(DiffusersFamily):
         "scheduler": ("diffusers", ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")),
         "vae": ("diffusers", ("AutoencoderKLWan",)),
     }
-    text_encoders = {"text_encode": WanText}
+    text_encoders = {"text_encode": partial(WanText, guidance=guidance_scale)}
     denoiser = WanDenoiser
     vae = WanVae
     cut = Cut(
@@ -374,10 +342,9 @@ class Wan(DiffusersFamily):
         shape = Shape.of(folder)
         shape.need_room(limits)
         embeds = limits.max_sequence_length * shape.text_dim * widths["text_encoder"]
-        per_pixel = shape.channels * LATENT_BYTES / shape.spatial**2
         text = text_stage({"prompt_embeds": embeds}, "guidance_scale")
         transformers = [name for name in self.components(folder) if name.startswith("transformer")]
-        return with_encoders((text,), Room(ALIGNMENT, per_pixel, shape.temporal), transformers)
+        return with_encoders((text,), shape.room, transformers)
 
 
 FAMILY = Wan()

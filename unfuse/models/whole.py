@@ -235,7 +235,7 @@ def _pipeline(loader: Loader, name: str) -> Any:
     parts = loader.folder.components()
     given = {key: value for key, value in index.items() if key in known and key not in parts and not _is_none(value)}
     given |= {key: None for key, value in index.items() if key in known and _is_none(value)}
-    pipeline = kind(**given, **{part: _component(part, loader) for part in parts if part in known})
+    pipeline = kind(**given, **{part: component(part, loader) for part in parts if part in known})
     for one in (pipeline, *vars(pipeline).values()):
         if isinstance(one, diffusers.DiffusionPipeline):
             one.set_progress_bar_config(disable=True)
@@ -247,14 +247,17 @@ def _is_none(entry: object) -> bool:
     return isinstance(entry, list) and not any(entry)
 
 
-def _component(name: str, loader: Loader) -> Any:
+def component(name: str, loader: Loader) -> Any:
+    """A component, ready for pipelines and their blocks."""
     if not loader.folder.weight_names(name):
         return loader.plain(name)
-    if name != "vae":
-        return loader.model(name)
-    vae = loader.vae()
+    return casting(loader.vae()) if name == "vae" else loader.model(name)
+
+
+def casting(vae: Any) -> Any:
+    """A VAE that takes latents of any dtype: some pipelines do not cast them."""
     decode = vae.decode
-    vae.decode = lambda latents, *given, **named: decode(latents.to(vae.dtype), *given, **named)  # some do not cast
+    vae.decode = lambda latents, *given, **named: decode(latents.to(vae.dtype), *given, **named)
     return vae
 
 

@@ -22,10 +22,10 @@ from unfuse.core.media import Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
-from unfuse.models.flow_matching import FlowDenoiser, need_channels, shift
+from unfuse.models.flow_matching import FlowDenoiser, Packing, need_channels, shift
 from unfuse.models.folder import ModelFolder
-from unfuse.models.pictures import Grid, GridFamily, GridPictureVae, vae_of
-from unfuse.models.text import FAST_TOKENIZERS, TruthfulText, text_stage, with_encoders
+from unfuse.models.pictures import Grid, GridFamily, GridPictureVae
+from unfuse.models.text import FAST_TOKENIZERS, MaskedText, text_stage, with_encoders
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import need
 from unfuse.stages.guidance import TOWARDS, guidance_scale
@@ -52,14 +52,15 @@ class Shape(Grid):
     @classmethod
     def of(cls, folder: ModelFolder) -> Shape:
         """Read the configurations. Raises ConfigError when they do not fit each other."""
-        (channels, scale), transformer = vae_of(folder), folder.config("transformer")
+        vae, transformer = Packing.of(folder), folder.config("transformer")
         with folder.reading("transformer"):
             sides = PATCH in transformer["all_patch_size"] and FRAMES in transformer["all_f_patch_size"]
-            multiple = scale * PATCH
+            multiple = vae.scale * PATCH
             longest, text_dim = min(map(int, transformer["axes_lens"][1:])), int(transformer["cap_feat_dim"])
-            shape = cls(channels, scale, multiple, USUAL // multiple * multiple, longest * multiple, text_dim)
+            usual = USUAL // multiple * multiple
+            shape = cls(vae.channels, vae.scale, multiple, usual, longest * multiple, text_dim)
             found = int(transformer["in_channels"])
-        need_channels(folder, channels, found)
+        need_channels(folder, vae.channels, found)
         if not sides or transformer.get("siglip_feat_dim") is not None:
             raise ConfigError(f"model {folder.path}: its transformer sees more than text, or other patches")
         return shape
@@ -70,12 +71,12 @@ def beyond(params: Params) -> float:
     return 1.0 + guidance_scale(params)
 
 
-class ChatText(TruthfulText):
+class ChatText(MaskedText):
     """A language model's hidden states but one layer; a TextEncoder."""
 
     def encode(self, texts: Sequence[str], length: int) -> dict[str, Tensor]:
         """`prompt_embeds` (texts, length, text dim); `prompt_embeds_mask` (texts, length) is 1 at a text's tokens."""
-        tokens = self._chat(texts, length)
+        tokens = self._tokens(texts, length)
         used = tokens.attention_mask.bool()
         given = {"input_ids": tokens.input_ids, "attention_mask": used}
         hidden = self._encoder(**given, output_hidden_states=True).hidden_states[-2]
@@ -86,20 +87,16 @@ class ChatText(TruthfulText):
         return {"prompt_embeds": embeds, "prompt_embeds_mask": mask}
 
     @override
-    def likeness(self, text: str, length: int) -> bool:
-        """Whether there is padding: without, no mask is computed with."""
-        return bool(self._chat([text], length).attention_mask.all())
-
-    def _chat(self, texts: Sequence[str], length: int) -> Any:
+    def _tokens(self, texts: Sequence[str], length: int, padding: str = "max_length") -> Any:
         how = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": True}
         said = [self._tokenizer.apply_chat_template([{"role": "user", "content": text}], **how) for text in texts]
-        return self._tokens(said, length)
+        return super()._tokens(said, length, padding)
 
 
 class ZImageDenoiser(FlowDenoiser):
     """Transformer and the configuration of its noise scheduler; a Denoiser."""
 
-    first, scale = TOWARDS, staticmethod(beyond)
+    first, guidance = TOWARDS, staticmethod(beyond)
 
     def __init__(self, loader: Loader) -> None:
         shape = Shape.of(loader.folder)

@@ -11,17 +11,10 @@ from unfuse.parallel.group import Axis
 Half = Callable[[], Tensor]
 
 
-class Halves:
-    """Both halves of guidance, computed side by side on two ranks; each gets both, as one rank would compute them."""
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-
-    def __call__(self, towards: Half, away: Half) -> tuple[Tensor, Tensor]:
-        """What both halves give."""
-        own = (towards, away)[self._axis.rank]()
-        first, second = self._axis.gather(own).unbind(0)
-        return first, second
+def side_by_side(axis: Axis, towards: Half, away: Half) -> tuple[Tensor, Tensor]:
+    """Both halves, on a rank each; both ranks get both, as one rank would compute them."""
+    first, second = axis.gather((towards, away)[axis.rank]()).unbind(0)
+    return first, second
 
 
 def in_turn(towards: Half, away: Half) -> tuple[Tensor, Tensor]:

@@ -71,16 +71,13 @@ class _Pair:
             *at, is_master=gives, timeout=limit, wait_for_workers=False, master_listen_fd=listens if gives else None
         )
         self._gives, self._device = gives, torch.device("cpu" if backend == "gloo" else device)
-        self._group: Any
         if backend == "gloo":
-            options = c10d.ProcessGroupGloo._Options()
-            options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = limit
-            self._group = c10d.ProcessGroupGloo(store, rank, 2, options)
+            kind, options = c10d.ProcessGroupGloo, c10d.ProcessGroupGloo._Options()
+            options._devices = [kind.create_device(hostname=host)]
         else:
-            options = c10d.ProcessGroupNCCL.Options()
-            options._timeout = limit
-            self._group = c10d.ProcessGroupNCCL(store, rank, 2, options)
+            kind, options = c10d.ProcessGroupNCCL, c10d.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        self._group: Any = kind(store, rank, 2, options)
 
     def move(self, data: torch.Tensor) -> None:
         """Give bytes, or take them."""

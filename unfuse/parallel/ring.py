@@ -13,20 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from unfuse.parallel.group import Axis
-from unfuse.parallel.sequence import Attend, Shares
+from unfuse.parallel.sequence import Shares
 
 
-class Ring(Attend):
-    """Attention in a ring of ranks, each of which stands for `heads.size` neighbours that hold a part of its heads."""
+class Ring:
+    """Attention in a ring of ranks, each of which stands for `heads.size` neighbours that hold a part of its heads. An
+    Attend.
+    """
 
     def __init__(self, ring: Axis, heads: Axis) -> None:
         self._ring, self._heads = ring, heads
 
-    @override
     def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+        """What this rank's tokens get of all."""
         near = self._heads.size
         if near > 1:
             each = torch.unflatten(torch.stack([q, k, v]), 2, (near, -1)).movedim(2, 0)

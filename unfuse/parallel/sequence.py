@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -68,13 +67,7 @@ class Shares:
     def _own(self, piece: Tensor, axis: int, share: int) -> Tensor:
         there = piece.shape[axis]
         start = min(self.axis.rank * share, there)
-        own = piece.narrow(axis, start, min(share, there - start))
-        missing = share - own.shape[axis]
-        if not missing:
-            return own
-        shape = [*own.shape]
-        shape[axis] = missing
-        return torch.cat([own, own.new_zeros(shape)], axis)
+        return _padded(piece.narrow(axis, start, min(share, there - start)), axis, share)
 
     def joined(self, shares: Tensor, axis: int, segments: Sequence[str]) -> Tensor:
         """The whole of shares (ranks, …), along that axis of each, in the order of the segments."""
@@ -91,18 +84,14 @@ class Shares:
         parts, pieces = [], torch.split(whole, [self.lengths[segment] for segment in self.order], axis)
         for segment, part in zip(self.order, pieces, strict=True):
             share = self.share(segment)
-            missing = share * self.axis.size - part.shape[axis]
-            shape = [*part.shape]
-            shape[axis] = missing
-            padded = torch.cat([part, part.new_zeros(shape)], axis) if missing else part
+            padded = _padded(part, axis, share * self.axis.size)
             parts.append(torch.unflatten(padded, axis, (self.axis.size, share)).movedim(axis, 0))
         return torch.cat(parts, axis + 1)
 
 
-class Attend(ABC):
+class Attend(Protocol):
     """Attention over the tokens of all ranks."""
 
-    @abstractmethod
     def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
         """What this rank's tokens (rows, heads, tokens, width) get of all; a mask is for all tokens, in order."""
 
@@ -129,6 +118,13 @@ class _Replaced(TorchFunctionMode):
         if mask is not None and mask.shape[-1] != shares.whole:
             mask = shares.joined(shares.axis.gather(mask), mask.dim() - 1, shares.order)
         return self._attend(shares, q, k, v, mask, **given)
+
+
+def _padded(tensor: Tensor, axis: int, length: int) -> Tensor:
+    """A tensor of that length along an axis, with zeros behind its own values; itself, if none are missing."""
+    shape = [*tensor.shape]
+    shape[axis] = length - tensor.shape[axis]
+    return torch.cat([tensor, tensor.new_zeros(shape)], axis) if shape[axis] else tensor
 
 
 def spread(model: Module, cut: Cut, axis: Axis, attend: Attend) -> None:

@@ -12,19 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from typing_extensions import override
 
-from unfuse.parallel.sequence import TOKENS, Attend, Shares
+from unfuse.parallel.sequence import TOKENS, Shares
 
 
-class Ulysses(Attend):
-    """Attention by heads."""
-
-    @override
-    def __call__(self, shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
-        axis = shares.axis
-        each = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
-        q, k, v = shares.joined(axis.transpose(each), TOKENS + 1, shares.order).unbind(0)
-        made = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
-        back = axis.transpose(shares.apart(made, TOKENS))
-        return back.movedim(0, 1).flatten(1, 2)
+def ulysses(shares: Shares, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **more: Any) -> Tensor:
+    """Attention by heads; an Attend."""
+    axis = shares.axis
+    each = torch.unflatten(torch.stack([q, k, v]), 2, (axis.size, -1)).movedim(2, 0)
+    q, k, v = shares.joined(axis.transpose(each), TOKENS + 1, shares.order).unbind(0)
+    made = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, **more)
+    back = axis.transpose(shares.apart(made, TOKENS))
+    return back.movedim(0, 1).flatten(1, 2)

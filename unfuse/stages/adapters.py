@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings
 
 import xxhash
+from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, PermanentError
 from unfuse.core.parameters import scales
@@ -173,57 +174,61 @@ class Adapters:
     def _load(self, name: str, id: str) -> None:
         from safetensors import SafetensorError
 
-        file, model = str(self._loras.file(name, id)), self._transformer
+        file = self._loras.file(name, id)
+        try:
+            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
+                self._apply(name, id, file)
+        except (*BROKEN, SafetensorError) as error:
+            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        for part in self._parts():
+            for key, tensor in part.named_parameters():
+                if id in key.split(".") and not tensor.is_meta:  # as where the layer is on another rank
+                    tensor.data = tensor.data.to(self._device)
+
+    def _parts(self) -> list[Any]:
+        """What may have been adapted."""
+        return [self._transformer]
+
+    def _apply(self, name: str, id: str, file: Path) -> None:
+        model = self._transformer
         how: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
         how |= {"return_alphas": True, "return_lora_metadata": True}
         if self._part == UNET:
             how["unet_config"] = model.config  # by which other tools' numbers of blocks are read
-        try:
-            tensors, *alphas, metadata = self._pipeline().lora_state_dict(file, **how)
-            self._loras.file(name, id)  # it was not changed while it was read
-            if self._part == UNET:
-                from diffusers.utils import convert_unet_state_dict_to_peft
+        tensors, *alphas, metadata = self._pipeline().lora_state_dict(str(file), **how)
+        self._loras.file(name, id)  # it was not changed while it was read
+        if self._part == UNET:
+            from diffusers.utils import convert_unet_state_dict_to_peft
 
-                tensors = convert_unet_state_dict_to_peft(tensors)
-            if misfit := _misfit(model, tensors, f"{self._part}."):
-                raise PermanentError(f"lora {name!r} {misfit}")
-            how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
-            how |= {"prefix": self._part}
-            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
-                model.load_lora_adapter(tensors, adapter_name=id, **how)
-        except (*BROKEN, SafetensorError) as error:
-            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-        for key, tensor in model.named_parameters():
-            if id in key.split(".") and not tensor.is_meta:  # as where the layer is on another rank
-                tensor.data = tensor.data.to(self._device)
+            tensors = convert_unet_state_dict_to_peft(tensors)
+        if misfit := _misfit(model, tensors, f"{self._part}."):
+            raise PermanentError(f"lora {name!r} {misfit}")
+        how = {"network_alphas": (alphas or [None])[0], "metadata": metadata, "low_cpu_mem_usage": True}
+        model.load_lora_adapter(tensors, adapter_name=id, prefix=self._part, **how)
 
 
 class PipelineAdapters(Adapters):
     """Those of a whole pipeline, put where its own loader puts them, text encoders too."""
 
+    @override
     def _forget(self, id: str) -> None:
         self._transformer.delete_adapters(id)
 
-    def _load(self, name: str, id: str) -> None:
-        from safetensors import SafetensorError
+    @override
+    def _parts(self) -> list[Any]:
+        return [part for part in self._transformer.components.values() if hasattr(part, "named_parameters")]
 
-        file, pipeline = self._loras.file(name, id), self._transformer
+    @override
+    def _apply(self, name: str, id: str, file: Path) -> None:
+        pipeline = self._transformer
         how = {"use_safetensors": True, "local_files_only": True, "low_cpu_mem_usage": True}
-        try:
-            with catch_warnings(action="ignore", category=UserWarning):  # that there are several adapters now
-                pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
-            self._loras.file(name, id)  # it was not changed while it was read
-        except (*BROKEN, SafetensorError) as error:
-            raise PermanentError(f"lora {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name, adapter_name=id, **how)
+        self._loras.file(name, id)  # it was not changed while it was read
         adapted = {part for part, names in pipeline.get_list_adapters().items() if id in names}
         if not adapted & {"transformer", UNET}:
             if adapted:
                 pipeline.delete_adapters(id)
             raise PermanentError(f"lora {name!r} has nothing for this model's denoiser: it was made for another one")
-        for part in pipeline.components.values():
-            for key, tensor in part.named_parameters() if hasattr(part, "named_parameters") else ():
-                if id in key.split("."):
-                    tensor.data = tensor.data.to(self._device)
 
 
 def _misfit(transformer: Any, tensors: Mapping[str, Tensor], prefix: str) -> str:

@@ -62,15 +62,12 @@ class OpenOutput(Protocol):
     @property
     def tensors(self) -> Mapping[str, Any]:
         """The tensors by name, to be written."""
-        ...
 
     def due(self, name: str, elements: int) -> bool:
         """Whether others can read more once so many elements of a tensor, and all tensors before it, are written."""
-        ...
 
     def written(self, name: str, elements: int) -> None:
         """These are written, and do not change any more. Never fails."""
-        ...
 
 
 class Receiving(Protocol):
@@ -78,11 +75,9 @@ class Receiving(Protocol):
 
     def take(self, piece: Any) -> None:
         """Take the next bytes of the object, a tensor of uint8 that changes afterwards."""
-        ...
 
     def drop(self) -> None:
         """The task will not begin."""
-        ...
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
@@ -99,7 +94,6 @@ class HasTexts(Protocol):
 
     def load(self) -> TextLoad:
         """The present numbers."""
-        ...
 
 
 class Stage(ABC):
@@ -384,8 +378,8 @@ def need(params: Params, name: str, kind: type[T]) -> T:
     return value
 
 
-def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> None:
-    """Raise PermanentError unless the task has a tensor of that shape (None: any length).
+def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole: bool = False) -> Tensor:
+    """The task's tensor of this name. Raises PermanentError unless it is there, of that shape (None: any length).
 
     It must be floating point; where it is to be of `whole` numbers, it must not.
     """
@@ -397,3 +391,4 @@ def need_tensor(task: StageInput, name: str, shape: Sequence[int | None], whole:
         sides = "×".join("any" if side is None else str(side) for side in shape)
         found = f"{tensor.dtype} of {tuple(tensor.shape)}"
         raise PermanentError(f"input {name} must be {'integer' if whole else 'floating point'} of {sides}, not {found}")
+    return tensor

@@ -14,7 +14,7 @@ from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import PermanentError
 from unfuse.core.plan import Params
 from unfuse.parallel.group import Mesh
-from unfuse.parallel.guidance import Halves, in_turn
+from unfuse.parallel.guidance import in_turn, side_by_side
 from unfuse.stages import noise_state
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import Checkpoint, JointStage, Media, StageInput, StageOutput, need, need_tensor
@@ -38,92 +38,60 @@ class NoiseScheduler(Protocol):
 
     def scale_model_input(self, sample: Tensor, timestep: Tensor) -> Tensor:
         """The sample as the transformer is to see it; where there is no such method, it sees it as it is."""
-        ...
 
     def step(self, model_output: Tensor, timestep: Tensor, sample: Tensor, *, return_dict: bool) -> tuple[Tensor, ...]:
         """The sample after one step, first in a tuple when `return_dict` is false."""
-        ...
 
 
 class Denoiser(Protocol):
     """What a family provides for denoising: its transformer, and the noise scheduler's configuration."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the transformer."""
-        ...
-
-    @property
-    def transformers(self) -> Sequence[torch.nn.Module]:
-        """The modules that predict; most families have one."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the transformer; floating-point inputs are converted to it."""
-        ...
-
-    @property
-    def embeds(self) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of the inputs made from the prompt, and under guidance from its negative too; None is any length."""
-        ...
-
-    @property
-    def masks(self) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of further such inputs, of whole numbers: they keep their dtype."""
-        ...
-
-    @property
-    def conditions(self) -> Mapping[str, tuple[int | None, ...]]:
-        """Shapes of further inputs, which both halves of guidance share; they keep their dtype."""
-        ...
-
-    @property
-    def first(self) -> str:
-        """TOWARDS or AWAY: the half of guidance that comes first in the forward which both share in an undivided
-        pipeline; "" where each has its own.
-        """
-        ...
+    device: torch.device
+    """The device of the transformer."""
+    transformers: tuple[torch.nn.Module, ...]
+    """The modules that predict; most families have one."""
+    dtype: torch.dtype
+    """The dtype of the transformer; floating-point inputs are converted to it."""
+    embeds: Mapping[str, tuple[int | None, ...]]
+    """Shapes of the inputs made from the prompt, and under guidance from its negative too; None is any length."""
+    masks: Mapping[str, tuple[int | None, ...]]
+    """Shapes of further such inputs, of whole numbers: they keep their dtype."""
+    conditions: Mapping[str, tuple[int | None, ...]]
+    """Shapes of further inputs, which both halves of guidance share; they keep their dtype."""
+    first: str
+    """TOWARDS or AWAY: the half of guidance that comes first in the forward which both share in an undivided
+    pipeline; "" where each has its own.
+    """
 
     def verify(self, params: Params) -> None:
         """Raise PermanentError unless the parameters hold what the other methods read."""
-        ...
 
     def guidance(self, params: Params) -> float:
         """The request's guidance scale."""
-        ...
 
     def draw(self, params: Params, generator: torch.Generator) -> Tensor:
         """Noise as the request's first latents, with a batch axis of 1, on the generator's device."""
-        ...
 
     def constants(self, params: Params) -> Inputs:
         """What `predict` needs of a request beside the inputs, with a batch axis of 1."""
-        ...
 
     def noise_scheduler(self, params: Params, latents: Tensor) -> NoiseScheduler:
         """A new noise scheduler for one request, at its first step."""
-        ...
 
     def predict(self, latents: Tensor, timestep: Tensor, inputs: Inputs, params: Params) -> Tensor:
         """The transformer's output for latents (rows, …) at timesteps (rows); `params` are any row's: sizes agree."""
-        ...
 
     def combine(self, towards: Tensor, away: Tensor, scale: float, timestep: Tensor, params: Params) -> Tensor:
         """One request's prediction, of those for its prompt and its negative, at a guidance scale above 1."""
-        ...
 
     def phase(self, timestep: Tensor) -> Hashable:
         """What timesteps must have in common, so that rows are computed in one forward."""
-        ...
 
     def parts(self, latents: Tensor) -> int:
         """How many rows the transformer makes of one, somewhere inside."""
-        ...
 
     def settle(self, latents: Tensor, inputs: Inputs) -> Tensor:
         """One request's latents after its last step, in the form that is handed on."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -171,7 +139,7 @@ class Denoise(JointStage[DenoiseState, Tensor]):
         self._features = FeatureCache(denoiser.transformers)
         self.exact = options.batching != "batched"
         apart = mesh is not None and "cfg" in mesh.degrees
-        self._halves = Halves(mesh.axis("cfg")) if mesh is not None and apart else in_turn
+        self._halves = partial(side_by_side, mesh.axis("cfg")) if mesh is not None and apart else in_turn
         self._paired = self.exact and bool(denoiser.first)
         self._fused = (options.fused or self._paired) and not apart
         self.differs_alone = self.exact and options.guidance_halves == "auto" and not (apart or self._paired)

@@ -23,11 +23,9 @@ class ImageEncoder(Protocol):
 
     def verify(self, params: Params) -> None:
         """Raise PermanentError unless the parameters hold what `encode` reads."""
-        ...
 
     def encode(self, pictures: Sequence[Image.Image], params: Params) -> Tensors:
         """Tensors by name, with a batch axis of one row a picture; `params` are any request's: sizes agree."""
-        ...
 
 
 class ImageEncode(Stage):

@@ -7,7 +7,7 @@ sequence that comes from another worker, one whose blocks were taken, and one of
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,12 +21,12 @@ from unfuse.core.errors import PermanentError
 from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
-from unfuse.stages.base import JointStage, Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
+from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
 from unfuse.stages.constraint import Constraint, Grammars
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
-from unfuse.stages.sequences import Growing, Sequences
+from unfuse.stages.sequences import PROMPT, Growing, PromptStage, Sequences
 from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
     from unfuse.parallel.group import Group
 
-
-PROMPT = "prompt"
-"""The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
 MADE_UP = 16
 """Tokens of the prompts that stages warm up with."""
@@ -57,28 +54,16 @@ class Prefilling(Growing):
     before: int = 0
 
 
-class Prefill(JointStage[Prefilling, int]):
+class Prefill(PromptStage[Prefilling, int]):
     """Computes the KV of all tokens of a prompt but the last one, which `decode` begins with."""
 
     kind = "prefill"
-    uploads = (PROMPT,)
-
-    def __init__(self, sequences: Sequences) -> None:
-        self.texts = self._sequences = sequences
 
     @override
     def warm_up(self) -> None:
         kv = self._sequences.begin(0)
         self._sequences.forward([Growing(kv, [0] * MADE_UP)], exact=self.exact)
         self._sequences.end(kv)
-
-    @override
-    def verify(self, task: StageInput) -> None:
-        verify_prompt(task)
-
-    @override
-    def batch_key(self, params: Params) -> Hashable:
-        return ()
 
     @override
     def start(self, task: StageInput) -> Prefilling:
@@ -191,20 +176,19 @@ class ReceivedKv(Receiving):
         self._sequences.end(self.kv)
 
 
-class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
+class Decode(PromptStage[Writing, "tuple[int, Sampled | None]"]):
     """Makes one token a step, once all that are there are in the KV.
 
     Of several ranks, a `group`, the first one draws, and follows grammars; the others go on with what it has drawn.
     """
 
     kind = "decode"
-    uploads = (PROMPT,)
     goes_ahead = all_together = True
 
     def __init__(
         self, sequences: Sequences, tokenizer: Tokenizer, grammars: Grammars, group: Group | None = None
     ) -> None:
-        self.texts = self._sequences = sequences
+        super().__init__(sequences)
         self._tokenizer, self._grammars, self._group = tokenizer, grammars, group
 
     @override
@@ -223,16 +207,8 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         self.grown(made)
 
     @override
-    def verify(self, task: StageInput) -> None:
-        verify_prompt(task)
-
-    @override
     def uploads_of(self, params: Params) -> Sequence[str]:
         return (PROMPT, GRAMMAR) if params.get(GRAMMAR) else (PROMPT,)
-
-    @override
-    def batch_key(self, params: Params) -> Hashable:
-        return ()
 
     @override
     def receive(self, params: Params, priority: int, names: Collection[str]) -> ReceivedKv | None:
@@ -353,12 +329,6 @@ class Decode(JointStage[Writing, "tuple[int, Sampled | None]"]):
         if state.constraint:
             self._sequences.constraints.discard(state.constraint)
             state.constraint.close()
-
-
-def verify_prompt(task: StageInput) -> None:
-    """Raise PermanentError for a prompt of another length than was said."""
-    if len(unpacked(task.uploads[PROMPT])) != need(task.params, "prompt_tokens", int):
-        raise PermanentError("the prompt is not as long as it was said to be")
 
 
 def _draw(state: Writing, logits: Tensor) -> Drawn:

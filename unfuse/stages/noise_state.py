@@ -23,13 +23,9 @@ def save(scheduler: object, fresh: object) -> tuple[dict[str, Tensor], dict[str,
     Raises PermanentError when it remembers something else.
     """
     tensors: dict[str, Tensor] = {}
-    values: dict[str, Any] = {}
     before = vars(fresh)
-    for name, value in vars(scheduler).items():
-        if name in before and _equal(value, before[name]):
-            continue
-        values[name] = _taken(f"scheduler.{name}", value, tensors)
-    return tensors, values
+    changed = {n: value for n, value in vars(scheduler).items() if n not in before or not _equal(value, before[n])}
+    return tensors, {name: _taken(f"scheduler.{name}", value, tensors) for name, value in changed.items()}
 
 
 def resume(scheduler: object, tensors: Mapping[str, Tensor | None], values: Mapping[str, Any], device: Any) -> None:

@@ -25,13 +25,10 @@ class NoBlocks(TransientError):
 
 @dataclass(frozen=True)
 class KvUsage:
-    """What is taken: blocks; `waste`, the tokens that taken blocks have room for and do not hold; runs of sequences."""
+    """How many blocks there are, and how many of them are taken."""
 
     blocks: int
     used: int
-    waste: int
-    sequences: int
-    runs: int
 
     @property
     def free(self) -> int:
@@ -127,9 +124,7 @@ class PagedKv:
 
     def usage(self) -> KvUsage:
         """The present numbers."""
-        used = self._blocks - self._gaps.free
-        held, runs = (sum(getattr(one, name) for one in self._grown) for name in ("length", "runs"))
-        return KvUsage(self._blocks, used, used * self.block - held, len(self._grown), runs)
+        return KvUsage(self._blocks, self._blocks - self._gaps.free)
 
     def _take(self, sequence: KvSequence, runs: list[Span], wanted: int) -> list[Span]:
         """These runs and so many blocks more. Raises NoBlocks, with nothing taken."""
@@ -165,11 +160,6 @@ class KvSequence:
         self._runs: list[Span] = []
         self.length = 0
         """Tokens that it has room for, all of which count."""
-
-    @property
-    def runs(self) -> int:
-        """The pieces that it lies in."""
-        return len(self._runs)
 
     @property
     def blocks(self) -> int:

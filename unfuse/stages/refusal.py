@@ -36,10 +36,6 @@ def refusal(config: Mapping[str, Any], sees: bool = False) -> str:
     rope = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
     if sees and rope.pop("mrope_section", None):
         rope = {name: "default" if value == "mrope" else value for name, value in rope.items()}
-    return _rope_refusal(rope)
-
-
-def _rope_refusal(rope: Mapping[str, Any]) -> str:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if "mrope_section" in rope or any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary positions have several sections or differ by layer: only one kind of position is served"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from unfuse.core.text import CHUNK, TextLoad
+from typing_extensions import override
+
+from unfuse.core.errors import PermanentError
+from unfuse.core.plan import Params
+from unfuse.core.text import CHUNK, TextLoad, unpacked
 from unfuse.core.vision import SHOWN, Vision
-from unfuse.stages.base import StageInput, Tensors
+from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors, need
 from unfuse.stages.constraint import Constraint
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
@@ -20,6 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unfuse.parallel.group import Axis
+
+
+PROMPT = "prompt"
+"""The upload that has the ids of a prompt's tokens, as `core.text.packed` has them."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,25 @@ class Sequences:
                     return False
                 last.free()
                 self.retracted += 1
+
+
+class PromptStage(JointStage[State, Computed]):
+    """A stage of sequences that begin with a prompt, all of which may share a forward."""
+
+    uploads = (PROMPT,)
+
+    def __init__(self, sequences: Sequences) -> None:
+        self.texts = self._sequences = sequences
+
+    @override
+    def verify(self, task: StageInput) -> None:
+        """Raise PermanentError for a prompt of another length than was said."""
+        if len(unpacked(task.uploads[PROMPT])) != need(task.params, "prompt_tokens", int):
+            raise PermanentError("the prompt is not as long as it was said to be")
+
+    @override
+    def batch_key(self, params: Params) -> Hashable:
+        return ()
 
 
 def open_model(

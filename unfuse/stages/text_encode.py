@@ -19,15 +19,12 @@ class TextEncoder(Protocol):
 
     def guidance(self, params: Params) -> float:
         """The request's guidance scale: the negative prompt is encoded where that applies."""
-        ...
 
     def encode(self, texts: Sequence[str], length: int) -> Tensors:
         """Embeddings by name, with a batch axis of one row a text, each text cut or padded to `length` tokens."""
-        ...
 
     def likeness(self, text: str, length: int) -> Hashable:
         """What texts of one such length must have in common to be encoded together as they are alone."""
-        ...
 
 
 class TextEncode(Stage):

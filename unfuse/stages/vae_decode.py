@@ -25,18 +25,14 @@ from unfuse.stages.media import Recording, need_format, record
 class VaeDecoder(Protocol):
     """What a family says about decoding: a VAE in memory."""
 
-    @property
-    def latents(self) -> tuple[int | None, ...]:
-        """Shape of the latents a request brings, with a batch axis of 1; None is any length."""
-        ...
+    latents: tuple[int | None, ...]
+    """Shape of the latents a request brings, with a batch axis of 1; None is any length."""
 
     def unpack(self, latents: Tensor, params: Params) -> Tensor:
         """A request's latents as a grid (1, channels, frames, height, width), on the VAE's device and in its dtype."""
-        ...
 
     def decode(self, grid: Tensor) -> Tensor:
         """Pixels (requests, 3, frames, height, width), −1 to 1, for a grid of one or more requests."""
-        ...
 
 
 @runtime_checkable
@@ -45,14 +41,12 @@ class CausalDecoder(VaeDecoder, Protocol):
 
     def pieces(self, grid: Tensor) -> int:
         """How many pieces the pixels of a request come in, by its grid."""
-        ...
 
     def decode_pieces(self, grid: Tensor) -> Iterator[Tensor]:
         """These pieces (1, 3, frames, height, width): joined along frames, they are what `decode` makes, bit for bit.
 
         Between two of them, others may be decoded.
         """
-        ...
 
 
 @dataclass
@@ -87,7 +81,8 @@ class VaeDecode(SteppedStage[Decoding]):
 
     @override
     def start(self, task: StageInput) -> Decoding:
-        grid = self._decoder.unpack(_latents(task), task.params)
+        latents = need_tensor(task, "latents", self._decoder.latents)
+        grid = self._decoder.unpack(latents, task.params)
         recording = record(task.params)
         if isinstance(self._decoder, CausalDecoder) and (pieces := self._decoder.pieces(grid)) > 1:
             return Decoding(grid, pieces, self._decoder.decode_pieces(grid), recording)
@@ -122,13 +117,6 @@ def _added(state: Decoding, pixels: Iterator[Tensor]) -> Decoding | Exception:
         return error
     state.done += 1
     return state
-
-
-def _latents(task: StageInput) -> Tensor:
-    latents = task.tensors["latents"]
-    if latents is None:
-        raise PermanentError("input latents is missing")
-    return latents
 
 
 def to_pixels(video: Tensor) -> NDArray[np.uint8]:

@@ -48,7 +48,6 @@ class VisionEncoder(Protocol):
 
     def encode(self, views: Sequence[View]) -> list[Seen]:
         """What it sees in each. Raises PermanentError for a grid that is not theirs."""
-        ...
 
 
 class VisionEncode(Stage):
@@ -84,11 +83,11 @@ class VisionEncode(Stage):
     @torch.no_grad()
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
         views = [View(_images(task), _grid(task.params), need(task.params, "images", int) > 0) for task in batch]
-        return [_output(task, seen) for task, seen in zip(batch, self._encoder.encode(views), strict=True)]
-
-
-def _output(task: StageInput, seen: Seen) -> StageOutput:
-    return StageOutput(dict(zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)))
+        outputs = []
+        for task, seen in zip(batch, self._encoder.encode(views), strict=True):
+            named = zip(_names(task, len(seen.deep)), (seen.embeddings, *seen.deep), strict=True)
+            outputs.append(StageOutput(dict(named)))
+        return outputs
 
 
 def _names(task: StageInput, deep: int) -> list[str]:

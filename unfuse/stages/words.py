@@ -16,7 +16,6 @@ class Tokenizer(Pieces, Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids."""
-        ...
 
 
 class Words:
