@@ -32,6 +32,7 @@ from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.fetching import Fetching
+from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
@@ -168,15 +169,15 @@ class Service:
             fetching = Fetching(options.image_hosts)
             stack.push_async_callback(webhooks.close)
             stack.push_async_callback(fetching.close)
-            app = create_app(
+            gateway = Gateway(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
                 loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
-                prices=options.prices, fetching=fetching, joining=crews,
+                cancels=options.cancels, reuses=options.reuses, webhooks=webhooks, prices=options.prices,
+                fetching=fetching, joining=crews,
             )  # fmt: skip
-            gateway = HttpServer(app, options.bounds, options.access)
-            serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
             webhooks.start(scheduler)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
@@ -197,7 +198,7 @@ class Service:
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
                 await crews.stop(0 if self._stop_now.is_set() else options.drain_timeout)
-                gateway.should_exit = True
+                server.should_exit = True
                 await serving
 
     @contextlib.asynccontextmanager
