@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Annotated
 
 import structlog
 from anyio import CapacityLimiter, to_thread
+from fastapi import Depends
 from msgspec.structs import replace
 from starlette.requests import Request
 from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import (
-    InvalidParameter,
-    NotFound,
-    Overloaded,
-    ResultsUnavailable,
-    UnknownModel,
-)
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
 from unfuse.core.request import LOADING, Record, RequestContext
 from unfuse.scheduler.observer import Observer
@@ -211,29 +207,23 @@ class Gateway(Observer):
         self._no_room = why
         return not (why or waiting), waiting
 
-    async def finished(self, record: Record) -> Record:
+    async def completed(self, id: str) -> RequestContext:
         """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
-        Raises Refusal when the queue closes first.
+        Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated.
         """
-        async for _ in self.queue.watch(record.context.id):
+        async for _ in self.queue.watch(id):
             pass
-        record = await self.queue.load(record.context.id)
-        if not record.context.over:
-            message = f"the server is stopping; {record.context.id} may still be completed"
+        context = (await self.queue.load(id)).context
+        if context.status == "completed":
+            return context
+        if not context.over:
+            message = f"the server is stopping; {id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
-        return record
-
-
-def require_result(context: RequestContext) -> None:
-    """Raise Refusal for a request that ended without a result; the client must not repeat the call."""
-    if context.status == "completed":
-        return
-    final = {"x-should-retry": "false"}
-    why = context.error.message if context.error else f"the request was {context.status}"
-    code = context.error.code if context.error else context.status
-    status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
-    raise Refusal(status, code, f"{context.id}: {why}", headers=final)
+        why = context.error.message if context.error else f"the request was {context.status}"
+        code = context.error.code if context.error else context.status
+        status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
+        raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
 
 
 def _shown(name: object) -> str:
@@ -250,3 +240,6 @@ async def gateway_of(request: Request) -> Gateway:
     """The gateway of a call: a dependency of every route; it is a coroutine, so that it needs no thread."""
     gateway: Gateway = request.app.state.gateway
     return gateway
+
+
+Served = Annotated[Gateway, Depends(gateway_of)]

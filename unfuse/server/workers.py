@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends
@@ -15,10 +14,9 @@ from unfuse.core.messages import Sharing
 from unfuse.queues.base import Member
 from unfuse.server.answers import POOL, WORKER, several
 from unfuse.server.auth import admin_only
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Served
 
 router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("/workers", responses=several(WORKER, paged=False))
