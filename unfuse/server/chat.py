@@ -188,8 +188,7 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
 
 
 def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
-    files = sorted(context.result, key=lambda file: file.index)
-    return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in files]
+    return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in context.result]
 
 
 def _reply(results: ResultStore, context: RequestContext) -> bytes:

@@ -79,7 +79,7 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
                     made[event.stage] += 1
         context = await gateway.completed(request)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}
-        for file in _files(context):
+        for file in context.result:
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
             yield _event(f"{kind}.completed", context, data, form | _seed(context, file))
     except UnfuseError as error:
@@ -96,10 +96,6 @@ def _form(context: RequestContext) -> dict[str, object]:
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
 
 
-def _files(context: RequestContext) -> list[ResultFile]:
-    return sorted(context.result, key=lambda file: file.index)
-
-
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
     seed = context.params["seed"]
     return {"seed": seed + file.index} if isinstance(seed, int) else {}
@@ -108,7 +104,7 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 def _reply(results: ResultStore, context: RequestContext, base_url: str | None) -> bytes:
     """The reply in OpenAI's shape, pictures inside (base64) or by address under `base_url`; reads files."""
     data = []
-    for file in _files(context):
+    for file in context.result:
         picture = _seed(context, file)
         if base_url is None:
             picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()
