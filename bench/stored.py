@@ -34,6 +34,7 @@ from unfuse.queues.base import Limits, TaskQueue
 from unfuse.scheduler import lifecycle
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
+from unfuse.server.gateway import Gateway as Served
 from unfuse.service.logs import Logs
 from unfuse.stores.results import open_results
 
@@ -83,7 +84,7 @@ async def serve(url: str, folder: str, port: int) -> None:
     queue, process, depth = queues.open(url), psutil.Process(), 0
     scheduler = Scheduler(queue, limits=LIMITS, cards=[IDLE])
     await scheduler.start()
-    app = create_app(scheduler, open_results(folder))
+    app = create_app(Served(scheduler, open_results(folder)))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
     serving = asyncio.create_task(server.serve())
     while line := await asyncio.to_thread(sys.stdin.readline):

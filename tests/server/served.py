@@ -34,6 +34,7 @@ from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
+from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys
 from unfuse.server.webhooks import Webhooks
 from unfuse.stages.media import encode
@@ -248,13 +249,13 @@ def serve(
         results = open_results(f"disk:{folder}")
         worker, shown = Worker(scheduler, results), Keys(keys)
         webhooks = Webhooks(webhook_hosts, webhook_secrets)
-        app = create_app(
+        gateway = Gateway(
             scheduler, results, keys=shown, names=names, standard=standard, loras=loras, store=store,
-            access=access, cancels=cancels, reuses=reuses, webhooks=webhooks,
+            cancels=cancels, reuses=reuses, webhooks=webhooks,
         )  # fmt: skip
         await scheduler.start()
         webhooks.start(scheduler)
-        server = _Often(app, bounds or Bounds(8192, 2048), access or Access())
+        server = _Often(create_app(gateway, access), bounds or Bounds(8192, 2048), access or Access())
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         working = asyncio.create_task(worker.run(cards) if works else asyncio.sleep(0))
         looking = asyncio.create_task(_looking(shown))

@@ -20,6 +20,7 @@ from unfuse.core.nearest import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading
+from unfuse.server.gateway import Gateway
 from unfuse.stores.results import open_results
 
 EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
@@ -93,7 +94,7 @@ async def gateway(folder: Path) -> AsyncIterator[tuple[Any, str]]:
     """The application of a gateway, and a request that waits."""
     queue = queues.open("memory")
     scheduler = Scheduler(queue, cards=(IDLE,))
-    app = create_app(scheduler, open_results(f"disk:{folder}"))
+    app = create_app(Gateway(scheduler, open_results(f"disk:{folder}")))
     await scheduler.start()
     body = json.dumps({"prompt": "a"}).encode()
     asked = await Call(app, "/v1/images/generations", "POST", body, prefer="respond-async").begun()

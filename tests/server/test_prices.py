@@ -75,7 +75,8 @@ class Nobody:
 
 
 def test_metrics_add_up_by_tenant_model_and_device() -> None:
-    gateway = Gateway(Nobody(), None, Keys(["ada k", "bob b"]), {}, prices=Prices(["cpu=3600/h"]))  # type: ignore[arg-type]
+    keys, prices = Keys(["ada k", "bob b"]), Prices(["cpu=3600/h"])
+    gateway = Gateway(Nobody(), None, keys=keys, prices=prices)  # type: ignore[arg-type]
     for tenant, seconds in (("ada", 2.0), ("ada", 0.5), ("bob", 4.0), ("gone", 1.0)):
         gateway.ended(context(tenant, s=Timings(run_s=seconds, device="cpu")))
     page = generate_latest(gateway.metrics._registry).decode()

@@ -127,7 +127,10 @@ def test_which_workers_are_started_is_said_in_a_list(text: str, workers: list[st
     ],
 )
 def test_models_go_by_the_names_they_are_given(models: list[str], names: list[str], public: dict[str, str]) -> None:
-    assert public_names(options(load({"serve.models": models, "serve.served_model_name": names}, None, {}))) == public
+    assert (
+        public_names(load({"serve.models": models, "serve.served_model_name": names}, None, {}).settings.serve)
+        == public
+    )
 
 
 def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
@@ -138,7 +141,7 @@ def test_a_store_within_one_process_cannot_be_that_of_several() -> None:
 def test_it_must_be_clear_whose_a_name_is() -> None:
     given = {"serve.models": ["a", "b"], "serve.served_model_name": ["x"]}
     with pytest.raises(ConfigError, match="given 1 times for 2 models"):
-        public_names(options(load(given, None, {})))
+        public_names(load(given, None, {}).settings.serve)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def tell(plan: Plan, say: Callable[[str], object]) -> None:
 def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
     """Serve until stopped by a signal."""
     stopped_by: list[int] = []
-    loading = Loading(options.models)
+    loading = Loading(options.serve.models)
     terminal.heard = loading.hear
     terminal.open_log()
     with ExitStack() as shown:
@@ -122,7 +122,7 @@ def run(options: ServeOptions, terminal: Terminal, forks: Forks | None) -> None:
                 for line in (
                     *filter(None, [options.keys.note]),
                     *invitations(options.trust, str(options.worker_flags["keys"]), service.addresses),
-                    f"unfuse serves {', '.join(options.models)} at {url}",
+                    f"unfuse serves {', '.join(options.serve.models)} at {url}",
                 ):
                     terminal.say(line)
                 notify(READY)

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 import msgspec
 
-from unfuse.client.calls import (
-    CHATS,
-    RECONNECTS,
-    File,
-    accepted,
-    checked,
-    chunk,
-    conversation,
-    cut_short,
-    foreign,
-    given,
-    indexes_of,
-    is_over,
-    object_of,
-    pause,
-    require_completed,
-    rows_of,
-    settings,
-    submission,
-    unreachable,
-)
+from unfuse.client import calls
+from unfuse.client.calls import File
 from unfuse.client.chat import AsyncChat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
 from unfuse.core.errors import TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
+
+Told = TypeVar("Told")
 
 
 class AsyncRequest:
@@ -44,7 +27,7 @@ class AsyncRequest:
 
     def __init__(self, client: AsyncClient, view: dict[str, Any]) -> None:
         if not isinstance(view.get("id"), str):
-            raise foreign(client.url)
+            raise calls.foreign(client.url)
         self._client = client
         self.view = view
 
@@ -66,18 +49,19 @@ class AsyncRequest:
         lost = 0
         while True:
             try:
-                async for event in self._client.stream(f"/v1/requests/{self.id}/events", after):
+                sent = {"last-event-id": str(after)}
+                async for event in self._client.heard(f"/v1/requests/{self.id}/events", calls.event_of, headers=sent):
                     after, lost = event.seq, 0
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
-                if is_over(await self.refresh()):
+                if calls.is_over(await self.refresh()):
                     return
             except TransientError:
-                if lost >= RECONNECTS:
+                if lost >= calls.RECONNECTS:
                     raise
             lost += 1
-            await asyncio.sleep(pause(self._client.reconnect_delay, lost))
+            await asyncio.sleep(calls.pause(self._client.reconnect_delay, lost))
 
     async def cancel(self) -> dict[str, Any]:
         """Cancel the request; one that is over does not change."""
@@ -88,7 +72,7 @@ class AsyncRequest:
         """Wait for the result. Raises PermanentError with the reason if there is none."""
         async for _ in self.events():
             pass
-        require_completed(await self.refresh())
+        calls.require_completed(await self.refresh())
         return await self._finished()
 
     async def stop(self) -> Result:
@@ -97,7 +81,7 @@ class AsyncRequest:
         return await self._finished()
 
     async def _finished(self) -> Result:
-        indexes = indexes_of(self.view)
+        indexes = calls.indexes_of(self.view)
         data = [await self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
         return Result(self.view, data, indexes)
 
@@ -106,9 +90,9 @@ class AsyncClient:
     """A client of the gateway at `url`, for one event loop. What it raises, and what it is asked, is as with Client."""
 
     def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
-        self.url = checked(url)
+        self.url = calls.checked(url)
         self.reconnect_delay = reconnect_delay
-        self._http = httpx2.AsyncClient(**settings(self.url, key))
+        self._http = httpx2.AsyncClient(**calls.settings(self.url, key))
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.url}>"
@@ -134,12 +118,12 @@ class AsyncClient:
         **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        method, path, options = await asyncio.to_thread(submission, prompt, image, mask, video, params)
-        return AsyncRequest(self, object_of(await self._send(method, path, **options)))
+        method, path, options = await asyncio.to_thread(calls.submission, prompt, image, mask, video, params)
+        return AsyncRequest(self, calls.object_of(await self._send(method, path, **options)))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:
         """Answer messages, or a text of the user's, as `Client.chat` does."""
-        return AsyncChat(self._choices(conversation(messages, params)))
+        return AsyncChat(self._choices(calls.conversation(messages, params)))
 
     async def request(self, id: str) -> AsyncRequest:
         """A request by its id. Raises NotFound."""
@@ -149,77 +133,66 @@ class AsyncClient:
         self, status: str | None = None, limit: int = 100, after: str | None = None
     ) -> list[dict[str, Any]]:
         """Request objects, newest first."""
-        return await self.list("/v1/requests", **given(status=status, limit=limit, after=after))
+        return await self.list("/v1/requests", **calls.given(status=status, limit=limit, after=after))
 
     async def list(self, path: str, **params: Any) -> list[dict[str, Any]]:
         """The rows at a path, such as /v1/models, /v1/workers, /v1/pools or /v1/dead."""
-        return rows_of(await self.get(path, **params), f"{self.url}{path}")
+        return calls.rows_of(await self.get(path, **params), f"{self.url}{path}")
 
     async def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The JSON object at a path."""
-        return object_of(await self._send("GET", path, params=params))
+        return calls.object_of(await self._send("GET", path, params=params))
 
     async def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object that a POST returns."""
-        return object_of(await self._send("POST", path, json=body or {}))
+        return calls.object_of(await self._send("POST", path, json=body or {}))
 
     async def download(self, path: str) -> bytes:
         """The bytes at a path."""
         return (await self._send("GET", path)).content
 
-    async def stream(self, path: str, after: int) -> AsyncIterator[Event]:
-        """Events of one connection, after number `after`. Raises TransientError if it breaks."""
+    async def heard(
+        self, path: str, read: Callable[[httpx2.ServerSentEvent], Told | None], *, to_its_end: bool = False, **sent: Any
+    ) -> AsyncIterator[Told]:
+        """What is read of each event of one connection, up to one that is read as None.
+
+        Raises TransientError if it breaks, and, `to_its_end`, if it ends without such a one.
+        """
         try:
-            async with self._http.sse(path, headers={"last-event-id": str(after)}) as source:
+            async with self._http.sse(path, **sent) as source:
                 if source.response.is_error:
                     await source.response.aread()
                     raise error_of(source.response)
                 async for message in source:
-                    if message.event == "error":  # who comes again is told why
+                    if (told := read(message)) is None:
                         return
-                    yield msgspec.json.decode(message.data, type=Event)
+                    yield told
         except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise foreign(f"{self.url}{path}") from error
+            raise calls.foreign(f"{self.url}{path}") from error
         except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
+            raise calls.unreachable(self.url, error) from error
+        if to_its_end:
+            raise calls.cut_short(self.url)
 
     async def _choices(self, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """What is told of the only choice, piece by piece."""
         headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
         while True:
             try:
-                async for id, choices in self._chunks(body, headers):
+                sent = {"method": "POST", "json": body, "headers": headers}
+                async for id, choices in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
                     headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
                     for choice in choices:
                         yield choice
                 return
             except TransientError:
-                if lost >= RECONNECTS:
+                if lost >= calls.RECONNECTS:
                     raise
             lost += 1
-            await asyncio.sleep(pause(self.reconnect_delay, lost))
-
-    async def _chunks(
-        self, body: dict[str, Any], headers: dict[str, str]
-    ) -> AsyncIterator[tuple[str, Sequence[dict[str, Any]]]]:
-        """Choices of a chat, with the ids of their events, of one connection. Raises TransientError if it breaks."""
-        try:
-            async with self._http.sse(CHATS, method="POST", json=body, headers=headers) as source:
-                if source.response.is_error:
-                    await source.response.aread()
-                    raise error_of(source.response)
-                async for message in source:
-                    if message.data == "[DONE]":
-                        return
-                    yield message.id or "", chunk(message)
-        except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise foreign(f"{self.url}{CHATS}") from error
-        except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
-        raise cut_short(self.url)
+            await asyncio.sleep(calls.pause(self.reconnect_delay, lost))
 
     async def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
-            return accepted(await self._http.request(method, path, **options))
+            return calls.accepted(await self._http.request(method, path, **options))
         except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
+            raise calls.unreachable(self.url, error) from error

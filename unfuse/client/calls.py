@@ -13,6 +13,7 @@ import msgspec
 
 from unfuse.client.errors import error_of
 from unfuse.core.errors import InvalidParameter, PermanentError, TransientError
+from unfuse.core.event import Event
 from unfuse.core.media import VIDEO, medium_for
 
 TIMEOUT_S = 60.0
@@ -72,13 +73,21 @@ def conversation(messages: str | Sequence[Mapping[str, Any]], params: Mapping[st
     return {**params, "messages": said, "stream": True}
 
 
-def chunk(message: httpx2.ServerSentEvent) -> list[dict[str, Any]]:
-    """What an event of a chat tells of its choices. Raises PermanentError for its error."""
+def event_of(message: httpx2.ServerSentEvent) -> Event | None:
+    """An event of a request; None for an error: who comes again is told why."""
+    return None if message.event == "error" else msgspec.json.decode(message.data, type=Event)
+
+
+def chunk(message: httpx2.ServerSentEvent) -> tuple[str, list[dict[str, Any]]] | None:
+    """The id of an event of a chat, and what it tells of its choices; None for the last. Raises PermanentError for an
+    error.
+    """
+    if message.data == "[DONE]":
+        return None
     told = msgspec.json.decode(message.data, type=dict[str, Any])
     if "error" in told:
         raise PermanentError(told["error"]["message"])
-    found: list[dict[str, Any]] = told["choices"]
-    return found
+    return message.id or "", told["choices"]
 
 
 def given(**params: Any) -> dict[str, Any]:

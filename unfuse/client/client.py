@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import httpx2
 import msgspec
 
-from unfuse.client.calls import (
-    CHATS,
-    RECONNECTS,
-    File,
-    accepted,
-    checked,
-    chunk,
-    conversation,
-    cut_short,
-    foreign,
-    given,
-    indexes_of,
-    is_over,
-    object_of,
-    pause,
-    require_completed,
-    rows_of,
-    settings,
-    submission,
-    unreachable,
-)
+from unfuse.client import calls
+from unfuse.client.calls import File
 from unfuse.client.chat import Chat
 from unfuse.client.errors import error_of
 from unfuse.client.result import Result
 from unfuse.core.errors import TransientError
 from unfuse.core.event import TERMINAL_EVENTS, Event
+
+Told = TypeVar("Told")
 
 
 class Request:
@@ -44,7 +27,7 @@ class Request:
 
     def __init__(self, client: Client, view: dict[str, Any]) -> None:
         if not isinstance(view.get("id"), str):
-            raise foreign(client.url)
+            raise calls.foreign(client.url)
         self._client = client
         self.view = view
 
@@ -69,18 +52,19 @@ class Request:
         lost = 0
         while True:
             try:
-                for event in self._client.stream(f"/v1/requests/{self.id}/events", after):
+                sent = {"last-event-id": str(after)}
+                for event in self._client.heard(f"/v1/requests/{self.id}/events", calls.event_of, headers=sent):
                     after, lost = event.seq, 0
                     yield event
                     if event.type in TERMINAL_EVENTS:
                         return
-                if is_over(self.refresh()):
+                if calls.is_over(self.refresh()):
                     return
             except TransientError:
-                if lost >= RECONNECTS:
+                if lost >= calls.RECONNECTS:
                     raise
             lost += 1
-            time.sleep(pause(self._client.reconnect_delay, lost))
+            time.sleep(calls.pause(self._client.reconnect_delay, lost))
 
     def cancel(self) -> dict[str, Any]:
         """Cancel the request; one that is over does not change."""
@@ -91,7 +75,7 @@ class Request:
         """Wait for the result. Raises PermanentError with the reason if there is none."""
         for _ in self.events():
             pass
-        require_completed(self.refresh())
+        calls.require_completed(self.refresh())
         return self._finished()
 
     def stop(self) -> Result:
@@ -100,7 +84,7 @@ class Request:
         return self._finished()
 
     def _finished(self) -> Result:
-        indexes = indexes_of(self.view)
+        indexes = calls.indexes_of(self.view)
         data = [self._client.download(f"/v1/requests/{self.id}/result/{index}") for index in indexes]
         return Result(self.view, data, indexes)
 
@@ -113,9 +97,9 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None, *, reconnect_delay: float = 0.1) -> None:
-        self.url = checked(url)
+        self.url = calls.checked(url)
         self.reconnect_delay = reconnect_delay
-        self._http = httpx2.Client(**settings(self.url, key))
+        self._http = httpx2.Client(**calls.settings(self.url, key))
 
     def __repr__(self) -> str:
         return f"<Client of {self.url}>"
@@ -143,39 +127,23 @@ class Client:
         breaks is taken up again where it broke. The parts raise InvalidParameter, UnknownModel, Overloaded,
         PermanentError, TransientError.
         """
-        return Chat(self._choices(conversation(messages, params)))
+        return Chat(self._choices(calls.conversation(messages, params)))
 
     def _choices(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """What is told of the only choice, piece by piece."""
         headers, lost = {"idempotency-key": uuid.uuid4().hex}, 0
         while True:
             try:
-                for id, choices in self._chunks(body, headers):
+                sent = {"method": "POST", "json": body, "headers": headers}
+                for id, choices in self.heard(calls.CHATS, calls.chunk, to_its_end=True, **sent):
                     headers, lost = {**headers, "last-event-id": id or headers.get("last-event-id", "")}, 0
                     yield from choices
                 return
             except TransientError:
-                if lost >= RECONNECTS:
+                if lost >= calls.RECONNECTS:
                     raise
             lost += 1
-            time.sleep(pause(self.reconnect_delay, lost))
-
-    def _chunks(self, body: dict[str, Any], headers: dict[str, str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """Choices of a chat, with the ids of their events, of one connection. Raises TransientError if it breaks."""
-        try:
-            with self._http.sse(CHATS, method="POST", json=body, headers=headers) as source:
-                if source.response.is_error:
-                    source.response.read()
-                    raise error_of(source.response)
-                for message in source:
-                    if message.data == "[DONE]":
-                        return
-                    yield message.id or "", chunk(message)
-        except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise foreign(f"{self.url}{CHATS}") from error
-        except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
-        raise cut_short(self.url)
+            time.sleep(calls.pause(self.reconnect_delay, lost))
 
     def submit(
         self, prompt: str, *, image: File | None = None, mask: File | None = None, video: bool | None = None,
@@ -188,8 +156,8 @@ class Client:
         one that is transparent where the first is to change.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        method, path, options = submission(prompt, image, mask, video, params)
-        return Request(self, object_of(self._send(method, path, **options)))
+        method, path, options = calls.submission(prompt, image, mask, video, params)
+        return Request(self, calls.object_of(self._send(method, path, **options)))
 
     def request(self, id: str) -> Request:
         """A request by its id. Raises NotFound."""
@@ -197,7 +165,7 @@ class Client:
 
     def requests(self, status: str | None = None, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Request objects, newest first."""
-        return self._list("/v1/requests", given(status=status, limit=limit, after=after))
+        return self._list("/v1/requests", calls.given(status=status, limit=limit, after=after))
 
     def models(self) -> list[dict[str, Any]]:
         """Served models, with their limits and defaults."""
@@ -205,7 +173,7 @@ class Client:
 
     def dead(self, limit: int = 100, after: str | None = None) -> list[dict[str, Any]]:
         """Dead requests, newest first, with the evidence in their errors."""
-        return self._list("/v1/dead", given(limit=limit, after=after))
+        return self._list("/v1/dead", calls.given(limit=limit, after=after))
 
     def retry(self, id: str) -> Request:
         """Ask again for what was given up; returns the new request. Raises NotFound, PermanentError if it is not dead.
@@ -228,39 +196,46 @@ class Client:
 
     def get(self, path: str, **params: Any) -> dict[str, Any]:
         """The JSON object at a path."""
-        return object_of(self._send("GET", path, params=params))
+        return calls.object_of(self._send("GET", path, params=params))
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
     ) -> dict[str, Any]:
         """The JSON object that a POST returns."""
-        return object_of(self._send("POST", path, json=body or {}, headers=headers))
+        return calls.object_of(self._send("POST", path, json=body or {}, headers=headers))
 
     def download(self, path: str) -> bytes:
         """The bytes at a path."""
         return self._send("GET", path).content
 
-    def stream(self, path: str, after: int) -> Iterator[Event]:
-        """Events of one connection, after number `after`. Raises TransientError if it breaks."""
+    def heard(
+        self, path: str, read: Callable[[httpx2.ServerSentEvent], Told | None], *, to_its_end: bool = False, **sent: Any
+    ) -> Iterator[Told]:
+        """What is read of each event of one connection, up to one that is read as None.
+
+        Raises TransientError if it breaks, and, `to_its_end`, if it ends without such a one.
+        """
         try:
-            with self._http.sse(path, headers={"last-event-id": str(after)}) as source:
+            with self._http.sse(path, **sent) as source:
                 if source.response.is_error:
                     source.response.read()
                     raise error_of(source.response)
                 for message in source:
-                    if message.event == "error":  # who comes again is told why
+                    if (told := read(message)) is None:
                         return
-                    yield msgspec.json.decode(message.data, type=Event)
+                    yield told
         except (msgspec.DecodeError, httpx2.SSEError) as error:
-            raise foreign(f"{self.url}{path}") from error
+            raise calls.foreign(f"{self.url}{path}") from error
         except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
+            raise calls.unreachable(self.url, error) from error
+        if to_its_end:
+            raise calls.cut_short(self.url)
 
     def _list(self, path: str, params: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        return rows_of(self.get(path, **(params or {})), f"{self.url}{path}")
+        return calls.rows_of(self.get(path, **(params or {})), f"{self.url}{path}")
 
     def _send(self, method: str, path: str, **options: Any) -> httpx2.Response:
         try:
-            return accepted(self._http.request(method, path, **options))
+            return calls.accepted(self._http.request(method, path, **options))
         except httpx2.TransportError as error:
-            raise unreachable(self.url, error) from error
+            raise calls.unreachable(self.url, error) from error

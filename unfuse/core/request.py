@@ -54,7 +54,7 @@ class Timings(msgspec.Struct, frozen=True):
 
 
 class ResultFile(msgspec.Struct, frozen=True):
-    """One picture or video in the result store. `index` counts the results of the request from 0."""
+    """One picture or video in the result store. `index` counts those of the request from 0, and sorts them there."""
 
     index: int
     content_type: str

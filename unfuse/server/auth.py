@@ -16,6 +16,7 @@ from unfuse.core.request import Allowance
 from unfuse.server.errors import BrokenOff, Refusal, envelope
 from unfuse.server.gateway import gateway_of
 from unfuse.server.keys import DEFAULT_TENANT, Keys
+from unfuse.server.sse import event
 
 KEYED = HTTPBearer(auto_error=False, description="an API key of this server")
 """Declares in /openapi.json that a key is needed; `caller_of` checks it."""
@@ -59,18 +60,10 @@ async def caller_of(request: Request) -> Caller:
 Known = Annotated[Caller, Depends(caller_of)]
 
 
-async def sight_of(caller: Known) -> str | None:
-    """The tenant whose requests the caller may see; None: all tenants. Raises Refusal (401)."""
-    return caller.sees
-
-
 async def admin_only(caller: Known) -> None:
     """Raise Refusal (401, 403) unless the caller is an admin, if keys are configured."""
     if not caller.admin:
         raise Refusal(403, "admin_only", "this needs an admin's key: `unfuse serve --admin-key` says which those are")
-
-
-Sight = Annotated[str | None, Depends(sight_of)]
 
 
 class Lasting:
@@ -103,8 +96,7 @@ class Lasting:
             kind = Headers(raw=begun["headers"]).get("content-type", "")
             if not kind.startswith("text/event-stream"):
                 raise BrokenOff("the key was withdrawn") from error
-            told = b"event: error\ndata: " + msgspec.json.encode(envelope(_unknown())) + b"\n\n"
-            await send({"type": "http.response.body", "body": told})
+            await send({"type": "http.response.body", "body": event(envelope(_unknown()), "error")})
 
 
 def _shown(headers: Headers) -> str:

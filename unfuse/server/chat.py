@@ -6,11 +6,11 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 from anyio import to_thread
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -25,22 +25,21 @@ from unfuse.core.tools import CALLS, Tools, grammar_of, read_tools
 from unfuse.core.vision import SHOWN, places_of
 from unfuse.models import resolve_source
 from unfuse.models.tokenizer import ChatTokenizer
-from unfuse.server.accept import Call, Prompt, respond_async
+from unfuse.server import sse
+from unfuse.server.accept import Call, Prompt
 from unfuse.server.answers import CHATTED
 from unfuse.server.auth import Known
 from unfuse.server.body import MAX_SHOWN_BODY, read_json
-from unfuse.server.caller import Caller
+from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
-from unfuse.server.gateway import Gateway, gateway_of, require_result
+from unfuse.server.gateway import Gateway, Served
 from unfuse.server.growing import pieces
 from unfuse.server.said import GrowingMessage, whole
 from unfuse.server.shown import read_shown
-from unfuse.server.sse import stream
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["chat"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 _COUNTS = re.compile(r"[0-9]{1,9}(,[0-9]{1,9})*")
 
@@ -53,18 +52,13 @@ async def complete(request: Request, gateway: Served, asker: Known) -> Response:
     """Answer messages, and wait for that. With `stream`, tokens come as they are made."""
     given = await read_json(request, MAX_SHOWN_BODY)
     call = Call(gateway, request, asker, given, TEXT, waits=True, read=_prompt)
-    record, delivery = await call.accept()
-    if accepted := respond_async(call, record):
-        return accepted
-    caller = Caller(gateway, request, record)
-    if delivery.stream:
-        options = given.get("stream_options")
-        usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return stream(caller.told(_events(gateway, record, usage, _told(request, record.context))))
-    with caller.answered():
-        context = (await gateway.finished(record)).context
-        require_result(context)
-        return Response(await to_thread.run_sync(_reply, gateway.results, context), media_type="application/json")
+    options = given.get("stream_options")
+    usage = isinstance(options, dict) and bool(options.get("include_usage"))
+    return await answer_call(
+        call,
+        lambda record: _events(gateway, record, usage, _told(request, record.context)),
+        lambda context, _: _reply(gateway.results, context),
+    )
 
 
 @lru_cache(TOKENIZERS)
@@ -125,17 +119,17 @@ async def _events(gateway: Gateway, record: Record, usage: bool, told: list[int]
             delta = messages[index].add(piece.text)
             if told[index] > known[index] and (delta or piece.logprob is not None):
                 yield _chunk(context, told, index, delta, logprobs=_logprobs([piece]))
-        context = (await gateway.finished(record)).context
-        require_result(context)
+        context = await gateway.completed(context.id)
         answers = await to_thread.run_sync(_answers, gateway.results, context)
         for index, answer in enumerate(answers):
             delta = messages[index].finish()
             yield _chunk(context, told, index, delta, messages[index].reason(answer.finish_reason))
         if usage:
-            yield _data({**_head(context, "chat.completion.chunk"), "choices": [], "usage": _usage(context, answers)})
+            said = {"choices": [], "usage": _usage(context, answers)}
+            yield sse.event({**_head(context, "chat.completion.chunk"), **said})
         yield b"data: [DONE]\n\n"
     except UnfuseError as error:
-        yield _data(envelope(refusal_of(error)))
+        yield sse.event(envelope(refusal_of(error)))
 
 
 def _told(request: Request, context: RequestContext) -> list[int]:
@@ -184,12 +178,8 @@ def _chunk(
     logprobs: Any = None,
 ) -> bytes:
     choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": ended}
-    id = ",".join(map(str, told))
-    return f"id: {id}\n".encode() + _data({**_head(context, "chat.completion.chunk"), "choices": [choice]})
-
-
-def _data(event: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(event) + b"\n\n"
+    event = {**_head(context, "chat.completion.chunk"), "choices": [choice]}
+    return sse.event(event, id=",".join(map(str, told)))
 
 
 def _head(context: RequestContext, kind: str) -> dict[str, Any]:
@@ -198,8 +188,7 @@ def _head(context: RequestContext, kind: str) -> dict[str, Any]:
 
 
 def _answers(results: ResultStore, context: RequestContext) -> list[Answer]:
-    files = sorted(context.result, key=lambda file: file.index)
-    return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in files]
+    return [msgspec.json.decode(results.read(context.id, file.index), type=Answer) for file in context.result]
 
 
 def _reply(results: ResultStore, context: RequestContext) -> bytes:

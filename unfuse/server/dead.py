@@ -7,7 +7,7 @@ from hashlib import blake2b
 from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
@@ -16,16 +16,15 @@ from unfuse.core.request import Allowance
 from unfuse.core.vision import shown_of
 from unfuse.queues.base import Damage, Filter
 from unfuse.server.answers import DAMAGE, FORGOTTEN, REQUEST, one, several
-from unfuse.server.auth import Known, Sight
+from unfuse.server.auth import Known
 from unfuse.server.errors import Refusal
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Served
 from unfuse.server.requests import listed
 
 UPLOADS = {"image": "image", "mask": "mask", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
 """The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("", responses=several({"anyOf": [REQUEST, DAMAGE]}))
@@ -58,9 +57,9 @@ def _with_damage(page: dict[str, Any], damaged: Sequence[Damage]) -> dict[str, o
 
 
 @router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
+async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """One dead request, with the evidence."""
-    record = await gateway.load(id, sees)
+    record = await gateway.load(id, caller.sees)
     if not record.context.dead:
         raise NotFound(f"request {id} is not among the dead ones: read /v1/requests/{id}")
     return gateway.view(request, record, evidence=True)

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Mapping
 from http import HTTPStatus
 from math import ceil
-from typing import Any
 
 import structlog
 from fastapi import FastAPI
@@ -30,23 +29,17 @@ from unfuse.core.errors import (
     UnfuseError,
     UnknownModel,
 )
+from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
 
 log = structlog.get_logger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TEXT, _PERHAPS = {"type": "string"}, {"type": ["string", "null"]}
-
-
-def _object(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "object", "required": list(fields), "properties": fields}
-
-
-_ERROR = _object({"message": _TEXT, "type": _TEXT, "param": _PERHAPS, "code": _PERHAPS})
-_ENVELOPE: dict[str, Any] = {
+_ERROR = thing({"message": TEXT, "type": TEXT, "param": perhaps(TEXT), "code": perhaps(TEXT)})
+_ENVELOPE: Schema = {
     "description": "What is wrong, and what to do",
-    "content": {"application/json": {"schema": _object({"error": _ERROR})}},
+    "content": {"application/json": {"schema": thing({"error": _ERROR})}},
 }
-DOCUMENTED: dict[int | str, dict[str, Any]] = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
+DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
 """The error replies of every route, for /openapi.json."""
 
 

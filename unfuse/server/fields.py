@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from unfuse.core.media import IMAGE, TEXT, VIDEO, Medium
+from unfuse.core.media import IMAGE, TEXT as WORDS, VIDEO, Medium
 from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
+from unfuse.server.answers import ANY, FLAG, INTEGER, NUMBER, TEXT, Schema, array, perhaps, table, thing
 
-Schema = dict[str, Any]
-
+_SCALED = thing({"name": TEXT}, scale=NUMBER) | {"additionalProperties": False}
 TYPES: dict[str, Schema] = {
-    "text": {"type": "string"},
-    "integer": {"type": "integer"},
-    "number": {"type": "number"},
-    "choice": {},
-    "flag": {"type": "boolean"},
-    "form": {"type": "string"},
-    "texts": {
-        "type": "object",
-        "maxProperties": MAX_TEXTS,
-        "additionalProperties": {"type": "string", "maxLength": 512},
-    },
-    "scaled": {
-        "anyOf": [
-            {"type": "string"},
-            {
-                "type": "array",
-                "maxItems": MAX_SCALED,
-                "items": {
-                    "anyOf": [
-                        {"type": "string"},
-                        {
-                            "type": "object",
-                            "required": ["name"],
-                            "properties": {"name": {"type": "string"}, "scale": {"type": "number"}},
-                            "additionalProperties": False,
-                        },
-                    ]
-                },
-            },
-        ]
-    },
-    "any": {},
+    "text": TEXT,
+    "integer": INTEGER,
+    "number": NUMBER,
+    "choice": ANY,
+    "flag": FLAG,
+    "form": TEXT,
+    "texts": table(TEXT | {"maxLength": 512}) | {"maxProperties": MAX_TEXTS},
+    "scaled": {"anyOf": [TEXT, array({"anyOf": [TEXT, _SCALED]}) | {"maxItems": MAX_SCALED}]},
+    "any": ANY,
 }
 BOUNDS = {"text": ("minLength", "maxLength"), "integer": ("minimum", "maximum"), "number": ("minimum", "maximum")}
 
@@ -56,31 +31,22 @@ def schema_of(parameter: Parameter) -> Schema:
     return TYPES[parameter.kind] | bounds | chosen | default | {"description": parameter.description}
 
 
-def _fields(medium: Medium) -> Schema:
-    return {one.name: schema_of(one) for one in medium.parameters if not one.required}
+def _fields(medium: Medium, required: bool = False) -> Schema:
+    return {one.name: schema_of(one) for one in medium.parameters if one.required is required}
 
 
-def _required(medium: Medium) -> Schema:
-    return {one.name: schema_of(one) for one in medium.parameters if one.required}
-
-
-_FILE = {"type": "string", "format": "binary"}
-_URL = {"type": "string", "pattern": "^data:image/[a-z]+;base64,"}
-_HELD = {"anyOf": [_URL, {"type": "object", "required": ["image_url"], "properties": {"image_url": _URL}}]}
+_FILE = {**TEXT, "format": "binary"}
+_URL = {**TEXT, "pattern": "^data:image/[a-z]+;base64,"}
+_HELD = {"anyOf": [_URL, thing({"image_url": _URL})]}
 
 
 def _body(required: Schema, optional: Schema) -> Schema:
-    return {
-        "type": "object",
-        "required": list(required),
-        "additionalProperties": False,
-        "description": "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text.",
-        "properties": {**required, **optional},
-    }
+    says = "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text."
+    return thing(required, **optional) | {"additionalProperties": False, "description": says}
 
 
 def _nullable(fields: Schema) -> Schema:
-    return {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in fields.items()}
+    return {name: perhaps(schema) for name, schema in fields.items()}
 
 
 def _bodies(json: Schema, form: Schema | None = None) -> Schema:
@@ -88,15 +54,15 @@ def _bodies(json: Schema, form: Schema | None = None) -> Schema:
     return {"requestBody": {"required": True, "content": {kind: {"schema": body} for kind, body in kinds.items()}}}
 
 
-SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO), _fields(VIDEO)
-CHAT = _bodies(_body(_required(TEXT), _nullable(_fields(TEXT))))
+SAID, PICTURE, FILMED, CLIP = _fields(IMAGE, True), _fields(IMAGE), _fields(VIDEO, True), _fields(VIDEO)
+CHAT = _bodies(_body(_fields(WORDS, True), _nullable(_fields(WORDS))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(
     _body({**SAID, "image": _HELD}, _nullable({**PICTURE, "mask": _HELD})),
     _body({**SAID, "image": _FILE}, {**PICTURE, "mask": _FILE}),
 )
 MAX_NAME = 1024
-ADD = _bodies(_body({"model": {"type": "string", "minLength": 1, "maxLength": MAX_NAME}}, {}))
+ADD = _bodies(_body({"model": {**TEXT, "minLength": 1, "maxLength": MAX_NAME}}, {}))
 CREATE = _bodies(
     _body(FILMED, _nullable({**CLIP, "input_reference": _HELD})), _body(FILMED, {**CLIP, "input_reference": _FILE})
 )

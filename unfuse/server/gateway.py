@@ -5,21 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from typing import Annotated
 
 import structlog
 from anyio import CapacityLimiter, to_thread
+from fastapi import Depends
 from msgspec.structs import replace
 from starlette.requests import Request
+from typing_extensions import override
 
 from unfuse.core.card import ModelCard
-from unfuse.core.errors import (
-    InvalidParameter,
-    NotFound,
-    Overloaded,
-    ResultsUnavailable,
-    UnknownModel,
-)
-from unfuse.core.messages import Moved
+from unfuse.core.errors import InvalidParameter, NotFound, Overloaded, ResultsUnavailable, UnknownModel
 from unfuse.core.plan import Params
 from unfuse.core.request import LOADING, Record, RequestContext
 from unfuse.scheduler.observer import Observer
@@ -46,20 +42,25 @@ log = structlog.get_logger(__name__)
 
 
 class Gateway(Observer):
-    """The parts one application serves. `names` maps public names to models' own.
+    """The parts one application serves. The scheduler's life, and that of all parts, is the caller's.
 
-    `standard` is what every request gets beside its model's defaults, where it does not say otherwise. A `strict` one
-    refuses what it would have to ignore. `store` is the kind of place where workers keep outputs. One that `cancels`
-    ends a request whose callers waited and are all gone. With one that `reuses`, equal requests get equal results
-    without being made again. What the scheduler does it counts and logs.
+    Without `keys`, every caller is the tenant `default`. `names` maps the names that clients use to those of models
+    that go by another one here. `standard` is what every request gets beside its model's defaults, where it does not
+    say otherwise; `loras` is the folder of adapters, if any. A `strict` one refuses what it would have to ignore.
+    `time_limits` are seconds that a request's stages may run, by medium; 0 or none: any number. `store` is the kind of
+    place where workers keep outputs. One that `cancels` ends a request whose callers waited and are all gone. With one
+    that `reuses`, equal requests get equal results without being made again. Without `webhooks` nobody is told of the
+    ends of requests; without `prices` they cost no money; without `fetching` no picture is fetched; `joining` adds
+    models. What the scheduler does it counts and logs.
     """
 
     def __init__(
         self,
         scheduler: Scheduler,
         results: ResultStore,
-        keys: Keys,
-        names: Mapping[str, str],
+        *,
+        keys: Keys | None = None,
+        names: Mapping[str, str] | None = None,
         standard: Params | None = None,
         loras: str = "",
         strict: bool = False,
@@ -72,23 +73,20 @@ class Gateway(Observer):
         fetching: Fetching | None = None,
         joining: Joining | None = None,
     ) -> None:
-        self.scheduler = scheduler
-        self.queue = scheduler.queue
-        self.results = results
-        self.keys = keys
+        self.scheduler, self.queue, self.results = scheduler, scheduler.queue, results
+        self.keys, self.prices = keys or Keys(), prices
         self.metrics = Metrics(store)
         self.decoding = CapacityLimiter(PICTURES_AT_ONCE)
         self.trials, self.fetching = Trials(self.metrics.texts), fetching or Fetching()
-        self._names, self._standard, self.strict = names, standard or {}, strict
+        self._names, self._standard, self.strict = dict(names or {}), standard or {}, strict
         self.time_limits = time_limits or {}
         self.cancels = cancels
         self.reuse = Reuse(scheduler, results) if reuses else None
         self.loras = Loras(loras) if loras else None
-        self.prices = prices
         self.joining, self._no_room = joining or Joining(), ""
         self._releasing: dict[str, asyncio.Task[None]] = {}
         self.background, self.webhooks = Supervisor(), webhooks or Webhooks()
-        scheduler.observers.add(self, self.metrics.texts, self.metrics.devices)
+        scheduler.observers.add(self.metrics, self, self.metrics.texts, self.metrics.devices)
 
     async def models(self, only: frozenset[str] | None = None) -> dict[str, ModelCard]:
         """The served models, by the names that clients use; of these `only`, if any are said."""
@@ -132,43 +130,22 @@ class Gateway(Observer):
         except NotFound as error:
             raise InvalidParameter(str(error), "lora") from error
 
+    @override
     def submitted(self, context: RequestContext) -> None:
-        """Count and log a request that this scheduler accepted."""
-        self.metrics.submitted()
         log.info("accepted", request=context.id, model=context.model, tenant=context.tenant)
 
+    @override
     def ended(self, context: RequestContext) -> None:
-        """Count and log a request that this scheduler ended, whichever accepted it, and delete its uploads."""
-        self.metrics.ended(context)
+        """Log a request that this scheduler ended, whichever accepted it, count what it cost, delete its uploads."""
         known = {DEFAULT_TENANT, *(key.tenant for key in self.keys.all())}
         tenant = context.tenant if context.tenant in known else "other"
-        self.metrics.spent(context, tenant, self.prices)
+        self.metrics.costs.spent(context, tenant, self.prices)
         told = {name: getattr(context, name) for name in ("model", "tenant", "status", "dead")}
         if context.error:
             told |= {"code": context.error.code, "stage": context.error.stage}
         seconds = round((context.completed_at or 0.0) - context.created_at, 3)
         log.info("ended", request=context.id, **told, seconds=seconds)
         self.release(context, PART if context.dead else "")
-
-    def dispatched(self, pool: str) -> None:
-        """Count a task that this scheduler gave to a worker."""
-        self.metrics.dispatched(pool)
-
-    def lease_expired(self, pool: str) -> None:
-        """Count a lease that this scheduler ended."""
-        self.metrics.lease_expired(pool)
-
-    def told(self, outcome: str) -> None:
-        """Count a call of a webhook."""
-        self.metrics.told(outcome)
-
-    def moved(self, engine: str, moved: Moved) -> None:
-        """Count what a worker pulled from another node."""
-        self.metrics.moved(engine, moved)
-
-    def looked_up(self, hits: int, misses: int) -> None:
-        """Count an accepted request's hits and misses in the encoder cache."""
-        self.metrics.looked_up(hits, misses)
 
     @contextmanager
     def refusals_told(self, tenant: str, model: object) -> Iterator[None]:
@@ -230,29 +207,23 @@ class Gateway(Observer):
         self._no_room = why
         return not (why or waiting), waiting
 
-    async def finished(self, record: Record) -> Record:
+    async def completed(self, id: str) -> RequestContext:
         """Wait until a request is over, and return it. A caller that stops waiting does not affect it.
 
-        Raises Refusal when the queue closes first.
+        Raises Refusal when the queue closes first, and for one without a result, whose call must not be repeated.
         """
-        async for _ in self.queue.watch(record.context.id):
+        async for _ in self.queue.watch(id):
             pass
-        record = await self.queue.load(record.context.id)
-        if not record.context.over:
-            message = f"the server is stopping; {record.context.id} may still be completed"
+        context = (await self.queue.load(id)).context
+        if context.status == "completed":
+            return context
+        if not context.over:
+            message = f"the server is stopping; {id} may still be completed"
             raise Refusal(503, "stopping", message, headers={"retry-after": "2"})
-        return record
-
-
-def require_result(context: RequestContext) -> None:
-    """Raise Refusal for a request that ended without a result; the client must not repeat the call."""
-    if context.status == "completed":
-        return
-    final = {"x-should-retry": "false"}
-    why = context.error.message if context.error else f"the request was {context.status}"
-    code = context.error.code if context.error else context.status
-    status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
-    raise Refusal(status, code, f"{context.id}: {why}", headers=final)
+        why = context.error.message if context.error else f"the request was {context.status}"
+        code = context.error.code if context.error else context.status
+        status = {"cancelled": 409, "expired": 504}.get(context.status, 500)
+        raise Refusal(status, code, f"{id}: {why}", headers={"x-should-retry": "false"})
 
 
 def _shown(name: object) -> str:
@@ -269,3 +240,6 @@ async def gateway_of(request: Request) -> Gateway:
     """The gateway of a call: a dependency of every route; it is a coroutine, so that it needs no thread."""
     gateway: Gateway = request.app.state.gateway
     return gateway
+
+
+Served = Annotated[Gateway, Depends(gateway_of)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
@@ -12,10 +10,9 @@ from unfuse import __version__
 from unfuse.core.errors import TransientError
 from unfuse.server.answers import READY
 from unfuse.server.errors import Refusal, envelope
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Served
 
 router = APIRouter(tags=["health"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("/health")

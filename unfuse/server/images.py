@@ -6,31 +6,30 @@ import base64
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Annotated
 
 import msgspec
 from anyio import to_thread
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from unfuse.core.checking import Delivery
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
 from unfuse.core.media import IMAGE
 from unfuse.core.request import Record, RequestContext, ResultFile
-from unfuse.server.accept import Call, respond_async
+from unfuse.server import sse
+from unfuse.server.accept import Call
 from unfuse.server.answers import DRAWN
 from unfuse.server.auth import Known
 from unfuse.server.body import read_body, read_json
-from unfuse.server.caller import Caller
+from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import EDIT, GENERATE
-from unfuse.server.gateway import Gateway, base_of, gateway_of, require_result
-from unfuse.server.sse import stream
+from unfuse.server.gateway import Gateway, Served, base_of
 from unfuse.server.view import result_url, size_of
 from unfuse.stores.results import ResultStore
 
 router = APIRouter(tags=["images"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 _USAGE = {
     "input_tokens": 0,
@@ -58,19 +57,12 @@ async def edit(request: Request, gateway: Served, asker: Known) -> Response:
 
 
 async def _answer(call: Call, kind: str) -> Response:
-    record, delivery = await call.accept()
-    gateway, base_url = call.gateway, base_of(call.request)
-    if accepted := respond_async(call, record):
-        return accepted
-    caller = Caller(gateway, call.request, record)
-    if delivery.stream:
-        return stream(caller.told(_events(gateway, record, kind)))
-    with caller.answered():
-        context = (await gateway.finished(record)).context
-        require_result(context)
-        where = base_url if delivery.response_format == "url" else None
-        reply = await to_thread.run_sync(_reply, gateway.results, context, where)
-        return Response(reply, media_type="application/json")
+    gateway = call.gateway
+
+    def reply(context: RequestContext, delivery: Delivery) -> bytes:
+        return _reply(gateway.results, context, base_of(call.request) if delivery.response_format == "url" else None)
+
+    return await answer_call(call, lambda record: _events(gateway, record, kind), reply)
 
 
 async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[bytes]:
@@ -85,34 +77,23 @@ async def _events(gateway: Gateway, record: Record, kind: str) -> AsyncIterator[
                     told = {"partial_image_index": made[event.stage], "output_format": "jpeg"}
                     yield _event(f"{kind}.partial_image", record.context, data, told)
                     made[event.stage] += 1
-        context = (await gateway.finished(record)).context
-        require_result(context)
+        context = await gateway.completed(request)
         form = {"output_format": context.params["output_format"], "usage": _USAGE}
-        for file in _files(context):
+        for file in context.result:
             data = await to_thread.run_sync(gateway.results.read, request, file.index)
             yield _event(f"{kind}.completed", context, data, form | _seed(context, file))
     except UnfuseError as error:
-        yield b"data: " + msgspec.json.encode(envelope(refusal_of(error))) + b"\n\n"
+        yield sse.event(envelope(refusal_of(error)))
 
 
 def _event(kind: str, context: RequestContext, data: bytes, told: dict[str, object]) -> bytes:
-    event = {
-        "type": kind,
-        "b64_json": base64.b64encode(data).decode(),
-        "created_at": int(context.created_at),
-        **_form(context),
-        **told,
-    }
-    return f"event: {kind}\ndata: ".encode() + msgspec.json.encode(event) + b"\n\n"
+    picture = {"b64_json": base64.b64encode(data).decode(), "created_at": int(context.created_at)}
+    return sse.event({"type": kind, **picture, **_form(context), **told}, kind)
 
 
 def _form(context: RequestContext) -> dict[str, object]:
     """The format, size and quality of the pictures that were made."""
     return {"size": size_of(context), "quality": context.params.get("quality", "auto"), "background": "opaque"}
-
-
-def _files(context: RequestContext) -> list[ResultFile]:
-    return sorted(context.result, key=lambda file: file.index)
 
 
 def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
@@ -123,7 +104,7 @@ def _seed(context: RequestContext, file: ResultFile) -> dict[str, object]:
 def _reply(results: ResultStore, context: RequestContext, base_url: str | None) -> bytes:
     """The reply in OpenAI's shape, pictures inside (base64) or by address under `base_url`; reads files."""
     data = []
-    for file in _files(context):
+    for file in context.result:
         picture = _seed(context, file)
         if base_url is None:
             picture["b64_json"] = base64.b64encode(results.read(context.id, file.index)).decode()

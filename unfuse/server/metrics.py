@@ -7,14 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from typing_extensions import override
 
 from unfuse.core.messages import Moved
 from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, Stats, TaskQueue
+from unfuse.scheduler.observer import Observer
 from unfuse.server.cost_metrics import CostMetrics
 from unfuse.server.device_metrics import DeviceMetrics
-from unfuse.server.prices import Prices
 from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 
@@ -28,7 +29,7 @@ REMEMBERED = 1024
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025)
 
 
-class Metrics:
+class Metrics(Observer):
     """The metrics of one gateway, in a registry of its own. `store` is the backend that workers put outputs into."""
 
     def __init__(self, store: str) -> None:
@@ -63,7 +64,7 @@ class Metrics:
                 ("failures", "Pulls that broke, and were tried again or given up"),
             )
         ]
-        self._costs = CostMetrics(self._registry)
+        self.costs = CostMetrics(self._registry)
         self._told = Counter("unfuse_webhooks", "Calls of webhooks", ["state"], registry=self._registry)
         self._active = self._gauge("requests_active", "Requests that are not over")
         self._bytes = self._gauge("store_bytes", "Bytes that live workers hold for requests", "backend")
@@ -91,16 +92,16 @@ class Metrics:
         self._busy = self._gauge("worker_active", "Healthy workers that hold a task", *POOL)
         self._idle = self._gauge("worker_idle", "Healthy workers that hold none", *POOL)
 
-    def submitted(self) -> None:
-        """A request was accepted."""
-        _count(self._submitted)
-
     def rejected(self) -> None:
         """A request was refused as overload."""
         _count(self._rejected)
 
+    @override
+    def submitted(self, context: RequestContext) -> None:
+        _count(self._submitted)
+
+    @override
     def ended(self, context: RequestContext) -> None:
-        """A request is over."""
         match context.status:
             case "completed":
                 _count(self._completed)
@@ -110,29 +111,25 @@ class Metrics:
             case "failed" | "expired":
                 _count(self._failed)
 
+    @override
     def dispatched(self, pool: str) -> None:
-        """A task was given to a worker."""
         self._dispatched.labels(*_named(pool)).inc()
 
+    @override
     def lease_expired(self, pool: str) -> None:
-        """A lease ran out."""
         self._expired.labels(*_named(pool)).inc()
 
+    @override
     def moved(self, engine: str, moved: Moved) -> None:
-        """Tensors came from one node to another."""
         for counter, count in zip(self._moved, msgspec.structs.astuple(moved), strict=True):
             counter.labels(engine if engine in PREFERENCE else "other").inc(count)
 
-    def spent(self, context: RequestContext, tenant: str, prices: Prices) -> None:
-        """A request is over, and has cost its tenant what it took."""
-        self._costs.spent(context, tenant, prices)
-
+    @override
     def told(self, outcome: str) -> None:
-        """A webhook was called."""
         self._told.labels(outcome).inc()
 
+    @override
     def looked_up(self, hits: int, misses: int) -> None:
-        """An accepted request looked stages up in the encoder cache."""
         self._hits.inc(hits)
         self._misses.inc(misses)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends
@@ -17,10 +16,9 @@ from unfuse.server.auth import Known, admin_only
 from unfuse.server.body import read_json
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import ADD, MAX_NAME
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Gateway, Served
 
 router = APIRouter(prefix="/models", tags=["models"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("", responses=several(MODEL, paged=False))

@@ -6,9 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated
 
-import msgspec
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Header, Query
+from fastapi import APIRouter, Header, Query
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 
@@ -16,46 +15,45 @@ from unfuse.core.errors import NotFound
 from unfuse.core.event import Event
 from unfuse.core.request import RequestStatus
 from unfuse.queues.base import Filter
+from unfuse.server import sse
 from unfuse.server.answers import HAPPENED, REQUEST, one, several
-from unfuse.server.auth import Sight
-from unfuse.server.gateway import Gateway, gateway_of
-from unfuse.server.sse import stream
+from unfuse.server.auth import Known
+from unfuse.server.gateway import Served
 
 router = APIRouter(prefix="/requests", tags=["requests"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 
 @router.get("", responses=several(REQUEST))
 async def page(
     request: Request,
     gateway: Served,
-    sees: Sight,
+    caller: Known,
     status: RequestStatus | None = None,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     after: str | None = None,
 ) -> dict[str, object]:
     """Requests, newest first; the next page starts `after` the last id of this one."""
-    found = await gateway.queue.list(Filter(tenant=sees, status=status), after=after, limit=limit + 1)
+    found = await gateway.queue.list(Filter(tenant=caller.sees, status=status), after=after, limit=limit + 1)
     return listed([gateway.view(request, record) for record in found], limit)
 
 
 @router.get("/{id}", responses=one(REQUEST))
-async def show(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
+async def show(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """One request, with the evidence of what went wrong."""
-    return gateway.view(request, await gateway.load(id, sees), evidence=True)
+    return gateway.view(request, await gateway.load(id, caller.sees), evidence=True)
 
 
 @router.post("/{id}/cancel", responses=one(REQUEST))
-async def cancel(id: str, request: Request, gateway: Served, sees: Sight) -> dict[str, object]:
+async def cancel(id: str, request: Request, gateway: Served, caller: Known) -> dict[str, object]:
     """Cancel a request; one that is over does not change."""
-    await gateway.load(id, sees)
+    await gateway.load(id, caller.sees)
     return gateway.view(request, await gateway.scheduler.cancel(id))
 
 
 @router.get("/{id}/result/{index}", response_class=FileResponse)
-async def result(id: str, index: int, gateway: Served, sees: Sight) -> FileResponse:
+async def result(id: str, index: int, gateway: Served, caller: Known) -> FileResponse:
     """One picture or video of a request, or a range of its bytes."""
-    files = {file.index: file for file in (await gateway.load(id, sees)).context.result}
+    files = {file.index: file for file in (await gateway.load(id, caller.sees)).context.result}
     if index not in files:
         raise NotFound(f"request {id} has no result {index}: it has {len(files)}")
     path = await to_thread.run_sync(gateway.results.path, id, index)
@@ -63,9 +61,9 @@ async def result(id: str, index: int, gateway: Served, sees: Sight) -> FileRespo
 
 
 @router.get("/{id}/preview/{index}/{step}", response_class=Response, responses={200: {"content": {"image/jpeg": {}}}})
-async def preview(id: str, index: int, step: int, gateway: Served, sees: Sight) -> Response:
+async def preview(id: str, index: int, step: int, gateway: Served, caller: Known) -> Response:
     """The preview of a picture or video after a step, while its request runs with `preview_every`."""
-    plan = (await gateway.load(id, sees)).context.plan
+    plan = (await gateway.load(id, caller.sees)).context.plan
     for stage in plan.stages:
         if stage.params.get("index") == index:
             with suppress(NotFound):
@@ -78,18 +76,18 @@ async def preview(id: str, index: int, step: int, gateway: Served, sees: Sight) 
 async def events(
     id: str,
     gateway: Served,
-    sees: Sight,
+    caller: Known,
     last_event_id: Annotated[int, Header(ge=0, lt=2**63)] = 0,
 ) -> StreamingResponse:
     """The events of a request after `Last-Event-ID`, until its end, as server-sent events."""
-    await gateway.load(id, sees)
-    return stream(written(gateway.queue.watch(id, last_event_id)))
+    await gateway.load(id, caller.sees)
+    return sse.stream(written(gateway.queue.watch(id, last_event_id)))
 
 
 async def written(happening: AsyncIterator[Event]) -> AsyncIterator[bytes]:
     """Events in the format of server-sent events."""
     async for event in happening:
-        yield f"id: {event.seq}\nevent: {event.type}\n".encode() + b"data: " + msgspec.json.encode(event) + b"\n\n"
+        yield sse.event(event, event.type, str(event.seq))
 
 
 def listed(found: list[dict[str, object]], limit: int) -> dict[str, object]:

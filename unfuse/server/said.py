@@ -18,6 +18,11 @@ class GrowingMessage:
         self._reader = CallReader(how, f"{context.id}:{index}") if how else None
 
     @property
+    def calls(self) -> list[Call]:
+        """Those that were found so far."""
+        return self._reader.calls if self._reader else []
+
+    @property
     def looks_back(self) -> bool:
         """Whether it has to be read from its beginning."""
         return self._reader is not None
@@ -32,24 +37,19 @@ class GrowingMessage:
 
     def reason(self, ended: str) -> str:
         """Why the choice ended, as clients read it."""
-        return "tool_calls" if ended == "stop" and self._reader and self._reader.calls else ended
+        return "tool_calls" if ended == "stop" and self.calls else ended
 
     def _delta(self, text: str, calls: list[Call]) -> dict[str, Any]:
         told: dict[str, Any] = {"content": text} if text else {}
-        if calls and self._reader:
-            first = len(self._reader.calls) - len(calls)
+        if calls:
+            first = len(self.calls) - len(calls)
             told["tool_calls"] = [{"index": first + place, **call.shown} for place, call in enumerate(calls)]
         return told
 
 
 def whole(context: RequestContext, index: int, answer: Answer) -> tuple[dict[str, Any], str]:
     """The message of a choice, and why it ended."""
-    how = FORMATS.get(str(context.params.get(CALLS)))
-    if how is None:
-        return {"content": answer.text}, answer.finish_reason
-    reader = CallReader(how, f"{context.id}:{index}")
-    text = reader.feed(answer.text)[0] + reader.finish()[0]
-    if not reader.calls:
-        return {"content": text}, answer.finish_reason
-    reason = "tool_calls" if answer.finish_reason == "stop" else answer.finish_reason
-    return {"content": text or None, "tool_calls": [call.shown for call in reader.calls]}, reason
+    message = GrowingMessage(context, index)
+    text = "".join(part.get("content", "") for part in (message.add(answer.text), message.finish()))
+    told = {"content": text or None, "tool_calls": [call.shown for call in message.calls]}
+    return told if message.calls else {"content": text}, message.reason(answer.finish_reason)

@@ -6,12 +6,19 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
 
+import msgspec
 from starlette.responses import StreamingResponse
 
 from unfuse.core.errors import TransientError
 
 COMMENT_EVERY_S = 15.0
 """Seconds of silence after which a comment is sent, so that no proxy closes the stream."""
+
+
+def event(told: object, kind: str = "", id: str = "") -> bytes:
+    """An event with this data, as JSON; of this kind and id, if it has them."""
+    head = (f"id: {id}\n" if id else "") + (f"event: {kind}\n" if kind else "")
+    return head.encode() + b"data: " + msgspec.json.encode(told) + b"\n\n"
 
 
 def stream(events: AsyncIterator[bytes]) -> StreamingResponse:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
@@ -18,17 +18,16 @@ from unfuse.core.request import Record
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
 from unfuse.server.answers import DELETED, FILMED, VIDEO as VIDEO_OBJECT, one, several
-from unfuse.server.auth import Known, Sight
+from unfuse.server.auth import Known
 from unfuse.server.body import read_body
 from unfuse.server.errors import Refusal
 from unfuse.server.fields import CREATE
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Gateway, Served
 from unfuse.server.live import Live
 from unfuse.server.requests import listed
 from unfuse.server.view import video_object
 
 router = APIRouter(prefix="/videos", tags=["videos"])
-Served = Annotated[Gateway, Depends(gateway_of)]
 
 POLL_MS = 500
 """How long a client waits before it asks again for a video that is not done."""
@@ -46,27 +45,27 @@ async def create(request: Request, gateway: Served, asker: Known) -> Response:
 @router.get("", responses=several(VIDEO_OBJECT))
 async def page(
     gateway: Served,
-    sees: Sight,
+    caller: Known,
     after: str | None = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, object]:
     """Videos, newest first or last; the next page starts `after` the last id of this one."""
-    which = Filter(tenant=sees, video=True)
+    which = Filter(tenant=caller.sees, video=True)
     found = await gateway.queue.list(which, after=after, limit=limit + 1, oldest_first=order == "asc")
     return listed([video_object(record) for record in found], limit)
 
 
 @router.get("/{id}", responses=one(VIDEO_OBJECT))
-async def show(id: str, gateway: Served, sees: Sight) -> JSONResponse:
+async def show(id: str, gateway: Served, caller: Known) -> JSONResponse:
     """One video."""
-    return _answer(await _load(gateway, id, sees))
+    return _answer(await _load(gateway, id, caller.sees))
 
 
 @router.delete("/{id}", responses=DELETED)
-async def delete(id: str, gateway: Served, sees: Sight) -> dict[str, object]:
+async def delete(id: str, gateway: Served, caller: Known) -> dict[str, object]:
     """End a video if it is not done, and forget it."""
-    await _load(gateway, id, sees)
+    await _load(gateway, id, caller.sees)
     await gateway.delete(id)
     return {"id": id, "object": "video.deleted", "deleted": True}
 
@@ -75,7 +74,7 @@ async def delete(id: str, gateway: Served, sees: Sight) -> dict[str, object]:
 async def content(
     id: str,
     gateway: Served,
-    sees: Sight,
+    caller: Known,
     variant: Literal["video", "thumbnail", "spritesheet"] = "video",
     stream: bool = False,
 ) -> Response:
@@ -83,7 +82,7 @@ async def content(
 
     With `stream`, the video as fragmented MP4, also while it is being made: frames come as they are decoded.
     """
-    record = await _load(gateway, id, sees)
+    record = await _load(gateway, id, caller.sees)
     if variant == "spritesheet":
         raise InvalidParameter("variant can be video or thumbnail; spritesheets are not made", "variant")
     if stream and (variant != "video" or record.context.params["output_format"] != "mp4"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Depends
@@ -15,10 +14,14 @@ from unfuse.core.messages import Sharing
 from unfuse.queues.base import Member
 from unfuse.server.answers import POOL, WORKER, several
 from unfuse.server.auth import admin_only
-from unfuse.server.gateway import Gateway, gateway_of
+from unfuse.server.gateway import Served
 
 router = APIRouter(tags=["workers"], dependencies=[Depends(admin_only)])
-Served = Annotated[Gateway, Depends(gateway_of)]
+
+AS_TOLD = (
+    "node", "role", "device", "pools", "outcome", "slots", "pid", "room", "used", "high_water", "unwritten", "engines",
+)  # fmt: skip
+"""What workers say of themselves that is shown as it is."""
 
 
 @router.get("/workers", responses=several(WORKER, paged=False))
@@ -29,22 +32,11 @@ async def workers(gateway: Served) -> dict[str, object]:
         {
             "id": member.info.id,
             "object": "worker",
-            "node": member.info.node,
-            "role": member.info.role,
-            "device": member.info.device,
-            "pools": list(member.info.pools),
+            **{name: getattr(member.info, name) for name in AS_TOLD},
             "holds": (member.info.holds or None) if member.info.sets else "all",
-            "outcome": member.info.outcome,
-            "slots": member.info.slots,
             "leased": member.leased,
             "models": sorted(card.name for card in member.cards),
-            "pid": member.info.pid,
-            "room": member.info.room,
-            "used": member.info.used,
-            "high_water": member.info.high_water,
-            "unwritten": member.info.unwritten,
             "fragmentation": round(member.info.fragmentation, 3),
-            "engines": member.info.engines,
             "ranks": [{key: round(spent, 3) for key, spent in asdict(rank).items()} for rank in member.info.ranks],
             "healthy": member.info.id in healthy,
             "seen_s": round(max(0.0, now - member.seen), 3),

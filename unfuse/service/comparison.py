@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol, Self
@@ -146,13 +147,7 @@ class Pools(Side):
 
 def measure(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int, counts: Sequence[int]) -> Figures:
     """Requests to compare, then some one by one, then many at once, with the same seeds whichever side it is."""
-    free = _free()
-
-    def seconds(first: int, count: int) -> float:
-        began = time.perf_counter()
-        side.make(_cases(card, asked, first, count))
-        return time.perf_counter() - began
-
+    free, seconds = _free(), partial(_seconds, side, card, asked)
     digests = side.make(_cases(card, asked, 0, rounds), alike=True)
     seconds(0, 1)
     latency = median(seconds(seed, 1) for seed in range(rounds))
@@ -178,12 +173,15 @@ def most_at_once(side: Side, card: ModelCard, asked: dict[str, Any], rounds: int
     """Requests a second with so many at once, the median of some rounds after a first one, which finds out what may
     share a forward.
     """
-    found = []
-    for number in range(rounds + 1):
-        began = time.perf_counter()
-        side.make(_cases(card, asked, number * count, count))
-        found.append(count / (time.perf_counter() - began))
+    found = [count / _seconds(side, card, asked, number * count, count) for number in range(rounds + 1)]
     return median(found[1:])
+
+
+def _seconds(side: Side, card: ModelCard, asked: dict[str, Any], first: int, count: int) -> float:
+    """How long so many requests take that are asked for at once, of seeds from the first on."""
+    began = time.perf_counter()
+    side.make(_cases(card, asked, first, count))
+    return time.perf_counter() - began
 
 
 def _cases(card: ModelCard, asked: dict[str, Any], first: int, count: int) -> list[Case]:

@@ -64,7 +64,8 @@ def _served(options: ServeOptions, planned: Plan, logs: Logs) -> Iterator[Client
     """
     key = secrets.token_urlsafe(24)
     own = f"{UNIX}{private_socket(options.run_dir)}"
-    options = msgspec.structs.replace(options, port=0, listen=(own,), keys=Keys((key,)))
+    serve = msgspec.structs.replace(options.serve, port=0)
+    options = msgspec.structs.replace(options, serve=serve, listen=(own,), keys=Keys((key,)))
     ready: Future[tuple[asyncio.AbstractEventLoop, Service, str]] = Future()
 
     def fail(over: Future[None]) -> None:

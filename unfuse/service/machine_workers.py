@@ -15,7 +15,7 @@ from unfuse.service.groups import Settings
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
 from unfuse.service.plan import Plan, plan_for, wanted
-from unfuse.service.resources import counts, device_memory, means
+from unfuse.service.resources import device_memory, means
 from unfuse.service.settings import FIELDS
 from unfuse.service.specs import Slots, environment_of, flags_of, forked, specs_of
 from unfuse.stores.results import sees
@@ -44,12 +44,11 @@ class MachineWorkers:
     async def run(self, starting: Callable[[Plan], object]) -> None:
         """Run them until `stop`; `starting` is called with what is started. Raises ConfigError if one cannot start."""
         planning = asyncio.create_task(self._plan())
-        await _first(planning, self._stop.wait())
+        await first(planning, self._stop.wait())
         if self._stop.is_set():
             return
         planned, settings = planning.result(), self._settings
         starting(planned)
-        slots = Slots(counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2"), settings.worker.slots)
         named = {"node": settings.worker.node} if settings.worker.node else {}
         told = {**flags_of(settings), "drain-timeout": settings.serve.drain_timeout, **named}
         scheduler = FIELDS["worker.scheduler"]
@@ -57,13 +56,13 @@ class MachineWorkers:
             **environment_of(settings), **self._logs.environment,
             scheduler.variable: scheduler.written(schedulers(settings)),
         }  # fmt: skip
-        specs = specs_of(planned, means(settings).cores, slots, told, environment)
+        specs = specs_of(planned, means(settings).cores, Slots.of(settings), told, environment)
         launcher = LocalLauncher(specs, self._logs.relay, forks=forked(planned))
         launcher.start()
         try:
-            await _first(asyncio.shield(launcher.failed), self._stop.wait())
+            await first(asyncio.shield(launcher.failed), self._stop.wait())
         finally:
-            await _first(launcher.stop(settings.serve.drain_timeout + LEAVING_S), self._stop_now.wait())
+            await first(launcher.stop(settings.serve.drain_timeout + LEAVING_S), self._stop_now.wait())
 
     async def _plan(self) -> Plan:
         """Ask a scheduler what to serve, until one answers, and decide who of that is started here."""
@@ -99,7 +98,7 @@ def plan_here(settings: Settings, welcome: Welcome) -> Plan:
     return planned
 
 
-async def _first(*works: Awaitable[object]) -> None:
+async def first(*works: Awaitable[object]) -> None:
     """Wait until one ends, and raise its exception; the others are cancelled."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:

@@ -15,10 +15,10 @@ from unfuse.server.prices import Prices
 from unfuse.service.addresses import listens, trust
 from unfuse.service.groups import Settings
 from unfuse.service.plan import wanted
-from unfuse.service.resources import COSTS, counts, device_memory, means, resources
+from unfuse.service.resources import COSTS, device_memory, means, resources
 from unfuse.service.service import ServeOptions
 from unfuse.service.settings import Loaded
-from unfuse.service.specs import environment_of, flags_of
+from unfuse.service.specs import Slots, environment_of, flags_of
 from unfuse.worker.checkpoints import Policy
 
 
@@ -26,19 +26,11 @@ def options(loaded: Loaded) -> ServeOptions:
     """The options of a service for these settings."""
     settings, serve = loaded.settings, loaded.settings.serve
     return ServeOptions(
-        models=serve.models,
-        revision=serve.revision,
-        names=serve.served_model_name,
-        host=serve.host,
-        port=serve.port,
+        serve=serve,
         keys=Keys((*serve.api_key, *filter(None, [settings.api_key])), serve.admin_key),
         access=Access(serve.allowed_hosts, serve.allowed_origins, serve.trusted_proxies),
         bounds=Bounds(serve.max_connections, serve.max_connections_per_address),
-        image_hosts=serve.image_hosts,
-        webhook_hosts=serve.webhook_hosts,
-        webhook_secrets=serve.webhook_secret,
         prices=Prices(serve.price),
-        results_limit=serve.results_limit,
         queue=serve.queue.replace("DATA_DIR", settings.data_dir),
         places=places(settings),
         run_dir=settings.run_dir,
@@ -49,22 +41,13 @@ def options(loaded: Loaded) -> ServeOptions:
         workers=wanted(settings),
         device_memory=device_memory(settings),
         means=means(settings),
-        slots=counts("--slots", serve.slots, "ROLE=N, like denoiser=2"),
+        slots=Slots.of(settings),
         resources=resources(settings),
-        each=settings.worker.slots,
-        time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
         limits=Limits(serve.max_active, serve.max_queue, serve.max_cost or None),
-        order=serve.order,
-        dispatch=serve.dispatch,
         encoder_cache=serve.encoder_cache if "shared_memory" in serve.store or "auto" in serve.store else 0,
         costs=Path(settings.data_dir, COSTS),
         lease_ttl=settings.lease.ttl_s,
-        retention=serve.retention_s,
-        drain_timeout=serve.drain_timeout,
         standard=standard(settings),
-        strict=serve.strict_params,
-        cancels=serve.on_disconnect == "cancel",
-        reuses=serve.reuse_results,
     )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,22 +24,23 @@ from unfuse.launch.local import LocalLauncher
 from unfuse.launch.placement import Wanted
 from unfuse.queues.base import Filter, Limits, TaskQueue
 from unfuse.scheduler.arenas import Arenas
-from unfuse.scheduler.backpressure import Dispatch
 from unfuse.scheduler.dispatcher import Dispatcher
-from unfuse.scheduler.order import Order
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.access import Access
 from unfuse.server.connections import Bounds, HttpServer
 from unfuse.server.fetching import Fetching
+from unfuse.server.gateway import Gateway
 from unfuse.server.keys import Keys as ApiKeys
 from unfuse.server.prices import Prices
 from unfuse.server.webhooks import Webhooks
 from unfuse.service.crews import Crews
+from unfuse.service.groups import Serve
 from unfuse.service.layout import Means
 from unfuse.service.lending import Lending
 from unfuse.service.logs import Logs
 from unfuse.service.machine import devices
+from unfuse.service.machine_workers import first
 from unfuse.service.plan import Plan, plan_for
 from unfuse.service.specs import Slots, forked, specs_of
 from unfuse.stores.keyed import Remains, remains_at
@@ -70,30 +71,20 @@ log = structlog.get_logger(__name__)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of a service.
+    """The settings of a service as they are taken, `serve`, and what is made of those that have to be read first.
 
-    `names` are what clients call the models, in order. Workers come in at `listen`, where `trust` says whom to believe;
-    unless a unix socket is among these there is one in `run_dir`. `worker_flags` are what the workers it starts are
-    told beside how to compute, by flag; `worker_environment` by variable; each has the `slots` of its role, and these
-    `resources`. They share what `means` there are, and of devices at most `device_memory`. `standard`
-    parameters go before the models' own; a `strict` gateway refuses what it would have to ignore. `time_limits` are
-    seconds that a request's stages may run, by medium; 0 is any number. The file `costs` remembers what stages take.
-    What callers waited for that are all gone is ended if the service `cancels`; results are given again if it `reuses`.
+    Workers come in at `listen`, where `trust` says whom to believe; unless a unix socket is among these there is one
+    in `run_dir`. `worker_flags` are what the workers it starts are told beside how to compute, by flag;
+    `worker_environment` by variable; each has the `slots` of its role, and these `resources`. They share what `means`
+    there are, and of devices at most `device_memory`. `standard` parameters go before the models' own. The file `costs`
+    remembers what stages take.
     """
 
-    models: tuple[str, ...]
-    revision: str
-    names: tuple[str, ...]
-    host: str
-    port: int
+    serve: Serve
     keys: ApiKeys
     access: Access
     bounds: Bounds
-    image_hosts: tuple[str, ...]
-    webhook_hosts: tuple[str, ...]
-    webhook_secrets: tuple[str, ...]
     prices: Prices
-    results_limit: int
     queue: str
     places: Places
     run_dir: str
@@ -104,22 +95,13 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     workers: Wanted
     device_memory: Mapping[str, int]
     means: Means
-    slots: Mapping[str, int]
-    each: int
+    slots: Slots
     resources: Mapping[str, int]
     limits: Limits
-    time_limits: Mapping[str, float]
-    order: Order
-    dispatch: Dispatch
     encoder_cache: int
     costs: Path | None
     lease_ttl: float
-    retention: float
-    drain_timeout: float
     standard: Params
-    strict: bool
-    cancels: bool
-    reuses: bool
 
 
 def plan(options: ServeOptions) -> Plan:
@@ -127,7 +109,8 @@ def plan(options: ServeOptions) -> Plan:
     found = devices(options.device_memory)
     for kind in options.prices.unseen([device.name for device in found]):
         log.warning("a price is set for devices that are not on this machine", kind=kind, counts="workers elsewhere")
-    planned = plan_for(options.models, options.revision, options.workers, found, options.means)
+    serve = options.serve
+    planned = plan_for(serve.models, serve.revision, options.workers, found, options.means)
     if planned.refusal:
         raise ConfigError(planned.refusal)
     cards = [model.card for model in planned.models]
@@ -154,50 +137,51 @@ class Service:
 
     async def run(self, started: Callable[[str], None]) -> None:
         """Serve until `stop`; `started` is called with the URL once requests are answered. Raises ConfigError."""
-        options = self._options
-        if not is_loopback(options.host) and not options.keys:
-            raise ConfigError(f"--host {options.host} can be reached by others: set --api-key, or use 127.0.0.1")
-        names = public_names(options)
-        listener = listen(options.host, options.port)
+        options, serve = self._options, self._options.serve
+        if not is_loopback(serve.host) and not options.keys:
+            raise ConfigError(f"--host {serve.host} can be reached by others: set --api-key, or use 127.0.0.1")
+        names = public_names(serve)
+        listener = listen(serve.host, serve.port)
         async with contextlib.AsyncExitStack() as stack:
             stack.callback(listener.close)
             port = listener.getsockname()[1]
             scheduler, crews = await stack.enter_async_context(self._scheduler(port))
             results = open_results(options.places.results)
-            webhooks = Webhooks(options.webhook_hosts, options.webhook_secrets, options.prices)
-            fetching = Fetching(options.image_hosts)
+            webhooks = Webhooks(serve.webhook_hosts, serve.webhook_secret, options.prices)
+            fetching = Fetching(serve.image_hosts)
             stack.push_async_callback(webhooks.close)
             stack.push_async_callback(fetching.close)
-            app = create_app(
+            gateway = Gateway(
                 scheduler, results, keys=options.keys, names=names, standard=options.standard,
-                loras=options.places.loras, strict=options.strict, time_limits=options.time_limits,
+                loras=options.places.loras, strict=serve.strict_params,
+                time_limits={"image": serve.image_timeout, "video": serve.video_timeout},
                 store=options.places.store.removeprefix("spill:").partition("+")[0].partition(":")[0],
-                access=options.access, cancels=options.cancels, reuses=options.reuses, webhooks=webhooks,
+                cancels=serve.on_disconnect == "cancel", reuses=serve.reuse_results, webhooks=webhooks,
                 prices=options.prices, fetching=fetching, joining=crews,
             )  # fmt: skip
-            gateway = HttpServer(app, options.bounds, options.access)
-            serving = asyncio.create_task(gateway.serve(sockets=[listener]))
+            server = HttpServer(create_app(gateway, options.access), options.bounds, options.access)
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
             webhooks.start(scheduler)
             remains = remains_at(options.places.store, options.places.durable)
             background = Supervisor()
             stack.push_async_callback(background.close)
-            background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, options.retention))
-            if options.results_limit:
-                bound = partial(_bound, scheduler.queue, results, options.results_limit)
+            background.forever("forgetting what is over", partial(_forget, scheduler.queue, results, serve.retention_s))
+            if serve.results_limit:
+                bound = partial(_bound, scheduler.queue, results, serve.results_limit)
                 background.forever("keeping results within their limit", bound)
             background.forever("dropping what dead workers left", partial(_drop_remains, scheduler, remains))
             background.forever("looking whether keys have changed", options.keys.look)
             launcher = crews.begin(self._plan)
             background.forever("looking which models have left", crews.look)
-            host = f"[{options.host}]" if ":" in options.host else options.host
+            host = f"[{serve.host}]" if ":" in serve.host else serve.host
             started(f"http://{host}:{port}")
             try:
-                await _first(serving, self._stop.wait(), _raise(launcher.failed))
+                await first(asyncio.shield(serving), self._stop.wait(), _raise(launcher.failed))
                 await self._drain(scheduler)
             finally:
                 scheduler.draining = True  # those who wait are left, and leave nothing
-                await crews.stop(0 if self._stop_now.is_set() else options.drain_timeout)
-                gateway.should_exit = True
+                await crews.stop(0 if self._stop_now.is_set() else serve.drain_timeout)
+                server.should_exit = True
                 await serving
 
     @contextlib.asynccontextmanager
@@ -207,11 +191,11 @@ class Service:
         arenas = Arenas(spills=options.places.store.partition(":")[0] == "spill")
         queue = queues.open(options.queue)
         scheduler = Scheduler(
-            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.order,
+            queue, limits=options.limits, lease_ttl=options.lease_ttl, cards=cards, order=options.serve.order,
             cache_bytes=options.encoder_cache, costs=options.costs, arenas=arenas,
         )  # fmt: skip
         places = msgspec.structs.replace(options.places, mark=mark_of(options.places.results))
-        dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.dispatch)
+        dispatcher = Dispatcher(scheduler, offered, places, options.workers.compute.outcome, options.serve.dispatch)
         lending = Lending(dispatcher, places.loras)
         own = [] if any(map(unix_path, options.listen)) else [f"{UNIX}{server_socket(options.run_dir, port)}"]
         folder, routers = open_run_folder(options.run_dir), list[Router]()
@@ -222,7 +206,7 @@ class Service:
             await queue.reach()
             await scheduler.registry.declare(cards)
             await scheduler.start()
-            drain, expect = options.drain_timeout, partial(self._expect, arenas)
+            drain, expect = options.serve.drain_timeout, partial(self._expect, arenas)
             yield scheduler, Crews(scheduler, dispatcher, self._planned, self._launch, expect, drain)
         finally:
             for router in routers:
@@ -250,8 +234,9 @@ class Service:
         options = self._options
         left = {device.name: max(0, device.free - coming[device.name]) for device in devices()}
         left |= {name: max(0, min(left[name], most - taken[name])) for name, most in options.device_memory.items()}
-        revision = options.revision if {*models} <= {*options.models} else ""
-        return plan(msgspec.structs.replace(options, models=tuple(models), device_memory=left, revision=revision))
+        revision = options.serve.revision if {*models} <= {*options.serve.models} else ""
+        serve = msgspec.structs.replace(options.serve, models=tuple(models), revision=revision)
+        return plan(msgspec.structs.replace(options, serve=serve, device_memory=left))
 
     def _launch(self, planned: Plan, first: int) -> LocalLauncher:
         """Start the workers of a plan; the first of them goes by this number."""
@@ -266,8 +251,8 @@ class Service:
         pulled_by = self.addresses if isinstance(options.trust, Keys) else ()
         told = {"scheduler": self.addresses[0], "listen": host_towards(*pulled_by), **options.worker_flags}
         environment = {**options.worker_environment, **self._logs.environment}
-        slots, models = Slots(options.slots, options.each), tuple(model.card.name for model in planned.models)
-        return specs_of(planned, options.means.cores, slots, told, environment, models)
+        models = tuple(model.card.name for model in planned.models)
+        return specs_of(planned, options.means.cores, options.slots, told, environment, models)
 
     async def _drain(self, scheduler: Scheduler) -> None:
         """Wait for accepted requests, unless the queue is shared: then other schedulers serve them."""
@@ -275,7 +260,7 @@ class Service:
         if scheduler.queue.shared:
             return
         with contextlib.suppress(TimeoutError, TransientError):
-            async with asyncio.timeout(self._options.drain_timeout):
+            async with asyncio.timeout(self._options.serve.drain_timeout):
                 while await scheduler.queue.list(Filter(over=False), limit=1) and not self._stop_now.is_set():
                     await asyncio.sleep(DRAIN_CHECK_S)
 
@@ -315,9 +300,9 @@ async def _drop_remains(scheduler: Scheduler, places: Sequence[Remains]) -> None
                 await asyncio.to_thread(place.drop, folders[request])
 
 
-def public_names(options: ServeOptions) -> dict[str, str]:
+def public_names(serve: Serve) -> dict[str, str]:
     """The models by the names that clients use. Raises ConfigError if a name is ambiguous."""
-    models, names = options.models, options.names
+    models, names = serve.models, serve.served_model_name
     if len(models) == 1:
         return dict.fromkeys(names, models[0])
     if names and len(names) != len(models):
@@ -344,15 +329,3 @@ async def _raise(failed: asyncio.Future[None]) -> None:
     if failed.cancelled():  # its workers were ended, since their models have left: that is no reason to end
         await asyncio.Event().wait()
     failed.result()
-
-
-async def _first(serving: asyncio.Task[None], *works: Awaitable[object]) -> None:
-    """Wait until one ends, and raise its exception; `serving` goes on, the others are cancelled."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait([serving, *tasks], return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()

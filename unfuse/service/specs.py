@@ -14,6 +14,7 @@ from unfuse.launch.forks import Forks
 from unfuse.service.addresses import keys_folder
 from unfuse.service.groups import Settings
 from unfuse.service.plan import Plan
+from unfuse.service.resources import counts
 from unfuse.service.settings import FIELDS
 
 
@@ -22,6 +23,11 @@ class Slots(msgspec.Struct, frozen=True):
 
     by_role: Mapping[str, int] = {}
     each: int = 0
+
+    @classmethod
+    def of(cls, settings: Settings) -> Slots:
+        """As they are set. Raises ConfigError for a malformed entry."""
+        return cls(counts("--slots", settings.serve.slots, "ROLE=N, like denoiser=2"), settings.worker.slots)
 
 
 def flags_of(settings: Settings) -> dict[str, object]:
