@@ -8,9 +8,10 @@ import struct
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.arena.arena import WritableMap, map_bytes
 from unfuse.arena.buddy import Usage
@@ -45,10 +46,6 @@ from unfuse.arena.sockets import ABSTRACT, peer_of, receive_exactly, socket_name
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 from unfuse.core.framing import HEADER_BYTES, length_of
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 ANSWER_WITHIN_S = 30
 """Seconds without an answer after which an owner counts as gone; usually it answers in microseconds."""

@@ -6,9 +6,11 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
@@ -28,16 +30,9 @@ from unfuse.stores.base import (
 from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import WIDE, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.supervision.clock import SystemClock
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from unfuse.stores.tensors import Value
-
 
 LOOK_AGAIN_S = 0.005
 """Seconds between two tries of a `put` that waits for room."""
