@@ -162,9 +162,7 @@ def test_a_span_without_room_for_a_block_is_refused(capacity: int, block: int) -
 @given(nbytes=st.integers(1, 8 * BLOCK))
 def test_waste_is_what_rounding_costs(nbytes: int) -> None:
     space = Blocks(8 * BLOCK, BLOCK)
-    assert (space.usage().occupancy, space.usage().waste, space.usage().fragmentation) == (0, 0, 0)
+    assert (space.usage().used, space.usage().requested, space.usage().fragmentation) == (0, 0, 0)
     space.allocate(nbytes)
     usage = space.usage()
-    assert usage.occupancy == blocks_of(nbytes) / 8
-    assert usage.waste == pytest.approx(1 - nbytes / (blocks_of(nbytes) * BLOCK))
-    assert usage.fragmentation == 0
+    assert (usage.used, usage.requested, usage.fragmentation) == (blocks_of(nbytes) * BLOCK, nbytes, 0)

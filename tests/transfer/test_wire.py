@@ -14,12 +14,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from tests.transfer.conftest import OPTIONS, SECRET
 from unfuse.arena.arena import Arena
+from unfuse.arena.protocol import Lost
 from unfuse.core.errors import ConfigError, ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import BACKENDS, open_engine
 from unfuse.transfer.base import LinkBroken, TransferOptions
-from unfuse.transfer.owner_messages import Coming, FromOwner, Got, Lost, Ping, Pong, Pull, ToOwner, Watch
+from unfuse.transfer.owner_messages import Coming, FromOwner, Got, Ping, Pong, Pull, ToOwner, Watch
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tcp_connection import Connection, Owner, prove, read, send, write

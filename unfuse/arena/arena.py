@@ -6,18 +6,15 @@ import mmap
 import os
 from collections.abc import Callable
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.arena.buddy import BLOCK
 from unfuse.arena.extents import Extents, Pages
 from unfuse.arena.limits import available_memory, readable_bytes
 from unfuse.arena.objects import Extent, ObjectTable
 from unfuse.core.errors import ArenaFull, ConfigError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 MEMFD_NAME = "unfuse-arena"
 """The name of the memory in /proc/PID/maps; no path leads to it."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.arena.buddy import Usage
 from unfuse.core.errors import ArenaFull
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Runs: TypeAlias = Sequence[tuple[int, int]]
 """The places of an allocation's bytes, in order: (offset, nbytes) of each row of adjacent blocks."""

@@ -23,16 +23,6 @@ class Usage(msgspec.Struct, frozen=True):
     high_water: int
 
     @property
-    def occupancy(self) -> float:
-        """The share of the span that is taken."""
-        return self.used / self.capacity
-
-    @property
-    def waste(self) -> float:
-        """The share of the used bytes that is lost by rounding."""
-        return 1 - self.requested / self.used if self.used else 0.0
-
-    @property
     def fragmentation(self) -> float:
         """The share of the free bytes that one allocation cannot use, because they are not contiguous."""
         return 1 - self.largest_free / self.free if self.free else 0.0

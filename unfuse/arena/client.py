@@ -8,47 +8,23 @@ import struct
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from unfuse.arena import protocol
 from unfuse.arena.arena import WritableMap, map_bytes
 from unfuse.arena.buddy import Usage
 from unfuse.arena.finalizer_lock import FinalizerLock
 from unfuse.arena.objects import Extent
-from unfuse.arena.protocol import (
-    MAX_MESSAGE,
-    Abort,
-    Announce,
-    Create,
-    Delete,
-    FromOwner,
-    Full,
-    Hold,
-    Look,
-    Lost,
-    Owner,
-    Placed,
-    Release,
-    Seal,
-    Seen,
-    Spill,
-    ToOwner,
-    Unhold,
-    Watch,
-    Who,
-    Write,
-    Written,
-    frame,
-)
 from unfuse.arena.sockets import ABSTRACT, peer_of, receive_exactly, socket_name
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError, TransientError
 from unfuse.core.framing import HEADER_BYTES, length_of
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+Reply = TypeVar("Reply", bound=protocol.FromOwner)
 
 ANSWER_WITHIN_S = 30
 """Seconds without an answer after which an owner counts as gone; usually it answers in microseconds."""
@@ -78,7 +54,7 @@ class ArenaClient:
             if owner and not address.startswith(ABSTRACT):
                 self._check(owner)
             if token:
-                self._ask(Write(token))
+                self._ask(protocol.Write(token), protocol.Done)
         except BaseException:
             self._socket.close()
             raise
@@ -89,22 +65,20 @@ class ArenaClient:
 
     def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
         """Hold a sealed object in its place until `unhold` or the end of this connection. Raises ObjectLost."""
-        return self._placed(Hold(id, key, generation, nbytes))
+        return self._placed(protocol.Hold(id, key, generation, nbytes), id)
 
     def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
         """The checksums of an announced object's complete chunks, and whether it is whole. Raises ObjectLost."""
-        reply = self._ask(Watch(id, key, generation, nbytes), id)
-        if not isinstance(reply, Written):
-            raise ProtocolError(f"the arena answered {type(reply).__name__} to Watch")
+        reply = self._ask(protocol.Watch(id, key, generation, nbytes), protocol.Written, id)
         return reply.checksums, reply.whole
 
     def unhold(self, id: str) -> None:
         """End one hold. Never waits for an answer and never fails, so that finalizers may call it."""
-        self._lock.post(partial(self._send, Unhold(id)))
+        self._lock.post(partial(self._send, protocol.Unhold(id)))
 
     def create(self, nbytes: int, request: str) -> Extent:
         """Allocate an object; it is aborted if this connection ends before `seal`. Raises ArenaFull."""
-        return self._placed(Create(nbytes, request))
+        return self._placed(protocol.Create(nbytes, request))
 
     def writable(self, extent: Extent) -> NDArray[np.uint8]:
         """The bytes of an object that was created here."""
@@ -117,39 +91,39 @@ class ArenaClient:
 
     def announce(self, id: str, written: tuple[int, ...] = ()) -> None:
         """Let an object be read while it is written, as `ObjectTable.announce`. Raises ObjectLost."""
-        self._ask(Announce(id, written), id)
+        self._ask(protocol.Announce(id, written), protocol.Done, id)
 
     def seal(self, id: str) -> None:
         """Make an object readable. Raises ObjectLost if it was released meanwhile."""
-        self._ask(Seal(id), id)
+        self._ask(protocol.Seal(id), protocol.Done, id)
 
     def abort(self, id: str) -> None:
         """Drop an object that is being written."""
-        self._ask(Abort(id))
+        self._ask(protocol.Abort(id), protocol.Done)
 
     def delete(self, id: str) -> None:
         """Delete an object; its room is free when its last hold ends."""
-        self._ask(Delete(id))
+        self._ask(protocol.Delete(id), protocol.Done)
 
     def spill(self, id: str) -> None:
         """Free the room of an object that was copied elsewhere, unless somebody holds it. Raises ObjectLost."""
-        self._ask(Spill(id), id)
+        self._ask(protocol.Spill(id), protocol.Done, id)
 
     def release(self, request: str) -> None:
         """Delete every object of a request."""
-        self._ask(Release(request))
+        self._ask(protocol.Release(request), protocol.Done)
 
     def requests(self) -> frozenset[str]:
         """Ids of the requests that objects exist for."""
-        return self._look().requests
+        return self._ask(protocol.Look(), protocol.Seen).requests
 
     def usage(self) -> Usage:
         """How full the arena is."""
-        return self._look().usage
+        return self._ask(protocol.Look(), protocol.Seen).usage
 
     def idle(self) -> list[Extent]:
         """Sealed objects that nobody holds, least recently used first."""
-        return self._look().idle
+        return self._ask(protocol.Look(), protocol.Seen).idle
 
     def close(self) -> None:
         """End the connection, every hold, and every object that is being written. Mapped memory stays readable."""
@@ -166,29 +140,21 @@ class ArenaClient:
             raise self._gone(error) from error
 
     def _check(self, owner: str) -> None:
-        if self._ask(Who()) != Owner(owner):
+        if self._ask(protocol.Who(), protocol.Owner).id != owner:
             raise TransientError(f"the arena at {self._address} is not that of {owner}")
 
-    def _look(self) -> Seen:
-        reply = self._ask(Look())
-        if not isinstance(reply, Seen):
-            raise ProtocolError(f"the arena answered {type(reply).__name__} to Look")
-        return reply
-
-    def _placed(self, message: Hold | Create) -> Extent:
-        reply = self._ask(message, message.id if isinstance(message, Hold) else "")
-        if not isinstance(reply, Placed):
-            raise ProtocolError(f"the arena answered {type(reply).__name__} to {type(message).__name__}")
+    def _placed(self, message: protocol.Hold | protocol.Create, id: str = "") -> Extent:
+        reply = self._ask(message, protocol.Placed, id)
         self._given_back = max(self._given_back, reply.given_back)
         return reply.extent
 
-    def _ask(self, message: ToOwner, id: str = "") -> FromOwner:
+    def _ask(self, message: protocol.ToOwner, kind: type[Reply], id: str = "") -> Reply:
         with self._lock:
             try:
-                self._socket.sendall(frame(message))
+                self._socket.sendall(protocol.frame(message))
                 reply, fd = self._receive()
                 if fd is not None:
-                    self._map(fd, isinstance(message, Write))
+                    self._map(fd, isinstance(message, protocol.Write))
             except OSError as error:
                 self._hang_up()
                 raise self._gone(error) from error
@@ -196,26 +162,29 @@ class ArenaClient:
                 self._hang_up()
                 raise
         match reply:
-            case Lost(text):
+            case protocol.Lost(text):
                 raise ObjectLost(text, id)
-            case Full():
+            case protocol.Full():
                 raise ArenaFull(*msgspec.structs.astuple(reply))
+        if not isinstance(reply, kind):
+            raise ProtocolError(f"the arena answered {type(reply).__name__} to {type(message).__name__}")
         return reply
 
-    def _send(self, message: ToOwner) -> None:
+    def _send(self, message: protocol.ToOwner) -> None:
         try:
-            self._socket.sendall(frame(message))
+            self._socket.sendall(protocol.frame(message))
         except OSError:
             self._hang_up()
 
-    def _receive(self) -> tuple[FromOwner, int | None]:
+    def _receive(self) -> tuple[protocol.FromOwner, int | None]:
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         header, fds, _, _ = socket.recv_fds(self._socket, HEADER_BYTES, 1, flags)
         fd = fds[0] if fds else None
         try:
             if len(header) < HEADER_BYTES:
                 raise ConnectionResetError("it closed the connection")
-            return decode(receive_exactly(self._socket, length_of(header, MAX_MESSAGE)), FromOwner), fd
+            body = receive_exactly(self._socket, length_of(header, protocol.MAX_MESSAGE))
+            return decode(body, protocol.FromOwner), fd
         except BaseException:
             if fd is not None:
                 os.close(fd)

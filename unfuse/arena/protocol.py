@@ -15,22 +15,21 @@ MAX_MESSAGE = 128 * 1024
 """The most bytes of a message."""
 
 
-class Hold(msgspec.Struct, frozen=True, tag=True):
+class Shown(msgspec.Struct, frozen=True):
+    """The fields of an object's ref that a reader must show."""
+
+    id: str
+    key: bytes
+    generation: int
+    nbytes: int
+
+
+class Hold(Shown, frozen=True, tag=True):
     """Hold a sealed object until Unhold or the end of this connection. Answered by Placed, or Lost."""
 
-    id: str
-    key: bytes
-    generation: int
-    nbytes: int
 
-
-class Watch(msgspec.Struct, frozen=True, tag=True):
+class Watch(Shown, frozen=True, tag=True):
     """Ask how much of an object, whose writer may be at it, can be read. Answered at once, by Written, or Lost."""
-
-    id: str
-    key: bytes
-    generation: int
-    nbytes: int
 
 
 class Unhold(msgspec.Struct, frozen=True, tag=True):
@@ -128,7 +127,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The object cannot be held, sealed or spilled."""
+    """The object cannot be held, read, sealed or spilled, for the reason in `message`."""
 
     message: str
 

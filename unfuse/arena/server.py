@@ -13,35 +13,8 @@ from functools import partial
 from pathlib import Path
 from threading import Thread
 
-import msgspec
-
+from unfuse.arena import protocol
 from unfuse.arena.arena import Arena
-from unfuse.arena.protocol import (
-    MAX_MESSAGE,
-    Abort,
-    Announce,
-    Create,
-    Delete,
-    Done,
-    FromOwner,
-    Full,
-    Hold,
-    Look,
-    Lost,
-    Owner,
-    Placed,
-    Release,
-    Seal,
-    Seen,
-    Spill,
-    ToOwner,
-    Unhold,
-    Watch,
-    Who,
-    Write,
-    Written,
-    frame,
-)
 from unfuse.arena.sockets import SCHEME, listen, peer_of, remove_stale
 from unfuse.core.codec import decode
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
@@ -167,9 +140,9 @@ class ArenaServer:
                     raise ProtocolError("the connection is closed")
                 connection.received += data
             for _ in range(AT_A_TIME):
-                if (body := split_message(connection.received, MAX_MESSAGE)) is None:
+                if (body := split_message(connection.received, protocol.MAX_MESSAGE)) is None:
                     return
-                self._answer(connection, decode(body, ToOwner))
+                self._answer(connection, decode(body, protocol.ToOwner))
             self._behind[connection] = None
         except (OSError, ProtocolError):
             self._disconnect(connection)
@@ -183,65 +156,62 @@ class ArenaServer:
         for id in connection.writing:
             self._arena.abort(id)
 
-    def _answer(self, connection: _Connection, message: ToOwner) -> None:
-        reply: FromOwner
+    def _answer(self, connection: _Connection, message: protocol.ToOwner) -> None:
+        reply: protocol.FromOwner
         fd = None
         try:
             match message:
-                case Unhold(id):
+                case protocol.Unhold(id):
                     if not connection.holds[id]:
                         raise ProtocolError(f"object {id} is not held by this connection")
                     connection.holds[id] -= 1
                     self._arena.unhold(id)
                     return
-                case Who() | Watch():
-                    reply = self._tell(message)
-                case Hold(id, key, generation, nbytes):
-                    reply = Placed(self._arena.hold(id, key, generation, nbytes))
+                case protocol.Who():
+                    reply = protocol.Owner(self._owner)
+                case protocol.Watch(id, key, generation, nbytes):
+                    reply = protocol.Written(*self._arena.watch(id, key, generation, nbytes))
+                case protocol.Hold(id, key, generation, nbytes):
+                    reply = protocol.Placed(self._arena.hold(id, key, generation, nbytes))
                     connection.holds[id] += 1
-                    if not connection.reads:
-                        connection.reads, fd = True, self._arena.read_fd
-                case Write(token):
+                    fd = None if connection.reads else self._arena.read_fd
+                    connection.reads = True
+                case protocol.Write(token):
                     if not hmac.compare_digest(token, self._token):
                         raise ProtocolError("not this arena's token")
-                    connection.writer, reply, fd = True, Done(), self._arena.fd
+                    connection.writer, reply, fd = True, protocol.Done(), self._arena.fd
                 case _:
                     reply = self._change(connection, message)
         except ObjectLost as error:
-            reply = Lost(str(error))
+            reply = protocol.Lost(str(error))
         except ArenaFull as error:
-            reply = Full(error.needed, error.free, error.capacity, error.full, error.remedy)
-        _send(connection.socket, frame(reply), fd)
+            reply = protocol.Full(error.needed, error.free, error.capacity, error.full, error.remedy)
+        _send(connection.socket, protocol.frame(reply), fd)
 
-    def _tell(self, message: Who | Watch) -> Owner | Written:
-        if isinstance(message, Who):
-            return Owner(self._owner)
-        return Written(*self._arena.watch(*msgspec.structs.astuple(message)))
-
-    def _change(self, connection: _Connection, message: ToOwner) -> FromOwner:
+    def _change(self, connection: _Connection, message: protocol.ToOwner) -> protocol.FromOwner:
         if not connection.writer:
             raise ProtocolError("not a writer")
         match message:
-            case Create(nbytes, request):
+            case protocol.Create(nbytes, request):
                 extent = self._arena.create(nbytes, request)
                 connection.writing.add(extent.id)
-                return Placed(extent, self._arena.given_back)
-            case Announce(id) | Seal(id) | Abort(id) if id not in connection.writing:
+                return protocol.Placed(extent, self._arena.given_back)
+            case protocol.Announce(id) | protocol.Seal(id) | protocol.Abort(id) if id not in connection.writing:
                 raise ProtocolError(f"object {id} is not being written by this connection")
-            case Announce(id, written):
+            case protocol.Announce(id, written):
                 self._arena.announce(id, written)
-            case Seal(id) | Abort(id):
+            case protocol.Seal(id) | protocol.Abort(id):
                 connection.writing.remove(id)
-                (self._arena.abort if isinstance(message, Abort) else self._arena.seal)(id)
-            case Spill(id):
+                (self._arena.abort if isinstance(message, protocol.Abort) else self._arena.seal)(id)
+            case protocol.Spill(id):
                 self._arena.spill(id)
-            case Delete(id):
+            case protocol.Delete(id):
                 self._arena.delete(id)
-            case Release(request):
+            case protocol.Release(request):
                 self._arena.release(request)
-            case Look():
-                return Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
-        return Done()
+            case protocol.Look():
+                return protocol.Seen(self._arena.usage(), self._arena.requests(), self._arena.idle())
+        return protocol.Done()
 
 
 def _send(client: socket.socket, data: bytes, fd: int | None) -> None:

@@ -10,10 +10,11 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
@@ -21,9 +22,6 @@ from unfuse.arena.objects import Extent
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.registry import resolve
 from unfuse.stores import BACKENDS
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 DEFAULT_CAPACITY = 256 * 1024 * 1024
 SPILL_CAPACITY = 64 * DEFAULT_CAPACITY

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Data: TypeAlias = bytes | NDArray[np.uint8]
+Data: TypeAlias = "bytes | NDArray[np.uint8]"
 
 PART_BYTES = 4 * 1024 * 1024
 """Bytes that are read or written at a time."""

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from unfuse.core.object_ref import chunk_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 PIECE = 256 * 1024
 """Bytes that are written and then hashed, before the next: a core still has them in a cache of its own."""

@@ -9,15 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
-
-if TYPE_CHECKING:
-    from unfuse.stores.blobs import Data
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
 
 FSYNC = {"yes": True, "no": False, "": None}
 

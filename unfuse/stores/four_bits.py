@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.core.object_ref import BLOCK
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 LEVELS = 7
 """A number is −7 to 7 times its block's scale."""

@@ -7,9 +7,9 @@ import secrets
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
@@ -21,9 +21,6 @@ from unfuse.stores import BLOB_STORES
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
 from unfuse.stores.blobs import BlobStore, folder_of, last_part, open_blobs
 from unfuse.stores.checksums import Checksums
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 OBJECTS, COPIES = "objects", "copies"
 """The folders of a blob store for objects, and for durable copies."""

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
-from unfuse.arena.objects import Extent, ObjectTable
+from unfuse.arena.objects import ObjectTable
 from unfuse.core.errors import ArenaFull
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.base import Draft, Hold, StoreOptions
+from unfuse.stores.tabled import TabledBackend
 
 
 class _Heap:
@@ -44,25 +45,17 @@ class _Heap:
         return Usage(self._capacity, self._used, self._used, free, free, self._high_water)
 
 
-class MemoryBackend(StorageBackend):
+class MemoryBackend(TabledBackend):
     """At most `capacity` bytes of objects, for threads of one process."""
 
     def __init__(self, capacity: int) -> None:
         self._heap = _Heap(capacity)
-        self._objects = ObjectTable(self._heap)
+        super().__init__(ObjectTable(self._heap))
 
     @override
     def create(self, nbytes: int, request: str) -> Draft:
         extent = self._objects.create(nbytes, request)
         return Draft(extent.id, extent.key, extent.generation, self._heap.buffers[extent.offset])
-
-    @override
-    def seal(self, id: str) -> None:
-        self._objects.seal(id)
-
-    @override
-    def abort(self, id: str) -> None:
-        self._objects.abort(id)
 
     @override
     def hold(self, ref: ObjectRef) -> Hold:
@@ -72,30 +65,6 @@ class MemoryBackend(StorageBackend):
     @override
     def learn(self, peers: Mapping[str, tuple[str, str]]) -> None:
         """Do nothing: no other owner's memory can be reached."""
-
-    @override
-    def delete(self, ref: ObjectRef) -> None:
-        self._objects.delete(ref.id)
-
-    @override
-    def release(self, request: str) -> None:
-        self._objects.release(request)
-
-    @override
-    def holding(self) -> frozenset[str]:
-        return self._objects.requests()
-
-    @override
-    def idle(self) -> list[Extent]:
-        return self._objects.idle()
-
-    @override
-    def spill(self, ref: ObjectRef) -> None:
-        self._objects.spill(ref.id)
-
-    @override
-    def usage(self) -> Usage:
-        return self._objects.usage()
 
     @override
     def close(self) -> None:

@@ -7,13 +7,12 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl, urlsplit
 
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
 
 try:
     from redis import Redis
@@ -22,9 +21,6 @@ try:
     from redis.retry import Retry
 except ImportError as error:
     raise ConfigError("keeping things in Redis needs the library redis: pip install 'unfuse[redis]'") from error
-
-if TYPE_CHECKING:
-    from unfuse.stores.blobs import Data
 
 ADDRESS = "redis://[user:password@]host[:port][/database][?prefix=name][&ttl=seconds]"
 SILENT_S = 30

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError, NotFound, TransientError
-from unfuse.stores.blobs import PART_BYTES, BlobStore, Entry
+from unfuse.stores.blobs import PART_BYTES, BlobStore, Data, Entry
 
 try:
     import obstore
@@ -22,8 +22,6 @@ except ImportError as error:
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig
-
-    from unfuse.stores.blobs import Data
 
 URL = re.compile(r"s3://([a-z0-9.-]{3,63})(?:/([^?]*))?(?:\?endpoint=(https?://.+))?")
 TIMES: ClientConfig = {"connect_timeout": "5s", "read_timeout": "30s", "timeout": "600s"}

@@ -8,47 +8,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
-from unfuse.arena.buddy import Usage
 from unfuse.arena.client import ArenaClient
-from unfuse.arena.objects import Extent
 from unfuse.arena.server import ArenaServer
 from unfuse.core.errors import ObjectLost, TransientError
 from unfuse.core.object_ref import ObjectRef
-from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions
+from unfuse.stores.base import Draft, Hold, StoreOptions
 from unfuse.stores.readers import Readers
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from unfuse.stores.tabled import TabledBackend
 
 
-class Reader(Protocol):
-    """What readers use of an arena, inside or outside of the process that owns it."""
-
-    @property
-    def view(self) -> NDArray[np.uint8]:
-        """All of its bytes."""
-        ...
-
-    def hold(self, id: str, key: bytes, generation: int, nbytes: int) -> Extent:
-        """Hold a sealed object in its place. Raises ObjectLost."""
-        ...
-
-    def watch(self, id: str, key: bytes, generation: int, nbytes: int) -> tuple[tuple[int, ...], bool]:
-        """How much of an object can be read, and whether it is whole. Raises ObjectLost."""
-        ...
-
-    def unhold(self, id: str) -> None:
-        """End one hold."""
-        ...
-
-
-class SharedMemoryBackend(StorageBackend):
+class SharedMemoryBackend(TabledBackend):
     """Writes into `home`, which is the process's own arena or a connection to one, and reads there and from peers.
 
     With a run folder, only sockets of peers in that folder are opened; without one, the addresses that peers give.
@@ -57,6 +32,7 @@ class SharedMemoryBackend(StorageBackend):
     announces = True
 
     def __init__(self, options: StoreOptions, home: Arena | ArenaClient, address: str, token: bytes) -> None:
+        super().__init__(home)
         self.address, self.write_token = address, token
         self._owner, self._home = options.owner, home
         self._readers = Readers(Path(options.run_dir) if options.run_dir else None)
@@ -65,14 +41,6 @@ class SharedMemoryBackend(StorageBackend):
     def create(self, nbytes: int, request: str) -> Draft:
         extent = self._home.create(nbytes, request)
         return Draft(extent.id, extent.key, extent.generation, self._home.writable(extent))
-
-    @override
-    def seal(self, id: str) -> None:
-        self._home.seal(id)
-
-    @override
-    def abort(self, id: str) -> None:
-        self._home.abort(id)
 
     @override
     def at(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
@@ -104,35 +72,11 @@ class SharedMemoryBackend(StorageBackend):
         return self._readers.reaches(owner)
 
     @override
-    def delete(self, ref: ObjectRef) -> None:
-        self._home.delete(ref.id)
-
-    @override
-    def release(self, request: str) -> None:
-        self._home.release(request)
-
-    @override
-    def holding(self) -> frozenset[str]:
-        return self._home.requests()
-
-    @override
-    def idle(self) -> list[Extent]:
-        return self._home.idle()
-
-    @override
-    def spill(self, ref: ObjectRef) -> None:
-        self._home.spill(ref.id)
-
-    @override
-    def usage(self) -> Usage:
-        return self._home.usage()
-
-    @override
     def close(self) -> None:
         self._readers.close()
         self._home.close()
 
-    def _reader(self, ref: ObjectRef) -> Reader:
+    def _reader(self, ref: ObjectRef) -> Arena | ArenaClient:
         """What reads a ref's object. Raises ObjectLost."""
         return self._home if ref.owner == self._owner else self._readers.find(ref)
 

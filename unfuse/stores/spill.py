@@ -7,9 +7,11 @@ from contextlib import suppress
 from functools import partial
 from threading import Lock
 from time import time
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.buddy import Usage
@@ -18,10 +20,6 @@ from unfuse.core.errors import ArenaFull, ConfigError, NotFound, ObjectLost, Tra
 from unfuse.core.object_ref import ObjectRef
 from unfuse.stores.base import Draft, Hold, StorageBackend, StoreOptions, open_backend
 from unfuse.stores.keyed import KeyedBackend, open_keyed
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 SPILLED_S = 24 * 3600
 """Seconds after which a spilled object is deleted at the next start: its owner has ended by then."""

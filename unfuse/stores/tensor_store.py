@@ -6,11 +6,12 @@ import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
-from unfuse.arena.arena import Arena
 from unfuse.arena.buddy import Usage
 from unfuse.arena.objects import Extent
 from unfuse.core.clock import Clock
@@ -28,16 +29,9 @@ from unfuse.stores.base import (
 from unfuse.stores.checksums import PIECE, Checksums, checksums_of
 from unfuse.stores.four_bits import Packed
 from unfuse.stores.keyed import KeyedBackend, open_copies
-from unfuse.stores.tensors import WIDE, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
+from unfuse.stores.tensors import WIDE, Value, copy_into, describe, flat_bytes, narrowed, numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.supervision.clock import SystemClock
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from unfuse.stores.tensors import Value
-
 
 LOOK_AGAIN_S = 0.005
 """Seconds between two tries of a `put` that waits for room."""
@@ -82,6 +76,10 @@ class TensorStore:
     ) -> None:
         self._backend, self._clock, self._copies = backend, clock, copies
         self.owner, self.node = owner, node
+        self.address, self.write_token = backend.address, backend.write_token
+        """Where other processes of this machine read the objects, and the secret of those who write; "" if none can."""
+        self.arena, self.bounded = backend.arena, backend.bounded
+        """The memory of the objects, if this process owns it, and whether the store has no room but that."""
 
     @classmethod
     def create(
@@ -110,26 +108,6 @@ class TensorStore:
         owner = owner or f"store-{secrets.token_hex(4)}"
         options = StoreOptions(owner, capacity, address, write_token, "", threshold, spill_capacity, run_dir)
         return cls(open_backend(name, options), owner, node, clock or SystemClock(), open_copies(durable))
-
-    @property
-    def address(self) -> str:
-        """The address at which other processes of this machine read the objects; "" if they cannot."""
-        return self._backend.address
-
-    @property
-    def write_token(self) -> bytes:
-        """The secret that a process must show to write into this store's memory."""
-        return self._backend.write_token
-
-    @property
-    def arena(self) -> Arena | None:
-        """The memory of the objects, if this process owns it."""
-        return self._backend.arena
-
-    @property
-    def bounded(self) -> bool:
-        """Whether the store has no room but its memory's."""
-        return self._backend.bounded
 
     def reserve(self, nbytes: int, request: str) -> Extent:
         """Allocate room in that memory for an object from another node. Raises ArenaFull."""

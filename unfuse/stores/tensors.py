@@ -7,15 +7,15 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from unfuse.core.object_ref import PACKED, TensorMeta
 from unfuse.stores.four_bits import Packed, pack, unpack
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    Value: TypeAlias = NDArray[Any] | Tensor | Packed | None
+Value: TypeAlias = "NDArray[Any] | Tensor | Packed | None"
 
 RAW = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 """The numpy types for the bits of types that numpy lacks."""

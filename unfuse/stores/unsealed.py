@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ALIGNMENT, DTYPES, ObjectRef, chunk_bytes
 from unfuse.stores.base import StorageBackend
 from unfuse.stores.checksums import Checksums
 from unfuse.stores.tensors import copy_into, describe, torch_over
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Unsealed:

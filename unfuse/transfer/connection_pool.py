@@ -9,10 +9,11 @@ from typing import Generic, Protocol, TypeVar
 
 from typing_extensions import override
 
+from unfuse.arena.protocol import Written
 from unfuse.core.errors import ArenaFull, ObjectLost, ProtocolError
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferOptions
-from unfuse.transfer.owner_messages import FromOwner, Ping, Pong, ToOwner, Watch, Written
+from unfuse.transfer.owner_messages import FromOwner, Ping, Pong, ToOwner, Watch
 
 Reply = TypeVar("Reply", bound=FromOwner)
 

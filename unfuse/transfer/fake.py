@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.core.object_ref import ObjectRef
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
 from unfuse.transfer.owner_messages import Pull, Watch, answer_watch, hold_for
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PIECE = 1024 * 1024
 

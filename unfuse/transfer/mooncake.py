@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from typing_extensions import override
 
 from unfuse.core.errors import ConfigError
@@ -16,10 +14,8 @@ except ImportError as error:
     raise ConfigError(
         f"the transfer engine mooncake needs its library and libibverbs1: pip install 'unfuse[mooncake]' ({error})"
     ) from error
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 PROTOCOL = "tcp"
 

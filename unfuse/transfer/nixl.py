@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import override
 
@@ -17,10 +17,8 @@ try:
     from nixl._api import nixl_agent, nixl_agent_config
 except ImportError as error:
     raise ConfigError(f"the transfer engine nixl needs its library: pip install 'unfuse[nixl]' ({error})") from error
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 POLL_S = 0.0001
 ERRORS = tuple(kind for kind in vars(_bindings).values() if isinstance(kind, type) and issubclass(kind, Exception))

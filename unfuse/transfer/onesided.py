@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
 from unfuse.transfer.base import Link, TransferEngine
 from unfuse.transfer.owner_messages import Got
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, send
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PIECE = 16 * 1024 * 1024
 """Bytes read between two reports."""

@@ -6,20 +6,12 @@ import msgspec
 
 from unfuse.arena.arena import Arena
 from unfuse.arena.objects import Extent
+from unfuse.arena.protocol import Lost, Shown, Written
 from unfuse.core.errors import ArenaFull, ObjectLost
 from unfuse.core.object_ref import chunk_bytes
 
 MAX_MESSAGE = 16 * 1024
 """The most bytes of a message."""
-
-
-class Shown(msgspec.Struct, frozen=True):
-    """The fields of an object's ref that a reader must show."""
-
-    id: str
-    key: bytes
-    generation: int
-    nbytes: int
 
 
 class Pull(Shown, frozen=True, tag=True):
@@ -48,19 +40,6 @@ class Coming(msgspec.Struct, frozen=True, tag=True):
     """The bytes follow; in the arena they begin at `offset`, plus the start of the Pull."""
 
     offset: int
-
-
-class Written(msgspec.Struct, frozen=True, tag=True):
-    """The result of `ObjectTable.written` for an object."""
-
-    checksums: tuple[int, ...]
-    whole: bool
-
-
-class Lost(msgspec.Struct, frozen=True, tag=True):
-    """This object cannot be read, or no longer, for the reason in `message`."""
-
-    message: str
 
 
 class Full(msgspec.Struct, frozen=True, tag=True):

@@ -10,10 +10,11 @@ import secrets
 import socket
 from collections import deque
 from collections.abc import Generator
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary, finalize
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
@@ -23,10 +24,6 @@ from unfuse.core.errors import ConfigError
 from unfuse.transfer.base import Link, Pairs, TransferEngine, TransferOptions
 from unfuse.transfer.owner_messages import Pull
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner, read, write
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PIECE = 4 * 1024 * 1024
 """Bytes that are moved at a time: so many must come within the seconds after which a peer counts as gone."""

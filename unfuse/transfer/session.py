@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from threading import Event, Lock, Thread
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+import numpy as np
 import structlog
 import xxhash
+from numpy.typing import NDArray
 
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError, UnfuseError
 from unfuse.core.messages import Moved
@@ -23,10 +25,6 @@ from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptio
 from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.movers import Movers
 from unfuse.transfer.sinks import Sink
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 State = Literal["bootstrapping", "waiting_for_input", "transferring", "success", "failed"]
 

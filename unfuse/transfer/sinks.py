@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from threading import Condition
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
@@ -13,10 +15,6 @@ from unfuse.arena.client import ArenaClient
 from unfuse.arena.objects import Extent
 from unfuse.core.errors import ObjectLost
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Sink(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Generator
 from functools import partial
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
@@ -14,10 +15,6 @@ from unfuse.arena.objects import Extent
 from unfuse.transfer.base import TransferEngine
 from unfuse.transfer.owner_messages import Pull
 from unfuse.transfer.tcp_connection import ChannelLink, Connection, Owner
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 PIECE = 256 * 1024
 """Bytes received between two reports."""

@@ -11,9 +11,11 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from functools import partial
 from threading import Lock, Thread, current_thread
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from unfuse.arena.arena import Arena
@@ -39,10 +41,6 @@ from unfuse.transfer.owner_messages import (
     hold_for,
     refusal,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 NONCE = 32
 MAX_PEERS = 1024

@@ -6,10 +6,10 @@ import os
 from collections.abc import Generator
 from contextlib import suppress
 from threading import Thread
-from typing import TYPE_CHECKING
 
 import numpy as np
 import zmq
+from numpy.typing import NDArray
 from typing_extensions import override
 from zmq.utils import z85
 
@@ -33,9 +33,6 @@ from unfuse.transfer.owner_messages import (
     hold_for,
     refusal,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
