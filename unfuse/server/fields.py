@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unfuse.core.media import IMAGE, TEXT, VIDEO, Medium
+from unfuse.core.media import IMAGE, LAST_FRAME, REFERENCES, TEXT, VIDEO, Medium
 from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
 
 Schema = dict[str, Any]
@@ -68,6 +68,8 @@ _FILE = {"type": "string", "format": "binary"}
 _URL = {"type": "string", "pattern": "^data:image/[a-z]+;base64,"}
 _HELD = {"anyOf": [_URL, {"type": "object", "required": ["image_url"], "properties": {"image_url": _URL}}]}
 
+_SEVERAL = {"anyOf": [_HELD, {"type": "array", "minItems": 1, "maxItems": len(REFERENCES), "items": _HELD}]}
+
 
 def _body(required: Schema, optional: Schema) -> Schema:
     return {
@@ -92,11 +94,12 @@ SAID, PICTURE, FILMED, CLIP = _required(IMAGE), _fields(IMAGE), _required(VIDEO)
 CHAT = _bodies(_body(_required(TEXT), _nullable(_fields(TEXT))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(
-    _body({**SAID, "image": _HELD}, _nullable({**PICTURE, "mask": _HELD})),
-    _body({**SAID, "image": _FILE}, {**PICTURE, "mask": _FILE}),
+    _body({**SAID, "image": _SEVERAL}, _nullable({**PICTURE, "mask": _HELD})),
+    _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": {"type": "array", "items": _FILE}, "mask": _FILE}),
 )
 MAX_NAME = 1024
 ADD = _bodies(_body({"model": {"type": "string", "minLength": 1, "maxLength": MAX_NAME}}, {}))
+_FRAMES = ("input_reference", LAST_FRAME)
 CREATE = _bodies(
-    _body(FILMED, _nullable({**CLIP, "input_reference": _HELD})), _body(FILMED, {**CLIP, "input_reference": _FILE})
+    _body(FILMED, _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))), _body(FILMED, CLIP | dict.fromkeys(_FRAMES, _FILE))
 )
