@@ -20,8 +20,8 @@ TEXT_DIM, POOLED_DIM, IMAGE_DIM, CHANNELS = 32, 24, 24, 4
 LAYERS = {"num_layers": 2, "num_attention_heads": 2}
 
 KINDS = (
-    "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-2.2", "wan-2.2-image", "wan-2.2-5b",
-    "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
+    "wan", "wan-euler", "wan-image", "wan-image-euler", "wan-image-last", "wan-2.2", "wan-2.2-image",
+    "wan-2.2-5b", "wan-2.2-5b-image", "flux", "flux-schnell", "hunyuan-video", "qwen-image",
     "klein", "klein-distilled", "krea", "krea-distilled", "sdxl", "sd3", "sd3-medium", "z-image", "ltx", "ltx-timed",
     "kontext",
 )  # fmt: skip
@@ -119,6 +119,8 @@ def _wan(kind: str) -> Any:
         own |= {"attention_head_dim": 16}
     if sees:
         own |= {"image_dim": IMAGE_DIM, "added_kv_proj_dim": 24}
+    if kind.endswith("last"):  # CLIP's tokens of two pictures
+        own |= {"pos_embed_seq_len": 34}
     transformer, low = (_wan_transformer(seed, own) for seed in (3, 23))
     if kind.endswith("euler"):
         scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)

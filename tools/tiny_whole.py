@@ -18,6 +18,7 @@ from tools.tiny import (
     TEXT_DIM,
     _bytes_tokenizer,
     _clip,
+    _klein,
     _louder,
     _ltx,
     _seeded,
@@ -146,6 +147,12 @@ def _lumina2() -> Any:
     return Lumina2Pipeline(transformer, scheduler, vae, encoder, tokenizer)
 
 
+def _klein_kv() -> Any:
+    from diffusers import Flux2KleinKVPipeline
+
+    return Flux2KleinKVPipeline(**_klein("klein-distilled").components)
+
+
 KINDS: dict[str, Callable[[], Any]] = {
     "sd": lambda: _sd("StableDiffusionPipeline"),
     "sd-image": lambda: _sd("StableDiffusionImg2ImgPipeline"),
@@ -156,6 +163,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "cogvideox": _cogvideox,
     "auraflow": _auraflow,
     "lumina2": _lumina2,
+    "klein-kv": _klein_kv,
 }
 VIDEOS = ("cogvideox", "ltx-image")
 

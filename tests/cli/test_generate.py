@@ -66,6 +66,7 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_starts(unfuse: Ru
         (["--guidance", "inf"], "--guidance inf"),
         (["--lora-scale", "-inf"], "--lora-scale -inf"),
         (["-o", "out.png", "--image", "none.png"], "--image none.png: there is no such file"),
+        (["-o", "out.mp4", "--last-frame", "none.png"], "--last-frame none.png: there is no such"),
     ],
 )
 def test_what_fits_no_file_is_refused_before_anything_starts(

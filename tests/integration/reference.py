@@ -1,7 +1,7 @@
 """The undivided pipeline, in a process that cannot import what it judges.
 
 Usage: python -I reference.py FOLDER OUT.json CASES.json; each case holds arguments of the folder's pipeline and a seed;
-an image among them is a file, with a `strength` one to be redrawn, where a `mask` is transparent if there is one,
+an image among them is a file, or several, with a `strength` one to be redrawn, where a `mask` is transparent if there,
 `loras` are [file, scale] each, and a model is another folder. The answer
 lists the SHA-256 of every picture's RGB bytes.
 """
@@ -50,8 +50,9 @@ def main() -> None:
         if asked not in pipelines:
             pipelines[asked] = load(*asked)
         pipeline = pipelines[asked]
-        if "image" in case:
-            case["image"] = load_image(case["image"])
+        for name in case.keys() & {"image", "last_image"}:
+            files = case[name] if isinstance(case[name], list) else [case[name]]
+            case[name] = [load_image(file) for file in files] if files[1:] else load_image(files[0])
         if "strength" in case:
             pipeline = redrawing(pipeline, case)
             known = inspect.signature(pipeline.__call__).parameters

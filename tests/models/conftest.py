@@ -17,6 +17,7 @@ from PIL import Image
 
 from tests.once import once
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.media import UPLOADS
 from unfuse.core.plan import Params
 from unfuse.models import find, resolve_source
 from unfuse.models.base import Runtime
@@ -86,6 +87,7 @@ ODD = "  Ünïcode &amp;amp; “quotes”…\u3000ﬁne\u200b ☃️ naÃ¯ve\n\
 LONG = "a very long prompt that goes on and on, far behind what the model can read, and then goes on"
 WORDS = "a blue star on black"
 HALF = "bfloat16"
+WHOLE_HALF = "bfloat16,vae=bfloat16"
 
 OF_SHAPES: dict[str, Any] = {"width": 128, "height": 128, "max_sequence_length": 16, "guidance_scale": 3.0}
 JOB_OF_SHAPES = wan_params(1, WORDS, **OF_SHAPES)
@@ -120,6 +122,10 @@ JOBS = [
     Job("picture-whole-half", "wan-image", image_params(6), "bfloat16,vae=bfloat16"),
     Job("picture-euler", "wan-image-euler", image_params(7, num_frames=9, guidance_scale=2.5)),
     Job("picture-euler-half", "wan-image-euler", image_params(8, image="wall.jpg"), HALF),
+    Job("frames-video", "wan-image-last", image_params(last_frame="wall.jpg")),
+    Job("frames-other", "wan-image-last", image_params(last_frame="glass.webp")),
+    Job("frames-long", "wan-image-last", image_params(1, last_frame="wall.jpg", width=48, num_frames=9)),
+    Job("frames-half", "wan-image-last", image_params(2, last_frame="sky.png", negative_prompt="no"), HALF),
     Job("two-image", "wan-2.2", wan_params()),
     Job("two-seed", "wan-2.2", wan_params(1)),
     Job("two-second-scale", "wan-2.2", wan_params(guidance_scale_2=2.0), blocks=True),
@@ -130,6 +136,8 @@ JOBS = [
     Job("two-picture", "wan-2.2-image", image_params()),
     Job("two-picture-other", "wan-2.2-image", image_params(image="wall.jpg")),
     Job("two-picture-half", "wan-2.2-image", image_params(1, guidance_scale_2=2.0, num_frames=1), HALF),
+    Job("two-picture-last", "wan-2.2-image", image_params(last_frame="wall.jpg")),
+    Job("two-picture-last-half", "wan-2.2-image", image_params(1, image="wall.jpg", last_frame="sky.png"), HALF),
     Job("tokens-video", "wan-2.2-5b", wan_params(num_frames=5)),
     Job("tokens-seed", "wan-2.2-5b", wan_params(1, num_frames=5)),
     Job("tokens-unguided", "wan-2.2-5b", wan_params(2, width=64, guidance_scale=1.0)),
@@ -189,6 +197,11 @@ JOBS = [
     Job("klein-unguided", "klein", block_params(2, ODD, guidance_scale=0.5, height=16, width=72)),
     Job("klein-half", "klein", block_params(3, LONG, width=48), HALF),
     Job("klein-distilled", "klein-distilled", block_params(4, height=48, num_inference_steps=1)),
+    Job("klein-seen", "klein", block_params(image="wall.jpg")),
+    Job("klein-seen-two", "klein", block_params(image="wall.jpg", image_2="sea.png")),
+    Job("klein-seen-turned", "klein", block_params(image="sea.png", image_2="wall.jpg")),
+    Job("klein-seen-half", "klein", block_params(3, LONG, width=48, image="sea.png", guidance_scale=1.0), WHOLE_HALF),
+    Job("klein-distilled-seen", "klein-distilled", block_params(4, image="sea.png", image_2="sea.png")),
     Job("krea-image", "krea", block_params()),
     Job("krea-seed", "krea", block_params(1)),
     Job("krea-prompt", "krea", block_params(prompt="b", num_inference_steps=6)),
@@ -244,7 +257,6 @@ def redrawn(params: dict[str, Any], strength: float = 0.6, steps: int = 6, **giv
     return {**params, "image": "sky.png", "strength": strength, "num_inference_steps": steps, **given}
 
 
-WHOLE_HALF = "bfloat16,vae=bfloat16"
 REDRAWN = [
     Job("redrawn-flux", "flux", redrawn(flux_params())),
     Job("redrawn-flux-seed", "flux", redrawn(flux_params(1))),
@@ -374,14 +386,15 @@ class Undivided:
             return dict(found)
 
     def uploads(self, params: Params) -> dict[str, bytes]:
-        names = [name for name in ("image", "mask") if name in params]
+        names = [name for name in UPLOADS if name in params]
         return {name: (self.root / str(params[name])).read_bytes() for name in names}
 
 
 def draw_pictures(root: Path) -> None:
-    """A small PNG; a large JPEG that lies on its side and says so; a WebP with holes; a mask for the first."""
+    """Two PNG; a large JPEG that lies on its side and says so; a WebP with holes; a mask for the first."""
     noise = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 4), dtype=np.uint8)
     Image.fromarray(noise[0, :36, :40, :3]).save(root / "sky.png")
+    Image.fromarray(noise[2, ..., :3]).resize((100, 68)).save(root / "sea.png")
     sideways = Image.Exif()
     sideways[0x0112] = 6
     Image.fromarray(noise[1, ..., :3]).resize((300, 200)).save(root / "wall.jpg", exif=sideways)

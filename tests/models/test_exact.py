@@ -1,6 +1,7 @@
 """Divided, each family's pipeline makes the bits it makes undivided; batched, nearly so."""
 
 import io
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from PIL import Image
 from tests.models import conftest as c
 from tools.tiny import KINDS, SERVING
 from unfuse.core.compute import ComputeOptions
+from unfuse.core.media import REFERENCES
 from unfuse.core.object_ref import lay_out
 from unfuse.core.plan import Params
 from unfuse.models import find, served_classes
@@ -69,6 +71,8 @@ def test_diffusers_modular_pipelines_make_the_same(name: str, undivided: c.Undiv
 @pytest.mark.parametrize(("name", "others"), [
     ("unipc-image", ["unipc-seed", "unipc-prompt", "unipc-unguided", "euler-image"]),
     ("picture-video", ["picture-seed", "picture-prompt", "picture-other", "picture-unguided"]),
+    ("frames-video", ["frames-other", "picture-video"]),
+    ("two-picture-last", ["two-picture"]),
     ("two-image", ["unipc-image", "two-seed", "two-second-scale"]),
     ("two-picture", ["picture-video", "two-picture-other"]),
     ("tokens-video", ["tokens-seed", "tokens-picture"]),
@@ -92,6 +96,15 @@ def test_the_references_can_tell_requests_apart(name: str, others: list[str], un
     image = undivided.result(name)["pixels"]
     for other in others:
         assert (undivided.result(other)["pixels"] != image).mean() > 0.1, other
+
+
+@pytest.mark.parametrize(("name", "other"), itertools.combinations(
+    ("klein-image", "klein-seen", "klein-seen-two", "klein-seen-turned"), 2
+))  # fmt: skip
+def test_pictures_that_are_seen_change_the_picture(name: str, other: str, undivided: c.Undivided) -> None:
+    """Their number and their order too, if not as much as a prompt."""
+    first, second = (undivided.result(one)["pixels"] for one in (name, other))
+    assert (first != second).mean() > 0.03
 
 
 @pytest.mark.parametrize(("same", "plain"), [
@@ -156,6 +169,7 @@ MATES = {
     "wan": ["unipc-image", "unipc-negative", "unipc-seed"],
     "wan-euler": ["euler-image", "euler-next-seed"],
     "wan-image": ["picture-video", "picture-negative", "picture-other"],
+    "wan-image-last": ["frames-video", "frames-other"],
     "wan-2.2": ["two-image", "two-steps", "two-second-scale"],
     "wan-2.2-image": ["two-picture", "two-picture-other"],
     "wan-2.2-5b": ["tokens-video", "tokens-seed"],
@@ -315,7 +329,9 @@ def test_room_holds_every_output_and_little_more(
         room = spec.room.bytes(params)
         assert taken <= room
         whole = len(kept) == len(output.tensors)
-        tight = whole and not kind.startswith("krea") and spec.reads != ("image",)  # shorter template, smaller picture
+        tight = (
+            whole and not kind.startswith("krea") and spec.reads not in (("image",), REFERENCES)
+        )  # shorter template, smaller picture
         if dtype == "float32" and tight:
             assert room <= taken + 64 * len(kept)
 

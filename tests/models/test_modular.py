@@ -12,12 +12,14 @@ from tests.models import conftest as c
 from tests.models.test_exact import BLOCKS
 from unfuse.core.compute import ComputeOptions
 from unfuse.core.errors import ConfigError, PermanentError
+from unfuse.core.media import REFERENCES
 from unfuse.core.plan import Pipeline
 from unfuse.models import FAMILIES, find
 from unfuse.models.base import Runtime
-from unfuse.models.modular import BLOCKS as NAMES, KLEIN, KREA, Modular
+from unfuse.models.modular import BLOCKS as NAMES, KLEIN, KREA, SIZES, Modular
 from unfuse.stages.base import StageInput
 
+UNREAD = {"condition_images"}
 OTHER = {"generator", "latents", "output_type"}
 """Inputs that are neither parameters nor what an earlier stage made."""
 
@@ -42,9 +44,11 @@ def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivide
         guided = any(part.name == "guider" for part in block.expected_components)
 
         assert set(spec.components) == loaded
-        assert set(spec.inputs) <= declared
-        assert set(spec.outputs) == ({part.name for part in block.outputs} if spec.outputs else set())
-        if spec.reads:
+        assert {*spec.inputs} - {SIZES} <= declared
+        assert {*spec.outputs} - {SIZES} == ({part.name for part in block.outputs} if spec.outputs else set()) - UNREAD
+        if spec.when:
+            assert (spec.reads, spec.when) == (REFERENCES, "image")
+        elif spec.reads:
             assert set(spec.reads) - {"guidance_scale"} == declared & {
                 "prompt",
                 "negative_prompt",

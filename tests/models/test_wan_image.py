@@ -51,7 +51,6 @@ def test_frames_are_what_the_vae_encodes_and_not_only_what_it_decodes(copy: Path
     ("model_index.json", {"image_processor": ["transformers", "ViTImageProcessor"]}, "served is transformers CLIP"),
     ("model_index.json", {"boundary_ratio": 0.9}, "gives component transformer_2 as [None, None]; served is"),
     ("model_index.json", {"expand_timesteps": True}, "the transformer takes a picture, and its class is not for image"),
-    ("transformer/config.json", {"pos_embed_seq_len": 34}, "from a first picture to a last one, which is not served"),
     ("transformer/config.json", {"image_dim": None, "in_channels": 4}, "takes no picture, and its class is for image"),
     ("transformer/config.json", {"in_channels": 9}, "by its VAE the transformer has 10 channels, by its configuration"),
     ("image_encoder/config.json", {"patch_size": 0}, "image_encoder configuration: ZeroDivisionError"),
@@ -64,6 +63,20 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(
 
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         find(copy).card("mine", copy)
+
+
+@pytest.mark.parametrize(("kind", "last", "reads"), [
+    ("wan-image", "", ()), ("wan-image-last", "must", ("last_frame",)), ("wan-2.2-image", "may", ("last_frame",)),
+    ("wan-2.2-5b-image", "", ()),
+])  # fmt: skip
+def test_a_card_says_whether_a_video_ends_with_a_picture_too(
+    kind: str, last: str, reads: tuple[str, ...], undivided: c.Undivided
+) -> None:
+    """By what the transformer sees: a place for two of CLIP's, or none of CLIP and a mask of the frames."""
+    card = find(undivided.folder(kind)).card("mine", undivided.folder(kind))
+
+    (picture,) = (stage for stage in card.pipeline.stages if stage.kind == "image_encode")
+    assert (card.last_frame, picture.reads[4:]) == (last, reads)
 
 
 @pytest.mark.parametrize("name", ["CLIPImageProcessor", "CLIPImageProcessorFast"])

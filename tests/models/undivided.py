@@ -4,7 +4,7 @@
 
 Builds the tiny models under FOLDER, then runs each job {name, model, dtype, params} through the pipeline that the model
 names and writes FOLDER/NAME.npz: `latents` (as float32; their `dtype` beside) and `pixels` (frames, height, width, 3;
-uint8). An `image` among the parameters is a file under FOLDER, a `mask` another one, which is
+uint8). An `image` among the parameters is a file under FOLDER, a `last_frame` and a `mask` are others, which is
 transparent where the picture is to change, a `lora` one or several of the
 adapters under FOLDER/loras, each with a scale or with `lora_scale`. A job
 that asks for `blocks` gets, under that name, also the pixels that diffusers' modular pipeline makes of it.
@@ -110,6 +110,11 @@ def run(pipe: DiffusionPipeline, params: dict, root: Path) -> dict[str, np.ndarr
     arguments = {name: value for name, value in params.items() if name in known}
     if "image" in arguments:
         arguments["image"] = load_image(str(root / arguments["image"]))
+    if "image_2" in params:
+        names = [name for name in params if name.startswith("image")]
+        arguments["image"] = [load_image(str(root / params[name])) for name in names]
+    if "last_frame" in params:
+        arguments["last_image"] = load_image(str(root / params["last_frame"]))
     if "strength" in params:  # some do not stretch a picture
         arguments["image"] = arguments["image"].resize((params["width"], params["height"]), Image.Resampling.LANCZOS)
     if "mask" in params:

@@ -59,7 +59,7 @@ def test_the_picture_is_part_of_what_is_asked_for(studio: Served, film_set: http
 
 def test_only_one_picture_and_no_mask_is_taken_by_a_model_that_knows_none(film_set: httpx2.Client) -> None:
     two = [("image[]", ("a.png", picture(1))), ("image[]", ("b.png", picture(2)))]
-    assert "one picture, not 2" in refused(film_set.post(EDITS, data=ASKED, files=two))["message"]
+    assert "cannot start from 2 pictures" in refused(film_set.post(EDITS, data=ASKED, files=two))["message"]
     masked = film_set.post(EDITS, data=ASKED, files={"image": picture(1), "mask": picture(2)})
     assert refused(masked)["param"] == "mask"
     assert "image is missing" in refused(film_set.post(EDITS, json=ASKED))["message"]

@@ -184,5 +184,6 @@ def test_a_picture_that_is_too_large_is_refused_before_anything_is_made_of_it() 
         match="the picture is 40x30, and so is what is made of it: 1000 pixels are the most; send a smaller one",
     ):
         stage.start(StageInput(PARAMS, {}, {"image": file.getvalue()}))
+    stage.uploads = ("image",)
     with pytest.raises(PermanentError, match="upload image is missing"):
         stage.verify(StageInput(PARAMS, {}))

@@ -39,9 +39,14 @@ def generate(
             "or NAME-%04d.png for each of its frames.",
         ),
     ] = Path("out.png"),
-    image: Annotated[Path | None, typer.Option(help="Picture to start from.", metavar="FILE")] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="Picture to start from; several: say it again.", metavar="FILE")
+    ] = None,
     mask: Annotated[
         Path | None, typer.Option(help="Where it is to change: as large, transparent there.", metavar="FILE")
+    ] = None,
+    last_frame: Annotated[
+        Path | None, typer.Option(help="Picture that a video ends with; it begins with --image.", metavar="FILE")
     ] = None,
     server: Annotated[
         str | None, typer.Option(help="Server to ask; without one, here or set, workers start for this request alone.")
@@ -58,13 +63,14 @@ def generate(
     form, video = kind_of(output)
     if not video and (medium_for(asked) is VIDEO or "fps" in asked):
         raise InvalidParameter(f"-o {output}: frames need a name such as NAME.mp4 or NAME-%04d.png", "output")
-    for name, file in (("image", image), ("mask", mask)):
+    given = [*(("image", one) for one in image or ()), ("mask", mask), ("last-frame", last_frame)]
+    for name, file in given:
         if file is not None and not file.is_file():
             raise InvalidParameter(f"--{name} {file}: there is no such file", name)
     check_numbers(asked)
     asked |= {"prompt": prompt, "model": model, "output_format": form}
     check_bounds(asked, VIDEO if video else IMAGE)
-    asked |= {"image": image, "mask": mask, "video": video}
+    asked |= {"image": image or None, "mask": mask, "last_frame": last_frame, "video": video}
     number = asked.get("n", 1)
     flags |= {**terminal.flags, "server": server, "api_key": api_key, "serve.models": [model] if model else None}
     result, whole = _made(load(flags, config), terminal, {key: one for key, one in asked.items() if one is not None})

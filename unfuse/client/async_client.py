@@ -114,11 +114,13 @@ class AsyncClient:
         return await (await self.submit(prompt, **asked)).result()
 
     async def submit(
-        self, prompt: str, *, image: File | None = None, mask: File | None = None, video: bool | None = None,
-        **params: object,
+        self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
+        last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> AsyncRequest:  # fmt: skip
         """Ask for pictures or a video, as `Client.submit` does; a picture's file is read in a thread."""
-        method, path, options = await asyncio.to_thread(calls.submission, prompt, image, mask, video, params)
+        method, path, options = await asyncio.to_thread(
+            calls.submission, prompt, calls.Pictures(image, mask, last_frame), video, params
+        )
         return AsyncRequest(self, calls.object_of(await self._send(method, path, **options)))
 
     def chat(self, messages: str | Sequence[Mapping[str, Any]], **params: Any) -> AsyncChat:

@@ -46,15 +46,24 @@ File = str | Path | bytes
 """A file's path, or its bytes."""
 
 
-def submission(
-    prompt: str, image: File | None, mask: File | None, video: bool | None, params: Mapping[str, object]
-) -> Call:
+class Pictures(NamedTuple):
+    """What a request starts from, as `Client.submit` says."""
+
+    image: File | Sequence[File] | None = None
+    mask: File | None = None
+    last_frame: File | None = None
+
+
+def submission(prompt: str, pictures: Pictures, video: bool | None, params: Mapping[str, object]) -> Call:
     """Ask for pictures or a video, as `Client.submit` says."""
+    image, mask, last_frame = pictures
     if video is None:
-        video = medium_for(params) is VIDEO
+        video = medium_for(params) is VIDEO or last_frame is not None
     still = "/v1/images/generations" if image is None else "/v1/images/edits"
     if mask is not None and image is None:
         raise InvalidParameter("mask says where a picture is to change: give it as image too", "mask")
+    if last_frame is not None and image is None:
+        raise InvalidParameter("last_frame says how a video ends: give what it begins with as image too", "last_frame")
     path, body = "/v1/videos" if video else still, {"prompt": prompt, **params}
     headers = {"prefer": "respond-async", "idempotency-key": uuid.uuid4().hex}
     if image is None:
@@ -62,8 +71,10 @@ def submission(
     form = {name: value for name, value in body.items() if value is not None and not isinstance(value, dict)}
     inner = [(name, value) for name, value in body.items() if isinstance(value, dict)]
     form |= {f"{name}[{key}]": one for name, value in inner for key, one in value.items()}
-    sent = {"input_reference" if video else "image": image} | ({} if mask is None else {"mask": mask})
-    files = {name: (name, one if isinstance(one, bytes) else Path(one).read_bytes()) for name, one in sent.items()}
+    several = [image] if isinstance(image, str | Path | bytes) else image
+    sent = [("input_reference" if video else "image", one) for one in several]
+    sent += [(name, one) for name, one in (("mask", mask), ("last_frame", last_frame)) if one is not None]
+    files = [(name, (name, one if isinstance(one, bytes) else Path(one).read_bytes())) for name, one in sent]
     return Call("POST", path, {"data": form, "files": files, "headers": headers})
 
 

@@ -146,17 +146,18 @@ class Client:
             time.sleep(calls.pause(self.reconnect_delay, lost))
 
     def submit(
-        self, prompt: str, *, image: File | None = None, mask: File | None = None, video: bool | None = None,
-        **params: object,
+        self, prompt: str, *, image: File | Sequence[File] | None = None, mask: File | None = None,
+        last_frame: File | None = None, video: bool | None = None, **params: object,
     ) -> Request:  # fmt: skip
         """Ask for pictures or a video; `params` are those of POST /v1/images/generations or /v1/videos.
 
         It is a video if `video` says so, or else if `params` ask for what only a video has: seconds, frames, mp4.
-        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one, `mask` another
-        one that is transparent where the first is to change.
+        `image` is the picture to start from, as a file's path or its bytes, for a model that takes one, or several of
+        them, `mask` another one that is transparent where the first is to change, `last_frame` one that a video ends
+        with which begins with the first.
         Raises InvalidParameter, UnknownModel, Overloaded, TransientError.
         """
-        method, path, options = calls.submission(prompt, image, mask, video, params)
+        method, path, options = calls.submission(prompt, calls.Pictures(image, mask, last_frame), video, params)
         return Request(self, calls.object_of(self._send(method, path, **options)))
 
     def request(self, id: str) -> Request:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from unfuse.core.plan import Choice, Params, Pipeline, pool_name
@@ -17,6 +19,8 @@ class ModelCard(msgspec.Struct, frozen=True):
     missing changes nothing. The model `lacks` some of its medium's parameters: who sends one is refused. `undivided`
     says why it is one stage ("": it is not). `vision` is what a language model makes of pictures (None: it sees none).
     `starts` are uploads that a request may bring, to redraw a picture, each with the strength that is usual with it.
+    It may bring so many pictures as `references`, which are seen, not redrawn. `last_frame`: whether a video that
+    starts from a picture `may` end with another one, or `must`.
     """
 
     name: str
@@ -35,6 +39,13 @@ class ModelCard(msgspec.Struct, frozen=True):
     undivided: str = ""
     vision: Vision | None = None
     starts: dict[str, float] = {}
+    references: int = 0
+    last_frame: Literal["", "may", "must"] = ""
+
+    @property
+    def most_pictures(self) -> int:
+        """How many pictures a request may start from."""
+        return max(self.references, int(self.takes_image or bool(self.starts)))
 
     def pools(self, choice: Choice | None = None) -> dict[str, str]:
         """The declared pool of each stage, by stage name; of all stages, or of those that `choice` takes."""

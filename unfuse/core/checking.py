@@ -11,7 +11,7 @@ import msgspec
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
-from unfuse.core.media import IMAGE, MAX_SEED, Medium
+from unfuse.core.media import IMAGE, LAST_FRAME, MAX_SEED, Medium
 from unfuse.core.nearest import nearest
 from unfuse.core.parameters import Parameter, Params, default_of, integer, printable, text
 
@@ -68,6 +68,8 @@ def check(
     params |= _adapter(params)
     params |= medium.settle(limits, params, read)
     params |= _strength(card, read, params, uploads)
+    if LAST_FRAME in uploads and default_of(params, "num_frames") < 2:
+        raise InvalidParameter("num_frames must be more than 1 where there is a last_frame", "num_frames")
     n = read.get("n", 1) if "n" in known and known["n"].use == "request" else 1
     if "seed" in read:
         params["seed"] = integer("seed", read["seed"], 0, MAX_SEED - n + 1)

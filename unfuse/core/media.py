@@ -29,6 +29,14 @@ from unfuse.core.words import TEXT as TEXT
 MAX_STEPS, MAX_FRAMES = 1000, 1_000_000
 """Bounds that are above what any model can do."""
 
+REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
+"""Uploads: the picture that a request starts from, and more beside it, in their order."""
+
+MASK, LAST_FRAME = "mask", "last_frame"
+"""Uploads that go with a picture: where it is to change, and what a video ends with that it is the first frame of."""
+
+UPLOADS = (*REFERENCES, MASK, LAST_FRAME)
+
 FRAME_SLACK = 0.001
 """The part of a frame by which a length in seconds may be too short, because it was rounded."""
 

@@ -13,30 +13,47 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 from typing_extensions import override
 
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import Limits, Room
+from unfuse.core.media import REFERENCES, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
 from unfuse.models.defaults import call_defaults
-from unfuse.models.flow_matching import Packing
+from unfuse.models.flow_matching import PATCH, Packing
 from unfuse.models.folder import ModelFolder
 from unfuse.models.packed import PackedFamily
+from unfuse.models.redraw import OneVae
 from unfuse.models.text import FAST_TOKENIZERS, with_encoders
 from unfuse.models.whole import component
 from unfuse.parallel.cut import Along, Cut, Matrices
 from unfuse.stages.base import Stage, StageInput, StageOutput, need
 from unfuse.stages.guidance import NEGATIVE
-from unfuse.stages.specs import DENOISE, TEXT_ENCODE, VAE_DECODE
+from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
 
-BLOCKS = {TEXT_ENCODE.kind: "text_encoder", DENOISE.kind: "denoise", VAE_DECODE.kind: "decode"}
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+UPLOAD = REFERENCES[0]
+
+BLOCKS = {
+    TEXT_ENCODE.kind: "text_encoder", IMAGE_ENCODE.kind: "vae_encoder", DENOISE.kind: "denoise",
+    VAE_DECODE.kind: "decode",
+}  # fmt: skip
 """The block that a stage kind runs."""
+
+SEEN, SIZES = "image_latents", "image_sizes"
+"""Latents of all pictures that are seen (1, channels, all places), and the height and width of each."""
+
+MOST_PIXELS = 1024 * 1024
+"""Larger pictures are made smaller before they are seen."""
 
 SCALE = "guidance_scale"
 TYPES: dict[str, Any] = {
@@ -63,6 +80,8 @@ class Served(msgspec.Struct, frozen=True):
     """The guidance scale up to which the pipeline has no second half, and so its guider."""
     negative: bool = False
     """Whether guidance goes away from a negative prompt, not only from an empty one."""
+    references: int = 0
+    """How many pictures it sees beside the prompt, if there are any."""
     fixed: dict[str, object] = {}
     """Settings of model_index.json that the blocks do not read, and what they go by."""
 
@@ -88,7 +107,8 @@ class BlockStage(Stage):
             if name != "negative_prompt" or task.params.get(name) is not None:
                 need(task.params, name, TYPES[name])
         for name in self._spec.inputs:
-            if task.tensors.get(name) is None and not name.startswith(NEGATIVE):
+            optional = name.startswith(NEGATIVE) or name in (SEEN, SIZES) and not task.params.get(UPLOAD)
+            if task.tensors.get(name) is None and not optional:
                 raise PermanentError(f"input {name} is missing")
 
     def batch_key(self, params: Params) -> Hashable:
@@ -109,6 +129,10 @@ class BlockStage(Stage):
         params = task.params
         given: dict[str, Any] = {name: params[name] for name in self._reads if params.get(name) is not None}
         given |= {name: tensor.to(self._device) for name, tensor in task.tensors.items() if tensor is not None}
+        if SIZES in given:
+            sizes = given.pop(SIZES)[0].tolist()
+            parts = given[SEEN].split([height * width for height, width in sizes], 2)
+            given[SEEN] = [part.unflatten(2, size) for part, size in zip(parts, sizes, strict=True)]
         if self.kind == DENOISE.kind:
             generator = torch.Generator(self._device if self._draws else "cpu")
             given["generator"] = generator.manual_seed(need(params, "seed", int))
@@ -122,6 +146,30 @@ class BlockStage(Stage):
 
     def _output(self, values: Mapping[str, Any], params: Params) -> StageOutput:
         return StageOutput({name: values.get(name) for name in self._spec.outputs})
+
+
+class References:
+    """The block that encodes pictures for others to see; an ImageEncoder."""
+
+    def __init__(self, part: Any, side: int) -> None:
+        from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+
+        part.update_components(image_processor=Flux2ImageProcessor(vae_scale_factor=side))
+        self._part = part
+
+    def verify(self, params: Params) -> None:
+        """It reads none."""
+
+    def encode(self, pictures: Sequence[Image], params: Params) -> dict[str, Tensor]:
+        """SEEN and SIZES. Raises PermanentError for pictures that the block refuses."""
+        import torch
+
+        try:
+            seen = self._part(image=list(pictures)).values[SEEN]
+        except ValueError as error:
+            raise PermanentError(f"a picture cannot be seen: {error}") from error
+        sizes = torch.tensor([[one.shape[-2:] for one in seen]])
+        return {SEEN: torch.cat([one.flatten(2) for one in seen], 2), SIZES: sizes}
 
 
 class DecodeBlock(BlockStage):
@@ -147,6 +195,10 @@ class Modular(PackedFamily):
     def __init__(self, served: Served) -> None:
         self._served, self.source, self.classes, self.cut = served, served.source, served.classes, served.cut
         self.name = f"modular {served.source[1]}"
+
+    @override
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        return replace(super().card(name, folder, dtype), references=self._served.references)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -189,15 +241,36 @@ class Modular(PackedFamily):
             reads=tuple(reads if distilled else [*reads, SCALE]),
             room=Room(size * len(made) // len(served.embeds)),
         )
-        return with_encoders((text,), Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
+        each = packing.channels * MOST_PIXELS // packing.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
+        picture = replace(
+            IMAGE_ENCODE,
+            components=("vae",),
+            outputs=(SEEN, SIZES),
+            reads=REFERENCES,
+            role=VAE_DECODE.role,
+            room=Room(2 * ALIGNMENT + served.references * each),
+            spreads={"tiles": 0},
+            when=UPLOAD,
+        )
+        encoders = (text, picture) if served.references else (text,)
+        return with_encoders(encoders, Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
 
     @override
     def load(self, spec: StageSpec, folder: Path, runtime: Runtime, report: Report | None = None) -> Stage:
         """Raises ConfigError with --offload, which a block's choice of device would not follow."""
+        from unfuse.stages.image_encode import ImageEncode
+
         if runtime.options.offload != "none":
             raise ConfigError(f"--offload cannot be used with a {self.source[1]}: leave it out")
         model = ModelFolder(folder)
         loader = Loader(model, self.components(model), runtime, report, self.cut)
+        if spec.components == ("vae",):
+            loader = OneVae(loader)
+        if spec.kind == IMAGE_ENCODE.kind:
+            part, packing = _part(spec, self._served.blocks[0], loader), Packing.of(model)
+            stage = ImageEncode(References(part, packing.scale * PATCH))
+            stage.each = True
+            return stage
         block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
         return block(spec, self._served, loader, bool(model.index().get("is_distilled")))
 
@@ -259,6 +332,7 @@ KLEIN = Modular(Served(
         gives=("encoder_hidden_states", "hidden_states"),
     ),
     unguided=1.0,
+    references=len(REFERENCES),
 ))  # fmt: skip
 """FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
 

@@ -33,6 +33,7 @@ PLANS = {
     "Lightricks/LTX-Video": "LTXPipeline",
     "Wan-AI/Wan2.1-T2V-*": "WanPipeline",
     "Wan-AI/Wan2.1-I2V-*": "WanImageToVideoPipeline",
+    "Wan-AI/Wan2.1-FLF2V-*": "WanImageToVideoPipeline",
 }
 """Pipeline classes by hub name; a name may be a pattern."""
 

@@ -62,6 +62,8 @@ class Shape(VideoShape):
     """Whether the transformer sees a condition made of a picture beside the latents."""
     expand: bool
     """Whether each token has a timestep of its own."""
+    ends: bool
+    """Whether the transformer sees by CLIP a last frame beside the first one."""
     first: bool
     """Whether the first frame is given, which takes a timestep for each token."""
     boundary: float | None
@@ -79,6 +81,7 @@ class Shape(VideoShape):
             halvings = [bool(also_time) for also_time in vae["temperal_downsample"]]
             own, channels = int(vae["z_dim"]), int(transformer["in_channels"])
             expand, text = bool(index.get("expand_timesteps")), index.get("_class_name") == TEXT
+            ends = transformer.get("pos_embed_seq_len") is not None
             temporal, image_dim = (
                 int(vae.get("scale_factor_temporal") or 2 ** sum(halvings)),
                 transformer.get("image_dim"),
@@ -88,7 +91,7 @@ class Shape(VideoShape):
                 temporal, int(transformer["text_dim"]), image_dim,
                 (int(frames), int(rows), int(columns)), int(transformer["rope_max_seq_len"]),
                 image_dim is not None or channels == temporal + 2 * own,
-                expand, expand and not text, index.get("boundary_ratio"),
+                expand, ends, expand and not text, index.get("boundary_ratio"),
             )  # fmt: skip
         need_channels(folder, own + (shape.condition if shape.pictured else 0), channels)
         return shape
@@ -156,8 +159,9 @@ class WanText(MaskedText):
 class WanDenoiser(FlowDenoiser):
     """Transformers and their noise scheduler's configuration; a Denoiser. A picture, where one is taken, conditions.
 
-    `image_embeds` (1, tokens, image dim) where CLIP sees it; `condition` (1, mask and latent channels, frames, height,
-    width), or with a timestep for each token the latents of the first frame.
+    `image_embeds` (1, tokens, image dim) where CLIP sees it, or (1, 2, tokens, image dim) if it sees the last frame
+    too; `condition` (1, mask and latent channels, frames, height, width), or with a timestep for each token the latents
+    of the first frame.
     """
 
     guidance = staticmethod(guidance_scale)
@@ -169,7 +173,8 @@ class WanDenoiser(FlowDenoiser):
         self.transformers += (self._low,) if self._low else ()
         self._boundary = (shape.boundary or 0) * self._scheduler.config.num_train_timesteps
         self.embeds = {"prompt_embeds": (1, None, shape.text_dim)}
-        sees = {} if shape.image_dim is None else {"image_embeds": (1, None, shape.image_dim)}
+        seen = (1, 2, None, shape.image_dim) if shape.ends else (1, None, shape.image_dim)
+        sees = {} if shape.image_dim is None else {"image_embeds": seen}
         if shape.pictured or shape.first:
             channels = shape.condition if shape.pictured else shape.channels
             self.conditions = sees | {"condition": (1, channels, None, None, None)}
@@ -225,7 +230,7 @@ class WanDenoiser(FlowDenoiser):
             hidden_states=latents,
             timestep=timestep,
             encoder_hidden_states=inputs["prompt_embeds"],
-            encoder_hidden_states_image=None if sees is None else sees.to(latents.dtype),
+            encoder_hidden_states_image=None if sees is None else sees.to(latents.dtype).flatten(0, -3),
             return_dict=False,
         )[0]
         return velocity

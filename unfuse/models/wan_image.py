@@ -1,5 +1,7 @@
 """Wan image to video: what text to video does, and a picture that is encoded twice, by CLIP and by the VAE.
 
+A last frame may go beside the first, or has to, by what the transformer sees.
+
 The stages do what diffusers' WanImageToVideoPipeline does, in its order of operations. Text encoder and VAE are those
 of text to video, so that both kinds of model share their pools. Checked against diffusers 0.42.
 
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
 from msgspec.structs import replace
 from typing_extensions import override
 
+from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import PIXELS, Limits, Room
+from unfuse.core.media import LAST_FRAME, PIXELS, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT
 from unfuse.core.plan import Params, Pipeline
 from unfuse.models.base import Loader
@@ -58,12 +62,12 @@ class WanPicture:
             return condition
         processor, encoder = self._clip
         pixels = processor(images=list(pictures), return_tensors="pt").to(self._vae.device)
-        return {"image_embeds": encoder(**pixels, output_hidden_states=True).hidden_states[-2], **condition}
+        seen = encoder(**pixels, output_hidden_states=True).hidden_states[-2]
+        return {"image_embeds": seen.unflatten(0, (-1, 2)) if params.get(LAST_FRAME) else seen, **condition}
 
     def _condition(self, pictures: Sequence[Image], params: Params) -> Tensor:
-        """Float32 latents, of the first frame alone or of it and grey behind a mask that is 1 where the picture is.
-
-        The mask says so of each frame in the groups that latents are of.
+        """Float32 latents, of the first frame alone or of it, grey, and the last frame if there is one, behind a mask
+        that is 1 where pictures are. The mask says so of each frame in the groups that latents are of.
         """
         import torch
         from diffusers.video_processor import VideoProcessor
@@ -71,18 +75,24 @@ class WanPicture:
         vae, temporal, spatial = self._vae.vae, self._shape.temporal, self._shape.spatial
         _, _, groups, rows, columns = self._shape.latents(params)
         size = {"height": rows * spatial, "width": columns * spatial}
-        first = VideoProcessor(vae_scale_factor=spatial).preprocess(list(pictures), **size)
+        given = VideoProcessor(vae_scale_factor=spatial).preprocess(list(pictures), **size)
+        each = 2 if params.get(LAST_FRAME) else 1
+        first, last = given[::each], given[1::each]
         video = first.new_zeros(
             *first.shape[:2], 1 if self._shape.first else (groups - 1) * temporal + 1, *first.shape[2:]
         )
         video[:, :, 0] = first
+        if len(last):
+            video[:, :, -1] = last
         latents = vae.encode(video.to(self._vae.device, vae.dtype)).latent_dist.mode().float()
         mean, scale = norm(vae, latents)
         normed: Tensor = (latents - mean) * scale
         if self._shape.first:
             return normed
-        mask = latents.new_zeros(len(pictures), temporal, groups, rows, columns)
+        mask = latents.new_zeros(len(first), temporal, groups, rows, columns)
         mask[:, :, 0] = 1
+        if len(last):
+            mask[:, -1, -1] = 1
         return torch.cat([mask, normed], dim=1)
 
 
@@ -95,6 +105,11 @@ class WanImage(Wan):
         "image_processor": ("transformers", ("CLIPImageProcessor", "CLIPImageProcessorFast", "CLIPImageProcessorPil")),
     }
     takes_image = True
+
+    @override
+    def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
+        last = _last_frame(Shape.of(ModelFolder(folder)))
+        return replace(super().card(name, folder, dtype), last_frame=last)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
@@ -118,8 +133,6 @@ class WanImage(Wan):
 
     @override
     def limits(self, folder: ModelFolder, defaults: Params) -> Limits:
-        if folder.config("transformer").get("pos_embed_seq_len") is not None:
-            raise ConfigError(f"model {folder.path} goes from a first picture to a last one, which is not served yet")
         limits = super().limits(folder, defaults)
         return structs.replace(limits, frame_multiple=lcm(limits.frame_multiple, ENCODED_FRAMES))
 
@@ -138,13 +151,13 @@ class WanImage(Wan):
                 f"model {folder.path}: the transformer takes CLIP's embeddings, and there is no image_encoder"
             )
         channels, frames = (shape.channels, limits.max_frames) if shape.first else (shape.condition, shape.temporal)
-        embeds = _embeds(folder) * widths["image_encoder"] + ALIGNMENT if sees else 0
+        embeds = _embeds(folder) * widths["image_encoder"] * (1 + shape.ends) + ALIGNMENT if sees else 0
         picture = replace(
             IMAGE_ENCODE,
             components=(*sees, "vae"),
             outputs=("image_embeds", "condition") if sees else ("condition",),
             room=Room(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
-            reads=("image", *PIXELS),
+            reads=("image", *PIXELS, *([LAST_FRAME] if _last_frame(shape) else [])),
         )
         return with_encoders((text, picture), denoise.room, denoise.components[:-1])
 
@@ -156,6 +169,11 @@ class WanImage(Wan):
         if kind != "image_encode":
             return super().stage(kind, loader)
         return ImageEncode(WanPicture(loader, "image_encoder" in self.components(loader.folder)))
+
+
+def _last_frame(shape: Shape) -> Literal["", "may", "must"]:
+    """CLIP's embeddings of both have a place in some transformers, which then need both; others do not see the last."""
+    return "must" if shape.ends else "may" if shape.pictured and shape.image_dim is None else ""
 
 
 def _embeds(folder: ModelFolder) -> int:

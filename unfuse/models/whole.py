@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import Limits
+from unfuse.core.media import LAST_FRAME, REFERENCES, Limits
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
@@ -29,15 +29,24 @@ from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
 
-LIBRARIES = ("diffusers", "transformers")
+UPLOAD = REFERENCES[0]
 
-UPLOAD = "image"
+LIBRARIES = ("diffusers", "transformers")
 
 TAKES = (
     "prompt", "negative_prompt", "height", "width", "num_frames", "num_inference_steps", "guidance_scale",
     "guidance_scale_2", "true_cfg_scale", "max_sequence_length", UPLOAD,
 )  # fmt: skip
 """Parameters of requests that calls take under the same name."""
+
+SEEN = {
+    "Flux2KleinKVPipeline": False, "Flux2KleinPipeline": False, "Flux2Pipeline": False,
+    "QwenImageEditPlusPipeline": True,
+}  # fmt: skip
+"""Classes whose call sees a list of pictures, and whether it needs one. For others a list is a batch of requests."""
+
+LAST = "last_image"
+"""What calls call the last frame of a video."""
 
 RATES = ("frame_rate", "fps")
 """What calls call frames a second."""
@@ -90,7 +99,9 @@ class WholeFamily(Family):
             weights=weights_ids(model, pipeline, recipe),
             dtypes=dtypes,
             created=model.created,
-            takes_image=UPLOAD in found.takes,
+            takes_image=UPLOAD in found.takes and SEEN.get(found.name, True),
+            references=len(REFERENCES) if found.name in SEEN else 0,
+            last_frame="may" if LAST in found.takes else "",
             takes_lora=found.loras and not any(map(model.quantisation, components)),
             lacks=(*(asked for asked, own in ASKED.items() if own not in found.takes), *PREVIEWS),
             undivided=f"unfuse has no stages for {found.name} with these parts, so each request runs as one call of it",
@@ -109,12 +120,15 @@ class WholeFamily(Family):
         loader = Loader(model, self.components(model), runtime, report)
         takes = {name: name for name in TAKES if name in found.takes}
         takes |= {rate: "fps" for rate in found.takes if rate in RATES}
+        takes |= {LAST: LAST_FRAME} if LAST in found.takes else {}
         pipeline, loras, draws_there = _pipeline(loader, found.name), None, runtime.options.noise_device == "cuda"
         if runtime.loras and found.loras and not any(map(model.quantisation, loader.folder.components())):
             most = runtime.options.max_loras
             loras = PipelineAdapters(Loras(runtime.loras, runtime.kept), pipeline, bool, loader.device, most)
         limits = Serving.read(folder).bounds(_limits(model, found, _standard(model, found)))
-        return Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
+        stage = Whole(pipeline, takes, loader.device, draws_there, loras, limits.max_pixels)
+        stage.uploads = (UPLOAD,) if UPLOAD in takes and SEEN.get(found.name, True) else ()
+        return stage
 
     @override
     def prepare(self, folder: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from anyio import to_thread
 from starlette.requests import Request
@@ -16,7 +17,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.grammar import GRAMMAR
-from unfuse.core.media import MEDIA, Medium
+from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
 from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
@@ -25,6 +26,8 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_mask, read_picture
+
+UPLOAD = REFERENCES[0]
 
 REPEAT_WITHIN_S = 15 * 60
 """Seconds in which a repeat without an idempotency key still gets the request of the first call."""
@@ -47,7 +50,7 @@ class Prompt:
 class Call:
     """A creating call: who asks, its fields, its medium. `upload` is the name of its field for a picture, if any.
 
-    Beside it there may be a mask if the call `masks`. One that `waits` is answered with what was made, unless its
+    That of another one may go `beside` it. One that `waits` is answered with what was made, unless its
     client prefers not to wait.
     """
 
@@ -58,7 +61,7 @@ class Call:
     medium: Medium
     upload: str = ""
     waits: bool = False
-    masks: bool = False
+    beside: str = ""
     read: Callable[[ModelCard, dict[str, object]], Prompt] | None = None
     """Reads the prompt, and completes the fields by what it says of it."""
 
@@ -116,26 +119,23 @@ class Call:
     async def _submit(self, id: str, who: Who, delivery: Delivery) -> Record:
         """Check everything, cheap checks first; store the picture, then submit the request."""
         gateway, fields = self.gateway, dict(self.given)
-        picture = fields.pop(self.upload, None) if self.upload else None
-        mask = fields.pop("mask", None) if self.masks else None
-        asked, card = await self._model(fields.get("model"), picture is not None, mask is not None)
-        brings = [name for name, value in (("image", picture), ("mask", mask)) if value is not None]
+        pictures = self._pictures(fields)
+        asked, card = await self._model(fields.get("model"), pictures)
         uploads, prompt = dict[str, bytes](), Prompt(b"")
         if self.read:
             await gateway.fetching.fetch(card, fields)
             prompt = await to_thread.run_sync(self.read, card, fields, limiter=gateway.decoding)
             uploads |= {"prompt": prompt.data, **prompt.besides}
-        params, n = check(card, fields, self.medium, strict=gateway.strict, uploads=brings)
+        params, n = check(card, fields, self.medium, strict=gateway.strict, uploads=pictures)
         if GRAMMAR in uploads:
             await gateway.trials.check(uploads[GRAMMAR], by_tools=CALLS in params)
         if "lora" in params:
             params["lora_id"] = await gateway.lora_ids(card, str(params["lora"]))
-        if picture is not None:
-            data = await to_thread.run_sync(read_picture, self.upload, picture, limiter=gateway.decoding)
-            uploads["image"] = data
-            if mask is not None:
-                uploads["mask"] = await to_thread.run_sync(read_mask, mask, data, limiter=gateway.decoding)
-            params |= {name: hashlib.sha256(uploads[name]).hexdigest() for name in brings}
+        for name, value in pictures.items():
+            read = partial(read_picture, self.upload if name in REFERENCES else name, value)
+            read = partial(read_mask, value, uploads[UPLOAD]) if name == MASK else read
+            uploads[name] = await to_thread.run_sync(read, limiter=gateway.decoding)
+            params[name] = hashlib.sha256(uploads[name]).hexdigest()
         limit_s = gateway.time_limits.get(self.medium.name, 0.0)
         made = makes(card, self.given, params, n, delivery)
         wanted = Asked(card, params, n, asked, id, limit_s, made, prompt.begins)
@@ -155,7 +155,15 @@ class Call:
                 await to_thread.run_sync(gateway.results.delete, id)
         return record
 
-    async def _model(self, name: object, picture: bool, mask: bool) -> tuple[str, ModelCard]:
+    def _pictures(self, fields: dict[str, object]) -> dict[str, object]:
+        """The values of the fields for pictures, which are taken out, by the uploads that they become."""
+        first = fields.pop(self.upload, None) if self.upload else None
+        several = [one for one in (first if isinstance(first, list) else [first]) if one is not None]
+        found = {f"{UPLOAD}_{number}" if number > 1 else UPLOAD: one for number, one in enumerate(several, 1)}
+        beside = fields.pop(self.beside, None) if self.beside else None
+        return found if beside is None else {**found, self.beside: beside}
+
+    async def _model(self, name: object, pictures: Mapping[str, object]) -> tuple[str, ModelCard]:
         """The model that was asked for, if it can do what is asked. Raises InvalidParameter, UnknownModel."""
         asked, card = await self.gateway.model(name, self.caller.models)
         medium = self.medium
@@ -163,18 +171,31 @@ class Call:
             others = " or ".join(other.plural for other in MEDIA if other.made_by(card.limits))
             hint = f": ask it for {others}" if others else ""
             raise InvalidParameter(f"model {asked} makes no {medium.name}{hint}", "model")
-        if card.takes_image and not picture:
+        if card.takes_image and UPLOAD not in pictures:
             where = self.upload or "image to /v1/images/edits, or as input_reference to /v1/videos"
             message = f"model {asked} starts from a picture: send one as {where}"
             raise InvalidParameter(message, self.upload or "model")
-        if mask and "mask" not in card.starts or picture and not (card.takes_image or card.starts):
-            served = await self.gateway.models(self.caller.models)
-            fit = {one: model for one, model in served.items() if medium.made_by(model.limits)}
-            able = [one for one in sorted(fit) if "mask" in fit[one].starts or not mask and fit[one].takes_image]
-            hint = f"{', '.join(able)} can" if able else "no model that is served can"
-            lack = ("keep to a mask", "mask") if mask else ("start from a picture", self.upload)
-            raise InvalidParameter(f"model {asked} cannot {lack[0]}; {hint}", lack[1])
+        for param, what, able in self._needs(pictures):
+            if not able(card):
+                served = await self.gateway.models(self.caller.models)
+                can = [one for one, fit in sorted(served.items()) if medium.made_by(fit.limits) and able(fit)]
+                hint = f"{', '.join(can)} can" if can else "no model that is served can"
+                raise InvalidParameter(f"model {asked} cannot {what}; {hint}", param)
+        if card.last_frame == "must" and LAST_FRAME not in pictures:
+            between = f"model {asked} makes what lies between two pictures"
+            raise InvalidParameter(f"{between}: send the last one as {LAST_FRAME}", LAST_FRAME)
         return asked, card
+
+    def _needs(self, pictures: Mapping[str, object]) -> Iterator[tuple[str, str, Callable[[ModelCard], bool]]]:
+        """What a model has to do with the pictures: by which field, in words, and whether it can."""
+        count = len(pictures.keys() - {MASK, LAST_FRAME})
+        if MASK in pictures:
+            yield MASK, "keep to a mask", lambda card: MASK in card.starts
+        if count:
+            what = "start from a picture" if count == 1 else f"start from {count} pictures"
+            yield self.upload, what, lambda card: card.most_pictures >= count
+        if LAST_FRAME in pictures:
+            yield LAST_FRAME, f"end with a {LAST_FRAME}", lambda card: bool(card.last_frame)
 
 
 def respond_async(call: Call, record: Record) -> JSONResponse | None:

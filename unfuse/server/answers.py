@@ -82,7 +82,8 @@ VIDEO = thing(
 MODEL = thing(
     {
         "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
-        "takes_image": FLAG, "starts_from": table(NUMBER), "loras": array(TEXT), "limits": table(NUMBER),
+        "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
+        "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
         "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
         "state": {"enum": ["ready", "loading"]},
     }

@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from unfuse.core.errors import NotFound, UnknownModel
 from unfuse.core.grammar import GRAMMAR
+from unfuse.core.media import UPLOADS as PICTURES
 from unfuse.core.request import Allowance
 from unfuse.core.vision import shown_of
 from unfuse.queues.base import Damage, Filter
@@ -21,7 +22,7 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Served
 from unfuse.server.requests import listed
 
-UPLOADS = {"image": "image", "mask": "mask", "prompt_tokens": "prompt", GRAMMAR: GRAMMAR}
+UPLOADS = {name: name for name in (*PICTURES, GRAMMAR)} | {"prompt_tokens": "prompt"}
 """The upload that a request has if it has that parameter."""
 
 router = APIRouter(prefix="/dead", tags=["dead"])

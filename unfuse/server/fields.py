@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unfuse.core.media import IMAGE, TEXT as WORDS, VIDEO, Medium
+from unfuse.core.media import IMAGE, LAST_FRAME, REFERENCES, TEXT as WORDS, VIDEO, Medium
 from unfuse.core.parameters import MAX_SCALED, MAX_TEXTS, Parameter
 from unfuse.server.answers import ANY, FLAG, INTEGER, NUMBER, TEXT, Schema, array, perhaps, table, thing
 
@@ -39,6 +39,8 @@ _FILE = {**TEXT, "format": "binary"}
 _URL = {**TEXT, "pattern": "^data:image/[a-z]+;base64,"}
 _HELD = {"anyOf": [_URL, thing({"image_url": _URL})]}
 
+_SEVERAL = {"anyOf": [_HELD, array(_HELD) | {"minItems": 1, "maxItems": len(REFERENCES)}]}
+
 
 def _body(required: Schema, optional: Schema) -> Schema:
     says = "Bounds that depend on the model are in GET /v1/models; numbers may also be sent as text."
@@ -58,11 +60,12 @@ SAID, PICTURE, FILMED, CLIP = _fields(IMAGE, True), _fields(IMAGE), _fields(VIDE
 CHAT = _bodies(_body(_fields(WORDS, True), _nullable(_fields(WORDS))))
 GENERATE = _bodies(_body(SAID, _nullable(PICTURE)))
 EDIT = _bodies(
-    _body({**SAID, "image": _HELD}, _nullable({**PICTURE, "mask": _HELD})),
-    _body({**SAID, "image": _FILE}, {**PICTURE, "mask": _FILE}),
+    _body({**SAID, "image": _SEVERAL}, _nullable({**PICTURE, "mask": _HELD})),
+    _body({**SAID, "image": _FILE}, {**PICTURE, "image[]": array(_FILE), "mask": _FILE}),
 )
 MAX_NAME = 1024
 ADD = _bodies(_body({"model": {**TEXT, "minLength": 1, "maxLength": MAX_NAME}}, {}))
+_FRAMES = ("input_reference", LAST_FRAME)
 CREATE = _bodies(
-    _body(FILMED, _nullable({**CLIP, "input_reference": _HELD})), _body(FILMED, {**CLIP, "input_reference": _FILE})
+    _body(FILMED, _nullable(CLIP | dict.fromkeys(_FRAMES, _HELD))), _body(FILMED, CLIP | dict.fromkeys(_FRAMES, _FILE))
 )

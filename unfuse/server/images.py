@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from unfuse.core.checking import Delivery
 from unfuse.core.errors import InvalidParameter, NotFound, UnfuseError
-from unfuse.core.media import IMAGE
+from unfuse.core.media import IMAGE, MASK
 from unfuse.core.request import Record, RequestContext, ResultFile
 from unfuse.server import sse
 from unfuse.server.accept import Call
@@ -49,11 +49,11 @@ async def generate(request: Request, gateway: Served, asker: Known) -> Response:
 
 @router.post("/images/edits", openapi_extra=EDIT, responses=DRAWN)
 async def edit(request: Request, gateway: Served, asker: Known) -> Response:
-    """Make pictures that start from another one, and wait for them. A served model must be able to do this."""
+    """Make pictures that start from others, and wait for them. A served model must be able to do this."""
     given = await read_body(request)
-    if given.get("image") is None:
+    if given.get("image") in (None, [], [None]):
         raise InvalidParameter("image is missing: send the picture to start from", "image")
-    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True, masks=True), "image_edit")
+    return await _answer(Call(gateway, request, asker, given, IMAGE, "image", waits=True, beside=MASK), "image_edit")
 
 
 async def _answer(call: Call, kind: str) -> Response:

@@ -78,6 +78,8 @@ def _model(name: str, card: ModelCard, loras: list[str], missing: Collection[str
         "makes_video": VIDEO.made_by(card.limits),
         "takes_image": card.takes_image,
         "starts_from": card.starts,
+        "references": card.references,
+        "last_frame": card.last_frame,
         "loras": loras if card.takes_lora else [],
         "limits": card.limits,
         "defaults": card.defaults,

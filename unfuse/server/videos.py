@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 
 from unfuse.core.errors import InvalidParameter, NotFound
-from unfuse.core.media import VIDEO
+from unfuse.core.media import LAST_FRAME, VIDEO
 from unfuse.core.request import Record
 from unfuse.queues.base import Filter
 from unfuse.server.accept import Call, respond_async
@@ -37,7 +37,7 @@ POLL_MS = 500
 @router.post("/generations", openapi_extra=CREATE, responses=FILMED)
 async def create(request: Request, gateway: Served, asker: Known) -> Response:
     """Have a video made of a prompt, and of a picture where the model takes one. It is there once it is completed."""
-    call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference")
+    call = Call(gateway, request, asker, await read_body(request), VIDEO, "input_reference", beside=LAST_FRAME)
     record, _ = await call.accept()
     return respond_async(call, record) or _answer(record)
 

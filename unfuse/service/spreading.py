@@ -163,6 +163,7 @@ def _measured(client: Client, role: str, card: ModelCard, least: bool = False) -
 def _pictures(client: Client, card: ModelCard, least: bool, more: dict[str, Any]) -> Mapping[str, Any]:
     given: dict[str, Any] = {"prompt": "a red circle on white", "num_inference_steps": STEPS, **more}
     given |= {"image": _picture()} if card.takes_image else {}
+    given |= {"last_frame": _picture()} if card.last_frame == "must" else {}
     side = card.limits["min_size"]
     return client.generate(**given, **({"size": f"{side}x{side}"} if least else {})).view
 

@@ -11,10 +11,11 @@ from PIL import Image, ImageOps
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.media import MASK, REFERENCES, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors
 
-UPLOAD = "image"
+UPLOAD = REFERENCES[0]
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -25,11 +26,13 @@ class ImageEncoder(Protocol):
         """Raise PermanentError unless the parameters hold what `encode` reads."""
 
     def encode(self, pictures: Sequence[Image.Image], params: Params) -> Tensors:
-        """Tensors by name, with a batch axis of one row a picture; `params` are any request's: sizes agree."""
+        """Tensors by name, with a batch axis of one row a request; `params` are any request's: sizes agree, and how
+        many pictures there are of each, which follow each other.
+        """
 
 
 class ImageEncode(Stage):
-    """The upload `image` in, whatever the family makes of it out."""
+    """The upload `image` in, and others that a request has beside it; whatever the family makes of them out."""
 
     kind = "image_encode"
     uploads = (UPLOAD,)
@@ -38,7 +41,12 @@ class ImageEncode(Stage):
 
     @override
     def batch_key(self, params: Params) -> Hashable:
-        return () if self.each else super().batch_key(params)
+        brings = self.uploads_of(params)
+        return brings if self.each else (brings, super().batch_key(params))
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return (UPLOAD, *(name for name in UPLOADS[1:] if params.get(name)))
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder
@@ -54,7 +62,8 @@ class ImageEncode(Stage):
         """Encode all at once, or one by one."""
         if self.each and len(batch) > 1:
             return [output for task in batch for output in self.run([task])]
-        pictures = [read_picture(task.uploads[UPLOAD]) for task in batch]
+        names = [name for name in self.uploads_of(batch[0].params) if name != MASK]
+        pictures = [read_picture(task.uploads[name]) for task in batch for name in names]
         together = self._encoder.encode(pictures, batch[0].params)
         rows = [slice(row, row + 1) for row in range(len(batch))]
         return [

@@ -12,11 +12,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
+from unfuse.core.media import MASK
 from unfuse.core.plan import Params
 from unfuse.stages.base import StageInput, StageOutput, need
-from unfuse.stages.image_encode import UPLOAD, ImageEncode, open_picture
+from unfuse.stages.image_encode import ImageEncode, open_picture
 
-MOMENTS, MASK = "moments", "mask"
+MOMENTS = "moments"
 
 
 class Kept(NamedTuple):
@@ -123,10 +124,6 @@ class RedrawEncode(ImageEncode):
     """The upload `image` in, and `mask` if there is one; what the VAE says of the picture out, and where it changes."""
 
     kind = "redraw_encode"
-
-    @override
-    def uploads_of(self, params: Params) -> Sequence[str]:
-        return (UPLOAD, MASK) if params.get(MASK) else self.uploads
 
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:

@@ -23,6 +23,7 @@ from PIL.Image import Image
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError
+from unfuse.core.media import REFERENCES, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
@@ -93,7 +94,7 @@ class Running:
 
 
 class Whole(SteppedStage[Running]):
-    """Parameters, and a picture where the model takes one, in; media out.
+    """Parameters, and pictures where the model takes them, in; media out.
 
     Each request has a `pipeline` of its own, which shares the weights: a noise scheduler has state, and so has a call.
     `takes` has the parameter of requests that each parameter of the call is given. Nothing of a call can be saved
@@ -109,7 +110,10 @@ class Whole(SteppedStage[Running]):
         self._pipeline, self._takes, self._loras, self._max_pixels = pipeline, takes, loras, max_pixels
         self._known = frozenset(inspect.signature(pipeline.__call__).parameters)
         self._generator_device = device if draws_there else torch.device("cpu")
-        self.uploads = (UPLOAD,) if UPLOAD in self._takes else ()
+
+    @override
+    def uploads_of(self, params: Params) -> Sequence[str]:
+        return [name for name in UPLOADS if params.get(name)]
 
     @override
     def verify(self, task: StageInput) -> None:
@@ -131,7 +135,10 @@ class Whole(SteppedStage[Running]):
         params = task.params
         said = ((own, params.get(name)) for own, name in self._takes.items())
         given: dict[str, Any] = {own: value for own, value in said if value is not None}
-        given |= {UPLOAD: self._picture(task.uploads[UPLOAD])} if self.uploads else {}
+        pictures = {name: self._picture(data) for name, data in task.uploads.items()}
+        given |= {own: pictures[name] for own, name in self._takes.items() if name in pictures}
+        if (seen := [pictures[name] for name in REFERENCES if name in pictures])[1:]:
+            given[UPLOAD] = seen
         generator = torch.Generator(self._generator_device).manual_seed(need(params, "seed", int))
         running = Running(params, Call(lambda rest: None), max(1, _count(params)))
         running.call = Call(lambda rest: self._call(given | {"generator": generator}, running, rest))

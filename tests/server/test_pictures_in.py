@@ -1,0 +1,126 @@
+"""Several pictures in one request, and the last frame of a video: who takes them, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+from msgspec import structs
+
+from tests.server.served import Served, picture, serve
+from tools.cards import IDLE, MOVING, card
+from unfuse.queues.base import Filter
+
+EDITS, VIDEOS = "/v1/images/edits", "/v1/videos"
+SEEING = structs.replace(card("test/seeing"), references=3)
+BETWEEN = structs.replace(card("test/between", takes_image=True), last_frame="must")
+ENDING = structs.replace(card("test/ending", takes_image=True), last_frame="may")
+
+
+@pytest.fixture(scope="module")
+def gallery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Nobody works for what is asked here, so whatever is accepted stays."""
+    cards = (SEEING, BETWEEN, ENDING, MOVING, IDLE)
+    with serve(tmp_path_factory.mktemp("gallery"), cards=cards) as running:
+        yield running
+
+
+@pytest.fixture
+def http(gallery: Served) -> Iterator[httpx2.Client]:
+    with httpx2.Client(base_url=gallery.url, timeout=60, trust_env=False) as client:
+        yield client
+
+
+def send(http: httpx2.Client, model: str, *files: tuple[str, int], url: str = EDITS, **fields: Any) -> httpx2.Response:
+    """Pictures are named by what is on them."""
+    sent = [(name, (name, picture(shown))) for name, shown in files]
+    asked = {"model": model, "prompt": "a ring", "seed": "1", **fields}
+    return http.post(url, data=asked, files=sent, headers={"prefer": "respond-async"})
+
+
+def kept(gallery: Served, response: httpx2.Response) -> dict[str, bytes]:
+    """The uploads of a request that was accepted, which its parameters say by their hashes."""
+    assert response.status_code == 202, response.text
+    context = gallery.run(gallery.queue.load(response.json()["id"])).context
+    names = [name for name in context.params if name.startswith("image") or name == "last_frame"]
+    found = {name: gallery.results.attached(context.id, name) for name in names}
+    assert {name: hashlib.sha256(data).hexdigest() for name, data in found.items()} == {
+        name: context.params[name] for name in names
+    }
+    return found
+
+
+def test_pictures_are_kept_in_their_order(gallery: Served, http: httpx2.Client) -> None:
+    two = send(http, SEEING.name, ("image[]", 1), ("image[]", 2))
+    three = send(http, SEEING.name, ("image", 3), ("image", 2), ("image", 3))
+
+    assert kept(gallery, two) == {"image": picture(1), "image_2": picture(2)}
+    assert kept(gallery, three) == {"image": picture(3), "image_2": picture(2), "image_3": picture(3)}
+    assert kept(gallery, send(http, SEEING.name, ("image", 1))) == {"image": picture(1)}
+
+
+def test_a_model_that_may_see_pictures_needs_none(gallery: Served, http: httpx2.Client) -> None:
+    asked = {"model": SEEING.name, "prompt": "a ring"}
+    response = http.post("/v1/images/generations", json=asked, headers={"prefer": "respond-async"})
+    assert kept(gallery, response) == {}
+
+
+@pytest.mark.parametrize("model", [BETWEEN.name, ENDING.name])
+def test_a_last_frame_goes_beside_the_first(model: str, gallery: Served, http: httpx2.Client) -> None:
+    films = {"url": VIDEOS, "num_frames": "5"}
+    response = send(http, model, ("input_reference", 1), ("last_frame", 2), **films)
+    assert kept(gallery, response) == {"image": picture(1), "last_frame": picture(2)}
+
+
+REFUSED: dict[str, tuple[str, list[tuple[str, int]], dict[str, Any], str, str]] = {
+    "too many": (SEEING.name, [("image", 1)] * 4, {}, "image", "cannot start from 4 pictures; no model that is served"),
+    "of one": (MOVING.name, [("image", 1)] * 2, {}, "image", "cannot start from 2 pictures; test/seeing can"),
+    "of none": (IDLE.name, [("image", 1)], {}, "image", "; test/between, test/ending, test/moving, test/seeing can"),
+    "no end": (BETWEEN.name, [("input_reference", 1)], {"url": VIDEOS}, "last_frame", "the last one as last_frame"),
+    "no beginning": (BETWEEN.name, [("last_frame", 1)], {"url": VIDEOS}, "input_reference", "starts from a picture"),
+    "no such end": (
+        MOVING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS}, "last_frame",
+        "cannot end with a last_frame; test/between, test/ending can",
+    ),
+    "one frame": (
+        ENDING.name, [("input_reference", 1), ("last_frame", 1)], {"url": VIDEOS, "num_frames": "1"}, "num_frames",
+        "num_frames must be more than 1 where there is a last_frame",
+    ),
+    "two ends": (
+        ENDING.name, [("input_reference", 1), *[("last_frame", 1)] * 2], {"url": VIDEOS}, "last_frame",
+        "last_frame must be one picture, not 2",
+    ),
+    "a picture's end": (SEEING.name, [("image", 1), ("last_frame", 1)], {}, "last_frame", "unknown parameter"),
+    "redrawn": (SEEING.name, [("image", 1)], {"strength": "0.5"}, "strength", "takes no strength"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_taken_is_refused_by_its_field(name: str, gallery: Served, http: httpx2.Client) -> None:
+    model, files, fields, param, says = REFUSED[name]
+    before = len(gallery.run(gallery.queue.list(Filter(), limit=1000)))
+
+    response = send(http, model, *files, **fields)
+
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["param"], says in error["message"]) == (param, True), error
+    assert len(gallery.run(gallery.queue.list(Filter(), limit=1000))) == before
+
+
+def test_a_bad_one_of_several_is_refused_by_the_field_that_has_it(http: httpx2.Client) -> None:
+    for bad in ("image", "last_frame"):
+        model, url, field = (
+            (SEEING.name, EDITS, "image") if bad == "image" else (ENDING.name, VIDEOS, "input_reference")
+        )
+        files = [(field, ("a", picture(1))), (bad, ("b", b"no picture"))]
+        response = http.post(url, data={"model": model, "prompt": "a"}, files=files)
+        assert response.status_code == 400 and response.json()["error"]["param"] == bad, response.text
+
+
+def test_models_say_how_many_they_see_and_whether_they_end_with_one(http: httpx2.Client) -> None:
+    said = {one["id"]: (one["references"], one["last_frame"]) for one in http.get("/v1/models").json()["data"]}
+    assert [said[one.name] for one in (SEEING, BETWEEN, ENDING, MOVING)] == [(3, ""), (0, "must"), (0, "may"), (0, "")]
