@@ -21,7 +21,7 @@ from tools.tiny_whole import KINDS, VIDEOS, build
 
 BY_DAY = ("sd", "auraflow", "cogvideox", "sd-image")
 FROM_TEXT = BY_DAY[:3]
-BY_NIGHT = tuple(kind for kind in KINDS if kind not in BY_DAY and not kind.endswith("-image"))
+BY_NIGHT = tuple(kind for kind in KINDS if kind not in (*BY_DAY, "klein-kv") and not kind.endswith("-image"))
 
 OWN = {
     "pixart-alpha": {"height": 256, "width": 256, "num_inference_steps": 2},

@@ -98,13 +98,14 @@ def test_the_references_can_tell_requests_apart(name: str, others: list[str], un
         assert (undivided.result(other)["pixels"] != image).mean() > 0.1, other
 
 
-@pytest.mark.parametrize(("name", "other"), itertools.combinations(
-    ("klein-image", "klein-seen", "klein-seen-two", "klein-seen-turned"), 2
-))  # fmt: skip
+SEEING = ("klein-image", "klein-seen", "klein-seen-two", "klein-seen-turned")
+
+
+@pytest.mark.parametrize(("name", "other"), [*itertools.combinations(SEEING, 2)])
 def test_pictures_that_are_seen_change_the_picture(name: str, other: str, undivided: c.Undivided) -> None:
     """Their number and their order too, if not as much as a prompt."""
     first, second = (undivided.result(one)["pixels"] for one in (name, other))
-    assert (first != second).mean() > 0.03
+    assert (first != second).mean() > 0.01
 
 
 @pytest.mark.parametrize(("same", "plain"), [

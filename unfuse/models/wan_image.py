@@ -76,8 +76,7 @@ class WanPicture:
         _, _, groups, rows, columns = self._shape.latents(params)
         size = {"height": rows * spatial, "width": columns * spatial}
         given = VideoProcessor(vae_scale_factor=spatial).preprocess(list(pictures), **size)
-        each = 2 if params.get(LAST_FRAME) else 1
-        first, last = given[::each], given[1::each]
+        first, last = (given[::2], given[1::2]) if params.get(LAST_FRAME) else (given, given[:0])
         video = first.new_zeros(
             *first.shape[:2], 1 if self._shape.first else (groups - 1) * temporal + 1, *first.shape[2:]
         )
