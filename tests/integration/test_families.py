@@ -228,7 +228,7 @@ def test_models_with_equal_encoders_and_vaes_share_their_pools(server: Server) -
     assert [models for kind, models in sorted(pools) if kind == "vae_decode"] == decode
     second = [[*flux, "kontext"], ["hunyuan-video"], ["sd3"], ["sdxl"]]
     assert sorted(models for kind, models in pools if kind == "text_encode_2") == second
-    pictured = [["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
+    pictured = [["klein"], ["kontext"], ["wan-2.2-5b-image"], ["wan-2.2-image"], ["wan-image"]]
     assert sorted(models for kind, models in pools if kind == "image_encode") == pictured
     assert sorted(models for kind, models in pools if kind == "denoise") == [[kind] for kind in sorted(KINDS)]
 

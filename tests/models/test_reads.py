@@ -31,7 +31,7 @@ class Declared(Mapping[str, Value]):
 
 
 def encoded(stage: Stage, params: Any, uploads: Mapping[str, bytes]) -> dict[str, Any]:
-    task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads})
+    task = StageInput(params, {}, {name: uploads[name] for name in stage.uploads_of(params)})
     stage.verify(task)
     stage.batch_key(params)
     (output,) = stage.run([task])

@@ -269,7 +269,7 @@ class Modular(PackedFamily):
         if spec.kind == IMAGE_ENCODE.kind:
             part, packing = _part(spec, self._served.blocks[0], loader), Packing.of(model)
             stage = ImageEncode(References(part, packing.scale * PATCH))
-            stage.each = True
+            stage.each, stage.beside = True, REFERENCES[1:]
             return stage
         block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
         return block(spec, self._served, loader, bool(model.index().get("is_distilled")))

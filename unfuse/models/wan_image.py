@@ -156,7 +156,7 @@ class WanImage(Wan):
             components=(*sees, "vae"),
             outputs=("image_embeds", "condition") if sees else ("condition",),
             room=Room(embeds + ALIGNMENT, channels * LATENT_BYTES / shape.spatial**2, frames),
-            reads=("image", *PIXELS, *([LAST_FRAME] if _last_frame(shape) else [])),
+            reads=("image", *PIXELS, LAST_FRAME),
         )
         return with_encoders((text, picture), denoise.room, denoise.components[:-1])
 
@@ -167,7 +167,9 @@ class WanImage(Wan):
 
         if kind != "image_encode":
             return super().stage(kind, loader)
-        return ImageEncode(WanPicture(loader, "image_encoder" in self.components(loader.folder)))
+        stage = ImageEncode(WanPicture(loader, "image_encoder" in self.components(loader.folder)))
+        stage.beside = (LAST_FRAME,)
+        return stage
 
 
 def _last_frame(shape: Shape) -> Literal["", "may", "must"]:

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import MASK, REFERENCES, UPLOADS
+from unfuse.core.media import MASK, REFERENCES
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors
 
@@ -36,6 +36,8 @@ class ImageEncode(Stage):
 
     kind = "image_encode"
     uploads = (UPLOAD,)
+    beside: Sequence[str] = ()
+    """Uploads that a request may bring beside that one; what its pipeline says it reads."""
     each = False
     """Whether pictures are encoded one by one, in sizes of their own, whatever size is asked for."""
 
@@ -46,7 +48,7 @@ class ImageEncode(Stage):
 
     @override
     def uploads_of(self, params: Params) -> Sequence[str]:
-        return (UPLOAD, *(name for name in UPLOADS[1:] if params.get(name)))
+        return (UPLOAD, *(name for name in self.beside if params.get(name)))
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self._encoder = encoder

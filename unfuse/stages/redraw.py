@@ -124,6 +124,7 @@ class RedrawEncode(ImageEncode):
     """The upload `image` in, and `mask` if there is one; what the VAE says of the picture out, and where it changes."""
 
     kind = "redraw_encode"
+    beside = (MASK,)
 
     @override
     def run(self, batch: Sequence[StageInput]) -> list[StageOutput]:
