@@ -32,6 +32,8 @@ MAX_STEPS, MAX_FRAMES = 1000, 1_000_000
 REFERENCES = ("image", *(f"image_{number}" for number in range(2, 9)))
 """Uploads: the picture that a request starts from, and more beside it, in their order."""
 
+UPLOAD = REFERENCES[0]
+
 MASK, LAST_FRAME = "mask", "last_frame"
 """Uploads that go with a picture: where it is to change, and what a video ends with that it is the first frame of."""
 

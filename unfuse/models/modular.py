@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError, PermanentError
-from unfuse.core.media import REFERENCES, Limits, Room
+from unfuse.core.media import REFERENCES, UPLOAD, Limits, Room
 from unfuse.core.object_ref import ALIGNMENT, DTYPES
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Loader, Report, Runtime
@@ -40,8 +40,6 @@ from unfuse.stages.specs import DENOISE, IMAGE_ENCODE, TEXT_ENCODE, VAE_DECODE
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
-
-UPLOAD = REFERENCES[0]
 
 BLOCKS = {
     TEXT_ENCODE.kind: "text_encoder", IMAGE_ENCODE.kind: "vae_encoder", DENOISE.kind: "denoise",

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import ConfigError
-from unfuse.core.media import LAST_FRAME, REFERENCES, Limits
+from unfuse.core.media import LAST_FRAME, REFERENCES, UPLOAD, Limits
 from unfuse.core.plan import Params, Pipeline, StageSpec
 from unfuse.models.base import Family, Loader, Report, Runtime, weights_ids
 from unfuse.models.declared import VIDEO, Declared, declared, has_pipelines
@@ -28,8 +28,6 @@ from unfuse.models.folder import ModelFolder
 from unfuse.models.source import source_of
 from unfuse.stages.base import Stage
 from unfuse.stages.specs import WHOLE
-
-UPLOAD = REFERENCES[0]
 
 LIBRARIES = ("diffusers", "transformers")
 

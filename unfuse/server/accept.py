@@ -17,7 +17,7 @@ from unfuse.core.card import ModelCard
 from unfuse.core.checking import Delivery, check, check_delivery
 from unfuse.core.errors import InvalidParameter, NotFound, TransientError
 from unfuse.core.grammar import GRAMMAR
-from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, Medium
+from unfuse.core.media import LAST_FRAME, MASK, MEDIA, REFERENCES, UPLOAD, Medium
 from unfuse.core.request import Asked, Record, Who, new_request_id
 from unfuse.core.tools import CALLS
 from unfuse.queues.base import Filter
@@ -26,8 +26,6 @@ from unfuse.server.errors import Refusal
 from unfuse.server.gateway import Gateway, base_of
 from unfuse.server.reuse import makes
 from unfuse.server.uploads import read_mask, read_picture
-
-UPLOAD = REFERENCES[0]
 
 REPEAT_WITHIN_S = 15 * 60
 """Seconds in which a repeat without an idempotency key still gets the request of the first call."""

@@ -11,11 +11,10 @@ from PIL import Image, ImageOps
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError
-from unfuse.core.media import MASK, REFERENCES
+from unfuse.core.media import MASK, UPLOAD
 from unfuse.core.plan import Params
 from unfuse.stages.base import Stage, StageInput, StageOutput, Tensors
 
-UPLOAD = REFERENCES[0]
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 

@@ -23,11 +23,11 @@ from PIL.Image import Image
 from typing_extensions import override
 
 from unfuse.core.errors import PermanentError, UnfuseError
-from unfuse.core.media import REFERENCES, UPLOADS
+from unfuse.core.media import REFERENCES, UPLOAD, UPLOADS
 from unfuse.core.plan import Params
 from unfuse.stages.adapters import Adapters
 from unfuse.stages.base import StageInput, StageOutput, SteppedStage, need
-from unfuse.stages.image_encode import UPLOAD, read_picture
+from unfuse.stages.image_encode import read_picture
 from unfuse.stages.media import encode, need_format
 
 REFUSALS = ValueError, TypeError, NotImplementedError, AssertionError
