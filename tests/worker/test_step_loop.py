@@ -25,12 +25,12 @@ from unfuse.core.plan import Params, Value
 from unfuse.core.request import new_request_id
 from unfuse.core.task import Lease, Task
 from unfuse.core.text import TextLoad
-from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, StageOutput, SteppedStage
+from unfuse.stages.base import JointStage, Media, OneStep, Stage, StageInput, StageOutput, SteppedStage, Tensors
 from unfuse.stores.results import open_results
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker import step_loop
 from unfuse.worker.batcher import BatchSizes
-from unfuse.worker.compute_messages import Cancel, FromCompute, Run, Stepped, Stopped, Turn, Waits
+from unfuse.worker.compute_messages import Cancel, FromCompute, Kept, Run, Stepped, Stopped, Turn, Waits
 from unfuse.worker.exactness import TRUSTED, Exactness
 from unfuse.worker.step_loop import StepLoop
 
@@ -128,6 +128,22 @@ class Print(Stage):
         return [StageOutput(media=(Media("text/plain", str(task.tensors["x"]).encode()),)) for task in batch]
 
 
+class Keep(Count):
+    """Completes a portion at each step; none can be had of the one numbered `missing`."""
+
+    def __init__(self, missing: int | None = None) -> None:
+        super().__init__()
+        self.missing = missing
+
+    def kept(self, state: tuple[StageInput, int]) -> Sequence[int]:
+        return [state[1] - 1]
+
+    def portion(self, state: tuple[StageInput, int], number: int) -> Tensors:
+        if number == self.missing:
+            raise RuntimeError("no memory for a copy")
+        return {"x": np.full(1, number)}
+
+
 class Texts:
     """What stages have of texts, which is nothing."""
 
@@ -152,8 +168,9 @@ class Bench:
         self.input = self.store.put({"x": np.zeros(3, "float32")}, request=new_request_id(), stage="before", attempt=1)
 
     def run(
-        self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0, **more: Value
-    ) -> Lease:
+        self, pool: str = "count", *refs: ObjectRef, steps: int = 3, tag: int = 0, priority: int = 0,
+        prefixes: tuple[str, ...] = (), **more: Value,
+    ) -> Lease:  # fmt: skip
         own: Params = {"steps": steps, "tag": tag, **more}
         task = Task(
             new_request_id(),
@@ -166,6 +183,7 @@ class Bench:
             refs or (self.input,),
             final=pool == "print",
             priority=priority,
+            prefixes=prefixes,
         )
         lease = Lease(task, "w", secrets.token_bytes(16), 0.0)
         self.inbox.put(Run(lease, {}))
@@ -699,6 +717,16 @@ def test_a_stage_that_grows_by_more_than_can_be_recorded_fails_for_good(pieces: 
     failed = loop.outcome(loop.run())
     assert isinstance(failed, Failed)
     assert (failed.kind, "cannot be recorded" in failed.message) == ("permanent", True)
+
+
+@pytest.mark.parametrize(("missing", "kept"), [(None, ["a", "b"]), (0, ["b"])])
+def test_a_task_goes_on_whether_its_portions_are_kept_or_not(
+    missing: int | None, kept: list[str], tmp_path: Path
+) -> None:
+    loop = Bench(tmp_path, {"count": Keep(missing)}, batch=1)
+    lease = loop.run(prefixes=("a", "b"))
+    assert isinstance(loop.outcome(lease), Done)
+    assert [said.key for said in loop.sent if isinstance(said, Kept)] == kept
 
 
 def test_a_step_that_adds_nothing_leaves_no_part(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
-from unfuse.core.errors import ArenaFull, PermanentError, TransientError
+import structlog
+
+from unfuse.core.errors import PermanentError, TransientError
 from unfuse.core.messages import Announced
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import ResultFile
@@ -14,6 +16,8 @@ from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.compute_messages import Kept
 from unfuse.worker.turn import Job
+
+log = structlog.get_logger(__name__)
 
 ROOM_S = 2.0
 """Seconds that an output waits for room in a full arena. Readers may free some; meanwhile nothing runs here."""
@@ -57,15 +61,18 @@ def put(store: TensorStore, job: Job, output: StageOutput, encodings: Mapping[st
 
 
 def portions(store: TensorStore, job: Job) -> Iterator[Kept]:
-    """Store the portions that the last step completed, for tasks that begin alike; none that there is no room for."""
+    """Store the portions that the last step completed, for tasks that begin alike. One that cannot be is left out."""
     task = job.lease.task
     for number in job.stage.kept(job.state):
         if number >= len(task.prefixes):
             return
-        tensors = job.stage.portion(job.state, number)
-        with suppress(ArenaFull):
+        try:
+            tensors = job.stage.portion(job.state, number)
             ref = store.put(tensors, request=task.request, stage=task.stage, attempt=task.attempt)
-            yield Kept(job.claim, task.prefixes[number], ref)
+        except Exception as error:  # the task itself goes on, on every rank: others compute what they do not find
+            log.info("not kept", request=task.request, stage=task.stage, portion=number, reason=str(error))
+            return
+        yield Kept(job.claim, task.prefixes[number], ref)
 
 
 def write(results: ResultStore, job: Job, media: Sequence[Media]) -> tuple[ResultFile, ...]:
