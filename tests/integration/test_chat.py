@@ -44,8 +44,9 @@ def server(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture(scope="module")
-def ai(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def ai(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        yield ai
 
 
 @pytest.fixture(scope="module")

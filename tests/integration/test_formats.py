@@ -61,8 +61,9 @@ def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture(scope="module")
-def ai(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+def ai(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as ai:
+        yield ai
 
 
 def chat(ai: openai.OpenAI, **asked: Any) -> Any:
@@ -371,8 +372,10 @@ def test_every_answer_is_valid_for_either_major_of_the_client(
 def test_in_exact_pools_a_format_has_the_same_bytes_again(folder: Path, tmp_path: Path, loop: str) -> None:
     flags = ["--served-model-name", "tiny", "--kv", "8MiB", "--workers", "prefill=1,decode=1", "--batching", "exact"]
     flags += ["--loop", loop]
-    with serving(tmp_path, str(folder), *flags) as server:
-        client = openai.OpenAI(base_url=f"{server.ready().url}/v1", api_key="none", max_retries=0)
+    with (
+        serving(tmp_path, str(folder), *flags) as server,
+        openai.OpenAI(base_url=f"{server.ready().url}/v1", api_key="none", max_retries=0) as client,
+    ):
         asked = {"response_format": FORMAT, "seed": 3, "logprobs": True, "top_logprobs": 2}
         calm = chat(client, **asked).choices[0]
         killed, told = False, []

@@ -87,7 +87,7 @@ def load(server: Server) -> list[str]:
         assert reply.data and reply.data[0].b64_json
         return place, digest(base64.b64decode(reply.data[0].b64_json))
 
-    with ThreadPoolExecutor(8) as clients:
+    with client, ThreadPoolExecutor(8) as clients:
         made = dict(clients.map(ask, random.Random(1).sample(range(len(CASES)), len(CASES))))
     return [made[place] for place in range(len(CASES))]
 
@@ -130,11 +130,11 @@ def test_a_killed_compute_process_loses_no_adapter_nor_does_one_that_keeps_a_sin
 
 
 def test_what_there_is_can_be_looked_up_and_nothing_else_asked_for(server: Server) -> None:
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
     assert [model["loras"] for model in server.get("/v1/models")["data"]] == [["alpha", "plain"]]
-    for name, why in (("other", "there are alpha, plain"), ("../plain", "no lora '../plain'")):
-        with pytest.raises(openai.BadRequestError, match=why):
-            client.images.generate(prompt="a red circle", extra_body={"lora": name})
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        for name, why in (("other", "there are alpha, plain"), ("../plain", "no lora '../plain'")):
+            with pytest.raises(openai.BadRequestError, match=why):
+                client.images.generate(prompt="a red circle", extra_body={"lora": name})
 
 
 def test_a_machine_that_does_not_see_the_folder_gets_files_that_were_added_meanwhile(

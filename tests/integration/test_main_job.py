@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import urllib.error
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,9 @@ def picture(client: openai.OpenAI, case: dict[str, Any]) -> bytes:
 
 
 @pytest.fixture
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 def test_concurrent_openai_clients_get_the_undivided_pipeline_s_pixels(
@@ -50,6 +52,7 @@ def test_concurrent_openai_clients_get_the_undivided_pipeline_s_pixels(
 TWO = Path(sys.prefix) / "openai-2"
 ASK_WITH_TWO = """
 import base64, sys, openai
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 assert openai.__version__.startswith("2."), openai.__version__
 client = openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0)

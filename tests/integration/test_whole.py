@@ -188,13 +188,13 @@ def test_one_that_starts_from_a_picture_is_given_it(server: Server) -> None:
     """It makes fewer steps than it is asked for, and no size can be asked for."""
     call = {"model": "sd-image", "prompt": "a ring", "seed": 5, "num_inference_steps": 4, "image": "sky.png"}
     (expected,) = undivided(Path(), server.folder, [call])
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
     picture = server.folder / "sky.png"
-    reply = client.images.edit(model="sd-image", prompt="a ring", image=picture, extra_body={"seed": "5"})
-    assert frames(server, reply.model_extra["id"]) == expected
-    with pytest.raises(openai.BadRequestError, match="takes no size"):
-        client.images.edit(model="sd-image", prompt="a ring", image=picture, size="32x32")
+
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        reply = client.images.edit(model="sd-image", prompt="a ring", image=picture, extra_body={"seed": "5"})
+        assert frames(server, reply.model_extra["id"]) == expected
+        with pytest.raises(openai.BadRequestError, match="takes no size"):
+            client.images.edit(model="sd-image", prompt="a ring", image=picture, size="32x32")
     with pytest.raises(urllib.error.HTTPError):
         server.submit("a ring", model="sd-image")
 

@@ -85,8 +85,11 @@ def ai(folders: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
         "served_model_name": ("sees", "blind"),
         "image_hosts": ("127.0.0.0/8", "pictures.example"),
     }
-    with composed(tmp_path_factory.mktemp("served"), **own) as port:
-        yield openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+    with (
+        composed(tmp_path_factory.mktemp("served"), **own) as port,
+        openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0) as ai,
+    ):
+        yield ai
 
 
 def asked(ai: openai.OpenAI, url: str, model: str = "sees") -> dict[str, Any]:
@@ -183,7 +186,9 @@ def test_more_than_a_few_are_refused(ai: openai.OpenAI, host: ThreadingHTTPServe
 
 def test_without_hosts_nothing_is_fetched(folders: tuple[str, str], tmp_path: Path, host: ThreadingHTTPServer) -> None:
     before = [*host.asked]  # type: ignore[attr-defined]
-    with composed(tmp_path, models=folders[:1], served_model_name=("sees",)) as port:
-        own = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)
+    with (
+        composed(tmp_path, models=folders[:1], served_model_name=("sees",)) as port,
+        openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0) as own,
+    ):
         assert "--image-hosts" in refused(own, f"http://127.0.0.1:{host.server_port}/sky.png")
     assert host.asked == before  # type: ignore[attr-defined]
