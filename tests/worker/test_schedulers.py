@@ -40,7 +40,7 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.growing import pieces
+from unfuse.server.said import pieces
 from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
 from unfuse.worker import growing, telling

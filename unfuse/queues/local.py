@@ -9,6 +9,8 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from unfuse.core.card import ModelCard
 from unfuse.core.clock import Clock
 from unfuse.core.event import Event
@@ -32,6 +34,8 @@ class LocalQueue(TaskQueue):
         self._clock = clock
         self._state = QueueState(clock, changed)
         self._waiters = Waiters(self._state, clock)
+        self._members: dict[str, Member] = {}
+        self._declared: dict[str, Declaration] = {}
 
     def _may_change(self) -> None:
         """Raise TransientError if nothing can be changed now."""
@@ -176,25 +180,27 @@ class LocalQueue(TaskQueue):
 
     async def hello(self, worker: WorkerInfo, cards: Sequence[ModelCard] = ()) -> None:
         """Register a worker. One that brings no cards keeps those that it brought before."""
-        self._state.members.hello(worker, cards, self._clock.now())
+        known = self._members.get(worker.id)
+        self._members[worker.id] = Member(worker, tuple(cards) or (known.cards if known else ()), self._clock.now())
 
     async def bye(self, worker: str) -> None:
         """Forget a worker: its leases expire now."""
-        self._state.members.bye(worker)
+        self._members.pop(worker, None)
         self._state.leases.lapse(worker, self._clock.now())
 
     async def declare(self, by: str, declaration: Declaration) -> None:
         """Store a declaration."""
-        self._state.members.declared[by] = declaration
+        self._declared[by] = declaration
 
     async def declared(self) -> dict[str, Declaration]:
         """All declarations."""
-        return dict(self._state.members.declared)
+        return dict(self._declared)
 
     async def workers(self) -> Sequence[Member]:
         """All registered workers, in order of arrival. After a start there are none, until workers register again."""
         self._may_read()
-        return self._state.members.members(self._state.leases.by_worker())
+        leased = self._state.leases.by_worker()
+        return [msgspec.structs.replace(member, leased=leased[name]) for name, member in self._members.items()]
 
     async def forget(self, before: float) -> Sequence[str]:
         """Drop requests that ended before the Unix time `before`."""

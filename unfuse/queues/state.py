@@ -24,11 +24,9 @@ from unfuse.queues.base import FRONT, Filter, Limits, PoolStats, Stats
 from unfuse.queues.cached import CachedRefs
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
-from unfuse.queues.leases import Leases
-from unfuse.queues.members import Members
-from unfuse.queues.pool_queues import PoolQueues, Rank
+from unfuse.queues.leases import Leases, Returned
+from unfuse.queues.pool_queues import Key, PoolQueues, Rank
 from unfuse.queues.remaining import NANOSECONDS, remaining_of
-from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.storable import check_storable
 from unfuse.queues.tenants import Tenants
@@ -36,7 +34,7 @@ from unfuse.queues.wanted import Wanted
 
 
 class QueueState:
-    """Requests with their tasks, leases and events, the encoder cache's index, and the registered workers.
+    """Requests with their tasks, leases and events, and the encoder cache's index.
 
     `changed` is called with each entry that a journal has to write, when it has changed. `changed_pools` has the pools
     in which a caller may find something new; the queue takes them from there.
@@ -45,7 +43,7 @@ class QueueState:
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
         self.requests: dict[str, Entry] = {}
         self.changed_pools: dict[str, None] = {}
-        self.cached, self.members = CachedRefs(), Members()
+        self.cached = CachedRefs()
         self._clock, self._changed = clock, changed
         self.index = Index()
         self._active = 0
