@@ -145,7 +145,12 @@ def test_a_denoiser_in_a_container_that_shares_the_run_folder_maps_its_tensors(
 ) -> None:
     """Whatever its node is called: it has no engine that another worker has."""
     with waiting(tmp_path, pod, *keys) as server:
-        assert denoised_elsewhere(server, pod, *keys, "--engine", "fake", "--node", "other") == expected_pair
+        assert (
+            denoised_elsewhere(
+                server, pod, *keys, "--engine", "unfuse.testing.fake_transfer:FakeEngine", "--node", "other"
+            )
+            == expected_pair
+        )
         assert moved(server) == {}
 
 

@@ -33,8 +33,8 @@ from unfuse.models.tokenizer import ChatTokenizer
 from unfuse.stages.base import StageInput
 from unfuse.stages.language import CHUNK, Decode, Prefill, Prefilling, Writing
 from unfuse.stores.checksums import checksums_of
+from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.transfer.base import TransferOptions
-from unfuse.transfer.fake import FakeEngine
 from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import Window
 

@@ -35,7 +35,7 @@ def test_the_table_says_what_diffusers_declares(kind: str, undivided: c.Undivide
     import diffusers
 
     family, pipeline = pipeline_of(kind, undivided)
-    blocks = getattr(diffusers, family._served.blocks[kind.endswith("distilled")])().sub_blocks
+    blocks = getattr(diffusers, family.blocks[kind.endswith("distilled")])().sub_blocks
     made: set[str] = set()
     for spec in pipeline.stages:
         block = blocks[NAMES[spec.kind]]

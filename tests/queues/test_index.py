@@ -179,7 +179,7 @@ async def test_what_is_forgotten_leaves_nothing_in_memory() -> None:
     await queue.drop("t")
     await queue.forget(3e9)
 
-    assert (len(queue._state.requests), len(queue._state._index), [*queue._state.over_before(3e9)]) == (0, 0, [])
+    assert (len(queue._state.requests), len(queue._state.index), [*queue._state.index.over_before(3e9)]) == (0, 0, [])
 
 
 @settings(max_examples=examples(30), deadline=None)

@@ -16,7 +16,7 @@ from unfuse.core.event import Event
 from unfuse.core.registry import resolve
 from unfuse.core.request import Change
 from unfuse.core.task import Claim, Lease
-from unfuse.queues import memory
+from unfuse.queues import local
 from unfuse.queues.history import MAX_EVENTS, History
 from unfuse.queues.index import Entry
 from unfuse.queues.leases import Held, Leases
@@ -74,7 +74,7 @@ class TestTheSuiteCanFail:
         clock = ManualClock()
 
         async def fresh() -> MemoryQueue:
-            with patch.multiple(memory, **parts) if parts else nullcontext():
+            with patch.multiple(local, **parts) if parts else nullcontext():
                 return queue(clock)
 
         with patch("unfuse.testing.queue_suite.PATIENCE_S", 0.5), pytest.raises(ExceptionGroup) as failure:

@@ -25,12 +25,12 @@ def test_a_request_lives_without_an_event_loop() -> None:
     (lease,) = state.claim("w", wanted("p"), TTL)
     assert state.hand_back(lease.claim)
     assert [found.stage for found in state.peek("r", 9)] == []
-    assert state.next_due() == 1_005.0
+    assert state.pool_queues.next_due() == 1_005.0
     clock.advance(5)
     assert [found.stage for found in state.peek("r", 9)] == ["u"]
-    assert state.next_due() is None
+    assert state.pool_queues.next_due() is None
     state.commit(change(record, status="cancelled", completed_at=1.0))
-    assert (state.size("p"), state.list(Filter(over=False), None, 9, False)) == (0, [])
+    assert (state.pool_queues.size("p"), state.list(Filter(over=False), None, 9, False)) == (0, [])
     assert state.drop("a") and state.requests == {}
 
 
@@ -64,7 +64,7 @@ def test_a_row_is_all_that_a_restart_needs() -> None:
     assert [heir.row(entry) for entry in heir.requests.values()] == [
         state.row(entry) for entry in state.requests.values()
     ]
-    assert heir.renew([lease.claim], TTL).held == (lease.claim,)
+    assert heir.leases.renew([lease.claim], TTL).held == (lease.claim,)
     numbers = [one.submit(request("b"), [], [], LIMITS).number for one in (heir, state)]
     assert numbers[0] == numbers[1]
 

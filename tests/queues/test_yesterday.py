@@ -23,7 +23,7 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import LeaseLost
 from unfuse.core.request import Record, StageState
 from unfuse.core.task import ARENA, SLOTS, Task
-from unfuse.queues import redis, returned
+from unfuse.queues import leases, redis
 from unfuse.queues.base import Filter, Limits, Stats, TaskQueue
 from unfuse.queues.redis import SCANNED, RedisQueue
 from unfuse.queues.wanted import Wanted
@@ -274,7 +274,7 @@ def test_the_earlier_version_beside_this_one(server: Server) -> None:
             return msgspec.structs.replace(found, pools=lines)
 
     many = 1_000_000  # returns: the earlier version's leases do not count them
-    with patch.object(redis, "MOST_RETURNS", many), patch.object(returned, "MOST_RETURNS", many):
+    with patch.object(redis, "MOST_RETURNS", many), patch.object(leases, "MOST_RETURNS", many):
         run_state_machine_as_test(BesideYesterday, settings=settings(FEW, max_examples=15))
 
 

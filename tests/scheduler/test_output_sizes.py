@@ -11,8 +11,8 @@ from tools.asking import asking
 from unfuse.core.media import Room
 from unfuse.core.plan import Pipeline
 from unfuse.core.task import Task
-from unfuse.scheduler.output_sizes import REMEMBERED, OutputSizes
 from unfuse.scheduler.scheduler import Scheduler
+from unfuse.scheduler.transitions import REMEMBERED, OutputSizes
 
 TEXT, *OTHERS = CARD.pipeline.stages
 UNSAID = msgspec.structs.replace(CARD, pipeline=Pipeline((msgspec.structs.replace(TEXT, room=Room()), *OTHERS)))

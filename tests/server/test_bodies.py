@@ -16,7 +16,7 @@ from tests.server.composed import composed
 from tests.server.served import IDLE
 from unfuse import queues
 from unfuse.core.media import IMAGE, VIDEO
-from unfuse.core.nearest import LONGEST, nearest
+from unfuse.core.registry import LONGEST, nearest
 from unfuse.scheduler.scheduler import Scheduler
 from unfuse.server import create_app
 from unfuse.server.body import MAX_TEXT_BODY, MAX_VALUES, Reading

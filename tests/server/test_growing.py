@@ -12,7 +12,7 @@ from unfuse.core.event import Event
 from unfuse.core.growth import PIECES_AT_ONCE
 from unfuse.core.task import Lease
 from unfuse.queues.memory import MemoryQueue
-from unfuse.server.growing import pieces
+from unfuse.server.said import pieces
 from unfuse.testing import ManualClock
 from unfuse.testing.queue_samples import LIMITS, change, leased, raised, request, started, task
 

@@ -174,7 +174,7 @@ def test_an_owner_that_never_has_room_is_one_error_that_says_so(store: TensorSto
     first = put(store, 1, 2 * PIECE)
     helds = [store.get(put(store, value, 2 * PIECE)) for value in range(4)]
     options = TransferOptions(secret=SECRET, bootstrap_s=0.2)
-    for name in ("tcp", "zmq", "fake"):
+    for name in ("tcp", "zmq", "unfuse.testing.fake_transfer:FakeEngine"):
         assert store.arena
         serving = open_engine(name, options)
         reader = Reader(name, serving.serve(store.arena), options)

@@ -26,7 +26,7 @@ from unfuse.launch.local import LocalLauncher
 from unfuse.service import service
 from unfuse.supervision import supervisor
 from unfuse.supervision.supervisor import Supervisor
-from unfuse.transfer.counters import TransferCounters
+from unfuse.transfer.session import TransferCounters
 from unfuse.wire import mailbox
 from unfuse.wire.dealer import Dealer
 from unfuse.wire.keys import make, read

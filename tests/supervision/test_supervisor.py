@@ -10,8 +10,7 @@ from structlog.testing import capture_logs
 from unfuse.core.errors import TransientError
 from unfuse.core.log_throttle import LOG_EVERY_S
 from unfuse.supervision import supervisor
-from unfuse.supervision.repeated_errors import RepeatedErrors
-from unfuse.supervision.supervisor import Supervisor
+from unfuse.supervision.supervisor import RepeatedErrors, Supervisor
 
 
 @pytest.fixture(autouse=True)

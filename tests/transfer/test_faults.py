@@ -19,6 +19,7 @@ from unfuse.core.errors import ArenaFull, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.stores.keyed import open_copies
 from unfuse.testing import ArenaOwner, Faults, FaultyEngine
+from unfuse.testing.fake_transfer import FakeEngine
 from unfuse.testing.transfer_owner import pattern, soon
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import TransferOptions
@@ -256,11 +257,11 @@ def test_every_bit_that_flips_on_a_wire_is_detected(name: str, times: int, stack
 @pytest.mark.parametrize("fault", ["drop", "cut", "corrupt", "delay", "slow", "refuse", "dead", "full"])
 def test_each_fault_alone_ends_as_it_should(fault: str, stack: ExitStack) -> None:
     """What heals by another try succeeds by another engine; what cannot heal is the error that it is."""
-    owner, arena = ArenaOwner(lambda: open_engine("fake", OPTIONS)), Arena(16 << 20)
+    owner, arena = ArenaOwner(lambda: FakeEngine(OPTIONS)), Arena(16 << 20)
     address, ref = owner.start(), owner.put(1, CHUNK_BYTES + 5)
     stack.callback(owner.stop)
-    always = FaultyEngine(open_engine("fake", OPTIONS), Faults(**{fault: 1.0, "seconds": 0.001}))
-    engines = {"tcp": always, "zmq": open_engine("fake", OPTIONS)}
+    always = FaultyEngine(FakeEngine(OPTIONS), Faults(**{fault: 1.0, "seconds": 0.001}))
+    engines = {"tcp": always, "zmq": FakeEngine(OPTIONS)}
     options = msgspec.structs.replace(OPTIONS, bootstrap_s=1)
     transfers = Transfers(engines, lambda _: {"tcp": address, "zmq": address}, options)
     stack.callback(transfers.close)
@@ -280,7 +281,7 @@ def test_each_fault_alone_ends_as_it_should(fault: str, stack: ExitStack) -> Non
 
 def test_faults_are_the_same_at_every_run_with_the_same_seed() -> None:
     def drawn(seed: int) -> list[object]:
-        engine = FaultyEngine(open_engine("fake", OPTIONS), Faults(seed=seed, drop=0.5, cut=0.5, slow=0.5))
+        engine = FaultyEngine(FakeEngine(OPTIONS), Faults(seed=seed, drop=0.5, cut=0.5, slow=0.5))
         return [sorted(engine.draw()[0]) for _ in range(50)]
 
     assert drawn(1) == drawn(1) != drawn(2)

@@ -16,10 +16,10 @@ from unfuse.arena.objects import Extent
 from unfuse.core.errors import ArenaFull, IllegalMove, ObjectLost, TransientError
 from unfuse.core.object_ref import CHUNK_BYTES, ObjectRef
 from unfuse.stores.checksums import checksums_of
+from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import ArenaOwner, pattern, soon
 from unfuse.transfer import agree, open_engine
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
-from unfuse.transfer.fake import FakeEngine, FakeLink
 from unfuse.transfer.session import SESSION_MOVES, Session, Transfers
 from unfuse.transfer.sinks import ArenaSink, Window
 
@@ -67,7 +67,7 @@ class Counting(Window):
 
 @pytest.fixture
 def owner() -> Iterator[ArenaOwner]:
-    owner = ArenaOwner(lambda: open_engine("fake", QUICK))
+    owner = ArenaOwner(lambda: FakeEngine(QUICK))
     yield owner
     owner.stop()
     owner.arena.close()

@@ -19,16 +19,17 @@ from tests.netns import SecondHost
 from tests.transfer.conftest import OPTIONS, ChildOwner, needed, one_process, reader, two_processes
 from unfuse.core.object_ref import ObjectRef
 from unfuse.testing import ArenaOwner, Pair, check_transfer
+from unfuse.testing.fake_transfer import FakeEngine, FakeLink
 from unfuse.testing.transfer_owner import pattern
 from unfuse.transfer import open_engine
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine
-from unfuse.transfer.fake import FakeEngine, FakeLink
 
+FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 GLOO = "tests.transfer.local_pairs:LocalGloo"
 nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
-@pytest.mark.parametrize("name", ["fake", "tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
+@pytest.mark.parametrize("name", [FAKE, "tcp", "zmq", nightly(GLOO), nightly("mooncake"), nightly("nixl")])
 def test_an_engine_in_one_process(name: str) -> None:
     needed(name)
     check_transfer(partial(one_process, name))
@@ -166,7 +167,7 @@ class Generous(FakeEngine):
 def test_the_suite_notices_an_engine_that_breaks_the_contract(broken: type[TransferEngine]) -> None:
     @contextmanager
     def open_pair() -> Iterator[Pair]:
-        with reader("fake") as (_, arena):
+        with reader(FAKE) as (_, arena):
             yield Pair(ArenaOwner(lambda: broken(OPTIONS)), broken(OPTIONS), arena)
 
     with pytest.raises(AssertionError):

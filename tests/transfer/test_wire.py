@@ -25,6 +25,7 @@ from unfuse.transfer.session import Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.transfer.tcp_connection import Connection, Owner, prove, read, send, write
 
+FAKE = "unfuse.testing.fake_transfer:FakeEngine"
 QUICK = TransferOptions(secret=SECRET, threads=1, queues=1, attempts=1)
 IMPATIENT = msgspec.structs.replace(QUICK, heartbeat_s=0.3, max_missed=1)
 SIZE = 20_000
@@ -369,7 +370,7 @@ def test_what_is_sent_is_not_held_for_who_has_hung_up() -> None:
     owner.stop()
 
 
-@pytest.mark.parametrize("name", ["tcp", "zmq", "fake"])
+@pytest.mark.parametrize("name", ["tcp", "zmq", FAKE])
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_without_a_secret_nothing_is_served_or_asked_unless_that_is_said(name: str, host: str) -> None:
     with pytest.raises(ConfigError, match="--keys"):
@@ -390,7 +391,7 @@ def test_an_address_that_is_none_here_says_so(arena: Arena) -> None:
 
 
 @pytest.mark.parametrize("address", ["", "unix:@x", "tcp://127.0.0.1", "tcp://127.0.0.1:1", "fake:nowhere"])
-@pytest.mark.parametrize("name", ["tcp", "fake", "zmq"])
+@pytest.mark.parametrize("name", ["tcp", FAKE, "zmq"])
 def test_an_address_that_leads_nowhere_is_a_broken_link(name: str, address: str) -> None:
     engine = open_engine(name, QUICK)
     with closing(engine.connect(address)) as link, pytest.raises(LinkBroken):
@@ -453,8 +454,8 @@ def test_what_enforces_nothing_runs_only_in_a_trusted_network(name: str, monkeyp
     class Open:
         enforces_refs = False
 
-    monkeypatch.setattr("unfuse.transfer.fake.FakeEngine", Open)
-    monkeypatch.setitem(BACKENDS, name, BACKENDS["fake"])
+    monkeypatch.setattr("unfuse.testing.fake_transfer.FakeEngine", Open)
+    monkeypatch.setitem(BACKENDS, name, FAKE)
     with pytest.raises(ConfigError, match="--trusted-network"):
         open_engine(name, TransferOptions())
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +30,8 @@ class Scheduler:
     """What a worker's link is to one whose folder is `folder`; `change` says what becomes of each answer."""
 
     def __init__(self, folder: Path, change: Change = lambda lent: lent, lends: bool = True) -> None:
-        self.lends, self.asked, self._change = lends, list[Borrow](), change
+        self.welcome = SimpleNamespace(lends=lends)
+        self.asked, self._change = list[Borrow](), change
         self._lending = Lending(None, str(folder))  # type: ignore[arg-type]
 
     async def call(self, message: Borrow) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from unfuse.core.task import Claim, Lease, Task
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.testing.virtual_time import in_virtual_time
 from unfuse.worker.compute_messages import Cancel, ComputeChannel, ParentChannel, Run
-from unfuse.worker.growing import APPEND_S, Growing
+from unfuse.worker.telling import APPEND_S, Growing
 
 
 def claim(name: str) -> Claim:
@@ -29,7 +30,7 @@ class Scheduler:
     """Keeps what it is told, unless it says otherwise, and takes a while over it."""
 
     def __init__(self) -> None:
-        self.appends = True
+        self.welcome = SimpleNamespace(appends=True)
         self.kept: dict[str, list[bytes]] = {}
         self.said: list[ToScheduler] = []
         self.refusals: list[ToWorker] = []
@@ -80,7 +81,7 @@ async def test_what_tasks_grow_by_in_one_moment_goes_together_and_soon() -> None
 
 @in_virtual_time
 async def test_a_task_that_ends_waits_for_its_own_pieces_and_for_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unfuse.worker.growing.APPEND_S", 3600.0)
+    monkeypatch.setattr("unfuse.worker.telling.APPEND_S", 3600.0)
     made, scheduler = growing()
     began = asyncio.get_running_loop().time()
     await made.settled(claim("a"))
@@ -137,12 +138,12 @@ async def test_where_a_lease_is_lost_the_task_ends_and_the_others_do_not() -> No
 @in_virtual_time
 async def test_a_scheduler_of_the_version_before_is_told_nothing_of_it() -> None:
     made, scheduler = growing()
-    scheduler.appends = False
+    scheduler.welcome.appends = False
     grow(made, "a", 0, [b"0"])
     settled = asyncio.create_task(made.settled(claim("a")))
     await asyncio.sleep(60.0)
     assert (settled.done(), scheduler.said) == (False, [])
-    scheduler.appends = True
+    scheduler.welcome.appends = True
     await settled
     assert scheduler.kept == {"a": [b"0"]}
 

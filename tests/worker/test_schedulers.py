@@ -40,10 +40,10 @@ from unfuse.queues.base import Record
 from unfuse.queues.memory import MemoryQueue
 from unfuse.scheduler.dispatcher import Dispatcher
 from unfuse.scheduler.scheduler import Scheduler
-from unfuse.server.growing import pieces
+from unfuse.server.said import pieces
 from unfuse.supervision.clock import SystemClock
 from unfuse.wire.router import Router
-from unfuse.worker import growing, telling
+from unfuse.worker import telling
 from unfuse.worker.link import Link
 from unfuse.worker.worker import Worker
 
@@ -220,7 +220,7 @@ async def test_what_grows_goes_on_where_it_is_recorded_whoever_dies(
 ) -> None:
     """Given an output that is read while it grows, when the compute process is killed, and a scheduler, then a reader
     gets every piece once and in order, those of before from the process that died, and all are there at the end."""
-    monkeypatch.setattr(growing, "APPEND_S", 0.2)
+    monkeypatch.setattr(telling, "APPEND_S", 0.2)
     async with town(model) as found:
         worker = found.work()
         request = await found.submit("speak", steps=60)

@@ -7,7 +7,7 @@ from typing import Any
 
 from unfuse.core.text import TextLoad
 from unfuse.worker.compute_messages import TextsHeld
-from unfuse.worker.text_meter import TextMeter
+from unfuse.worker.step_loop import TextMeter
 
 
 class Texts:

@@ -22,22 +22,10 @@ from unfuse.core.event import TERMINAL_EVENTS, Event
 Told = TypeVar("Told")
 
 
-class AsyncRequest:
+class AsyncRequest(calls.Viewed):
     """A request of this client. `view` is the request object as it was last read."""
 
-    def __init__(self, client: AsyncClient, view: dict[str, Any]) -> None:
-        if not isinstance(view.get("id"), str):
-            raise calls.foreign(client.url)
-        self._client = client
-        self.view = view
-
-    def __repr__(self) -> str:
-        return f"<AsyncRequest {self.id}: {self.view['status']}>"
-
-    @property
-    def id(self) -> str:
-        """The id of the request."""
-        return str(self.view["id"])
+    _client: AsyncClient
 
     async def refresh(self) -> dict[str, Any]:
         """Read the request object again."""

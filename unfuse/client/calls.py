@@ -28,6 +28,24 @@ RECONNECTS = 8
 CHATS = "/v1/chat/completions"
 
 
+class Viewed:
+    """A request of a client. `view` is the request object as it was last read."""
+
+    def __init__(self, client: Any, view: dict[str, Any]) -> None:
+        if not isinstance(view.get("id"), str):
+            raise foreign(client.url)
+        self._client = client
+        self.view = view
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.id}: {self.view['status']}>"
+
+    @property
+    def id(self) -> str:
+        """The id of the request."""
+        return str(self.view["id"])
+
+
 class Call(NamedTuple):
     """A call of the gateway; `options` are httpx2's."""
 

@@ -6,19 +6,10 @@ import json
 
 import httpx2
 
-from unfuse.core.errors import (
-    ConfigError,
-    InvalidParameter,
-    NotFound,
-    Overloaded,
-    PermanentError,
-    TransientError,
-    UnfuseError,
-    UnknownModel,
-)
+from unfuse.core import errors
 
 
-def error_of(response: httpx2.Response) -> UnfuseError:
+def error_of(response: httpx2.Response) -> errors.UnfuseError:
     """The error for an error response; one that is not in OpenAI's format becomes the message."""
     try:
         body = json.loads(response.content)["error"]
@@ -28,13 +19,13 @@ def error_of(response: httpx2.Response) -> UnfuseError:
         param, code = None, None
     match response.status_code:
         case 400 | 413 | 415:
-            return InvalidParameter(message, param)
+            return errors.InvalidParameter(message, param)
         case 401 | 403:
-            return ConfigError(message)
+            return errors.ConfigError(message)
         case 404:
-            return UnknownModel(message, param) if code == "model_not_found" else NotFound(message)
+            return errors.UnknownModel(message, param) if code == "model_not_found" else errors.NotFound(message)
         case 429:
-            return Overloaded(message, float(response.headers.get("retry-after", "1")))
+            return errors.Overloaded(message, float(response.headers.get("retry-after", "1")))
         case 502 | 503 | 504:
-            return TransientError(message)
-    return PermanentError(message)
+            return errors.TransientError(message)
+    return errors.PermanentError(message)

@@ -12,8 +12,8 @@ import msgspec
 from unfuse.core.card import ModelCard
 from unfuse.core.errors import InvalidParameter
 from unfuse.core.media import IMAGE, LAST_FRAME, MAX_SEED, Medium
-from unfuse.core.nearest import nearest
 from unfuse.core.parameters import Parameter, Params, default_of, integer, printable, text
+from unfuse.core.registry import nearest
 
 DRAWN_SEEDS = 2**31
 """A seed that the client left out is drawn below this number, so that it is short enough to type."""

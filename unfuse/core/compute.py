@@ -27,69 +27,45 @@ def compute_environment(threads: int) -> dict[str, str]:
 class ComputeOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How compute processes run their stages."""
 
-    device: Annotated[
-        str,
-        Meta(
-            description="Device to compute on, cpu or cuda:0; auto takes the best. Several, like cuda:0+cuda:1, are "
-            "those of a worker's ranks."
-        ),
-    ] = "auto"
-    dtype: Annotated[
-        str,
-        Meta(
-            description="Type of the weights: one for all, or by component (transformer=bfloat16,vae=float32). auto is "
-            "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
-        ),
-    ] = "auto"
-    parallel: Annotated[
-        str,
-        Meta(
-            description="How the stages of a role are spread over ranks, a compute process and device each: "
-            "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, layers, ring, shard, tensor, tiles, ulysses."
-        ),
-    ] = ""
+    device: Annotated[str, Meta(
+        description="Device to compute on, cpu or cuda:0; auto takes the best. Several, like cuda:0+cuda:1, are those "
+        "of a worker's ranks."
+    )] = "auto"  # fmt: skip
+    dtype: Annotated[str, Meta(
+        description="Type of the weights: one for all, or by component (transformer=bfloat16,vae=float32). auto is "
+        "float32 on a CPU; on a GPU bfloat16, and float32 for the VAE."
+    )] = "auto"  # fmt: skip
+    parallel: Annotated[str, Meta(
+        description="How the stages of a role are spread over ranks, a compute process and device each: "
+        "denoiser=ulysses:2 or denoiser=ulysses:2+cfg:2. Kinds: cfg, layers, ring, shard, tensor, tiles, "
+        "ulysses."
+    )] = ""  # fmt: skip
     collective_s: Annotated[
         float,
         Meta(description="Most seconds that ranks wait for each other; then all of them are started again.", gt=0),
     ] = 60.0
     threads: Annotated[int, Meta(description="CPU threads of each compute process; 0 shares the cores out.", ge=0)] = 0
-    offload: Annotated[
-        Offload,
-        Meta(
-            description="What rests in pinned host memory while it does not run: nothing, whole components (model), or "
-            "every layer (sequential)."
-        ),
-    ] = "none"
-    batching: Annotated[
-        Batching,
-        Meta(
-            description="exact gives each request the bytes of the undivided pipeline: it shares a forward where "
-            "comparing showed that this changes none; in batched pools it always may, equal within a small tolerance. "
-            "auto is exact, but batched for workers that have language models alone."
-        ),
-    ] = "auto"
-    max_batch: Annotated[
-        int,
-        Meta(
-            description="Most requests in one forward; 0 is 8, and as many as are there of texts that are decoded.",
-            ge=0,
-            le=256,
-        ),
-    ] = 0
-    loop: Annotated[
-        Loop,
-        Meta(
-            description="Of texts: overlapped tells of a token while the next one is computed, in a thread of its own, "
-            "normal before that. Tokens are the same."
-        ),
-    ] = "overlapped"
-    guidance_halves: Annotated[
-        Literal["auto", "apart", "fused"],
-        Meta(
-            description="Whether both halves of guidance share a forward; auto lets them in batched pools, and in "
-            "exact ones where that changes no byte."
-        ),
-    ] = "auto"
+    offload: Annotated[Offload, Meta(
+        description="What rests in pinned host memory while it does not run: nothing, whole components (model), or "
+        "every layer (sequential)."
+    )] = "none"  # fmt: skip
+    batching: Annotated[Batching, Meta(
+        description="exact gives each request the bytes of the undivided pipeline: it shares a forward where "
+        "comparing showed that this changes none; in batched pools it always may, equal within a small "
+        "tolerance. auto is exact, but batched for workers that have language models alone."
+    )] = "auto"  # fmt: skip
+    max_batch: Annotated[int, Meta(
+        description="Most requests in one forward; 0 is 8, and as many as are there of texts that are decoded.",
+        ge=0, le=256,
+    )] = 0  # fmt: skip
+    loop: Annotated[Loop, Meta(
+        description="Of texts: overlapped tells of a token while the next one is computed, in a thread of its own, "
+        "normal before that. Tokens are the same."
+    )] = "overlapped"  # fmt: skip
+    guidance_halves: Annotated[Literal["auto", "apart", "fused"], Meta(
+        description="Whether both halves of guidance share a forward; auto lets them in batched pools, and in exact "
+        "ones where that changes no byte."
+    )] = "auto"  # fmt: skip
     max_loras: Annotated[int, Meta(description="Adapters (LoRA) that a denoiser keeps loaded.", ge=1, le=256)] = 4
     noise_device: Annotated[
         Literal["cpu", "cuda"],

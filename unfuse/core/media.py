@@ -146,54 +146,34 @@ def nearest_size(limits: Limits, width: int, height: int) -> tuple[int, int]:
 
 
 COMMON = (
-    Parameter(
-        "prompt", "text", 1, "max_prompt_chars",
-        description="what the picture should show", required=True, flag=None,
-    ),
+    Parameter("prompt", "text", 1, "max_prompt_chars",
+        description="what the picture should show", required=True, flag=None),
     Parameter(
         "negative_prompt", "text", 0, "max_prompt_chars", default="", description="what the picture should not show",
         flag="--negative",
     ),
-    Parameter(
-        "size", "form", use="request", default="auto", description="width and height in pixels", metavar="WxH",
-        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), aliases=("width", "height"),
-    ),
+    Parameter("size", "form", use="request", default="auto", description="width and height in pixels", metavar="WxH",
+        form=("auto|[0-9]{1,6}x[0-9]{1,6}", "auto or WIDTHxHEIGHT in pixels (64x64)"), aliases=("width", "height")),
     Parameter("num_inference_steps", "integer", 1, "max_steps", description="denoising steps", flag="--steps"),
-    Parameter(
-        "guidance_scale", "number", 0, "max_guidance",
-        description="how strongly to follow the prompt", flag="--guidance",
-    ),
-    Parameter(
-        "guidance_scale_2", "number", 0, "max_guidance", by_model=True,
-        description="guidance of the less noisy steps, for models that have one of their own",
-    ),
-    Parameter(
-        "true_cfg_scale", "number", 0, "max_guidance", by_model=True,
-        description="guidance by the negative prompt, for models that have another one too",
-    ),
-    Parameter(
-        "strength", "number", 0, 1,
-        description="how far to go from a picture that is redrawn, by how many of the steps are made; 1: all of them",
-    ),
-    Parameter(
-        "feature_cache", "number", 0, 1, by_model=True, flag=None,
-        description="where pools batch: skip transformer blocks while the first one's effect differs by less",
-    ),
-    Parameter(
-        "seed", "integer", 0, MAX_SEED, use="request",
-        description="seed of the first picture; if left out it is drawn, and the answer has it",
-    ),
-    Parameter(
-        "lora", "scaled", -10, 10, metavar="NAME[:SCALE]",
-        description="adapter to use, by its name in --loras, and how strong it is; several are added up",
-    ),
+    Parameter("guidance_scale", "number", 0, "max_guidance",
+        description="how strongly to follow the prompt", flag="--guidance"),
+    Parameter("guidance_scale_2", "number", 0, "max_guidance", by_model=True,
+        description="guidance of the less noisy steps, for models that have one of their own"),
+    Parameter("true_cfg_scale", "number", 0, "max_guidance", by_model=True,
+        description="guidance by the negative prompt, for models that have another one too"),
+    Parameter("strength", "number", 0, 1,
+        description="how far to go from a picture that is redrawn, by how many of the steps are made; 1: all of them"),
+    Parameter("feature_cache", "number", 0, 1, by_model=True, flag=None,
+        description="where pools batch: skip transformer blocks while the first one's effect differs by less"),
+    Parameter("seed", "integer", 0, MAX_SEED, use="request",
+        description="seed of the first picture; if left out it is drawn, and the answer has it"),
+    Parameter("lora", "scaled", -10, 10, metavar="NAME[:SCALE]",
+        description="adapter to use, by its name in --loras, and how strong it is; several are added up"),
     Parameter("lora_scale", "number", -10, 10, description="how strong adapters without a scale are; 1 if left out"),
     Parameter("fps", "integer", 1, 120, description="frames a second of a video"),
     Parameter("output_compression", "integer", 0, 100, default=100, description="quality of jpeg and webp"),
-    Parameter(
-        "preview_every", "integer", 0, MAX_STEPS, use="request",
-        description="steps between previews; 0: none", flag=None,
-    ),
+    Parameter("preview_every", "integer", 0, MAX_STEPS, use="request",
+        description="steps between previews; 0: none", flag=None),
     *DELIVERED,
     *(
         Parameter(name, "any", use="nothing", description="accepted and ignored")
@@ -212,26 +192,18 @@ IMAGE = Medium(
     settle=_settle_image,
     parameters=(
         *COMMON,
-        Parameter(
-            "output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
-            description="of the files", flag=None,
-        ),
-        Parameter(
-            "n", "integer", 1, "max_n", use="request", default=1, flag="-n",
-            description="how many pictures; each further one has the next seed",
-        ),
-        Parameter(
-            "quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
-            default="auto", description="how much work to put into it; the answer says which one was used",
-        ),
+        Parameter("output_format", "choice", choices=("png", "jpeg", "webp"), default="png",
+            description="of the files", flag=None),
+        Parameter("n", "integer", 1, "max_n", use="request", default=1, flag="-n",
+            description="how many pictures; each further one has the next seed"),
+        Parameter("quality", "choice", choices=("auto", "low", "medium", "standard", "high", "hd"), use="request",
+            default="auto", description="how much work to put into it; the answer says which one was used"),
         Parameter("background", "choice", choices=("auto", "opaque"), use="nothing"),
         Parameter("num_frames", "choice", choices=(1, "1"), use="nothing"),
         Parameter("response_format", "choice", choices=("b64_json", "url"), use="delivery", description="of answers"),
         Parameter("stream", "flag", use="delivery", description="answer with events"),
-        Parameter(
-            "partial_images", "integer", 0, 3, use="request",
-            description="previews of each picture; needs stream", flag=None,
-        ),
+        Parameter("partial_images", "integer", 0, 3, use="request",
+            description="previews of each picture; needs stream", flag=None),
     ),
 )  # fmt: skip
 VIDEO = Medium(
@@ -244,19 +216,13 @@ VIDEO = Medium(
     settle=_settle_video,
     parameters=(
         *COMMON,
-        Parameter(
-            "output_format", "choice", choices=("mp4", "png"), default="mp4",
-            description="of the files", flag=None,
-        ),
+        Parameter("output_format", "choice", choices=("mp4", "png"), default="mp4",
+            description="of the files", flag=None),
         Parameter("n", "choice", choices=(1, "1"), use="nothing"),
-        Parameter(
-            "num_frames", "integer", 1, MAX_FRAMES, use="request",
-            description="length of a video, in frames", flag="--frames",
-        ),
-        Parameter(
-            "seconds", "number", MIN_S, MAX_S, use="request",
-            description="length of a video, in seconds; rounded up to one that the model can make",
-        ),
+        Parameter("num_frames", "integer", 1, MAX_FRAMES, use="request",
+            description="length of a video, in frames", flag="--frames"),
+        Parameter("seconds", "number", MIN_S, MAX_S, use="request",
+            description="length of a video, in seconds; rounded up to one that the model can make"),
     ),
 )  # fmt: skip
 """With output_format png, every frame is a file of its own, without loss."""

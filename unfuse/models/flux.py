@@ -9,7 +9,7 @@ Guidance by a negative prompt is beside it: it applies with a `negative_prompt` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -122,10 +122,7 @@ class Flux(PackedFamily):
     denoiser = FluxDenoiser
     vae = FluxVae
     packing = Shape.of
-    starts = {
-        "image": ("pipelines/flux/pipeline_flux_img2img.py", "FluxImg2ImgPipeline"),
-        "mask": ("pipelines/flux/pipeline_flux_inpaint.py", "FluxInpaintPipeline"),
-    }
+    starts: Sequence[str] = ("image", "mask")
     cut = Cut(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",

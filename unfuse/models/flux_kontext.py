@@ -88,7 +88,7 @@ class Kontext(Flux):
     source = ("pipelines/flux/pipeline_flux_kontext.py", "FluxKontextPipeline")
     denoiser = KontextDenoiser
     takes_image = True
-    starts = {}
+    starts = ()
     else_whole = True
 
     @override

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from msgspec.structs import replace
 from typing_extensions import override
 
@@ -61,36 +61,13 @@ TYPES: dict[str, Any] = {
 """The parameters that blocks are given; a prompt to steer away from may be None."""
 
 
-class Served(msgspec.Struct, frozen=True):
-    """A pipeline class that is served, as diffusers declares it."""
-
-    source: tuple[str, str]
-    """File and class of the pipeline itself."""
-    blocks: tuple[str, str]
-    """Classes of its blocks: of a model that is guided, and of one that was distilled not to be."""
-    classes: dict[str, tuple[str, tuple[str, ...]]]
-    """Library and known classes of each component."""
-    embeds: dict[str, tuple[str, ...]]
-    """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
-    cut: Cut
-    """Where its transformer may be cut."""
-    unguided: float
-    """The guidance scale up to which the pipeline has no second half, and so its guider."""
-    negative: bool = False
-    """Whether guidance goes away from a negative prompt, not only from an empty one."""
-    references: int = 0
-    """How many pictures it sees beside the prompt, if there are any."""
-    fixed: dict[str, object] = {}
-    """Settings of model_index.json that the blocks do not read, and what they go by."""
-
-
 class BlockStage(Stage):
     """One block, which takes tasks one by one."""
 
-    def __init__(self, spec: StageSpec, served: Served, loader: Loader, distilled: bool) -> None:
-        self.kind, self._spec, self._served = spec.kind, spec, served
+    def __init__(self, spec: StageSpec, family: Modular, loader: Loader, distilled: bool) -> None:
+        self.kind, self._spec, self._unguided = spec.kind, spec, family.unguided
         self._device, self._draws = loader.device, loader.runtime.options.noise_device == "cuda"
-        self._part = _part(spec, served.blocks[distilled], loader)
+        self._part = _part(spec, family.blocks[distilled], loader)
         self._guider = None if distilled or spec.kind == VAE_DECODE.kind else self._part.get_component_spec("guider")
         self._reads = [name for name in TYPES if name in {i.name for i in self._part.blocks.inputs}]
         self._needs = [
@@ -137,7 +114,7 @@ class BlockStage(Stage):
         if self.kind == VAE_DECODE.kind:
             given["output_type"] = "np"
         if self._guider is not None:
-            scale = max(need(params, SCALE, float), self._served.unguided)
+            scale = max(need(params, SCALE, float), self._unguided)
             self._part.update_components(guider=self._guider.create(guidance_scale=scale))
         values: dict[str, Any] = self._part(**given).values
         return values
@@ -185,23 +162,31 @@ class DecodeBlock(BlockStage):
 
 
 class Modular(PackedFamily):
-    """The stages of a folder of that class."""
+    """The stages of a folder of a pipeline class, as diffusers declares it."""
 
     packing = Packing.of
     takes_lora = False
-
-    def __init__(self, served: Served) -> None:
-        self._served, self.source, self.classes, self.cut = served, served.source, served.classes, served.cut
-        self.name = f"modular {served.source[1]}"
+    blocks: tuple[str, str]
+    """Classes of its blocks: of a model that is guided, and of one that was distilled not to be."""
+    embeds: Mapping[str, tuple[str, ...]]
+    """Outputs of the text encoder; entries of the transformer's configuration whose product are the numbers a token."""
+    unguided: float
+    """The guidance scale up to which the pipeline has no second half, and so its guider."""
+    negative = False
+    """Whether guidance goes away from a negative prompt, not only from an empty one."""
+    references = 0
+    """How many pictures it sees beside the prompt, if there are any."""
+    fixed: Mapping[str, object] = MappingProxyType({})
+    """Settings of model_index.json that the blocks do not read, and what they go by."""
 
     @override
     def card(self, name: str, folder: Path, dtype: str = "auto") -> ModelCard:
-        return replace(super().card(name, folder, dtype), references=self._served.references)
+        return replace(super().card(name, folder, dtype), references=self.references)
 
     @override
     def components(self, folder: ModelFolder) -> dict[str, tuple[str, str]]:
         index = folder.index()
-        for name, value in self._served.fixed.items():
+        for name, value in self.fixed.items():
             if index.get(name, value) != value:
                 raise ConfigError(f"model {folder.path}: {name} is {index[name]}, and what is served is {value}")
         return super().components(folder)
@@ -225,19 +210,19 @@ class Modular(PackedFamily):
 
     @override
     def pipeline(self, folder: ModelFolder, limits: Limits, widths: Mapping[str, int]) -> Pipeline:
-        served, transformer, packing = self._served, folder.config("transformer"), Packing.of(folder)
+        transformer, packing = folder.config("transformer"), Packing.of(folder)
         distilled = bool(folder.index().get("is_distilled"))
         with folder.reading("transformer"):
-            numbers = sum(prod(int(transformer[key]) for key in keys) for keys in served.embeds.values())
-        size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(served.embeds)
-        made = (*served.embeds, *(() if distilled else (NEGATIVE + name for name in served.embeds)))
-        reads = ["prompt", "max_sequence_length", *(("negative_prompt",) if served.negative and not distilled else ())]
+            numbers = sum(prod(int(transformer[key]) for key in keys) for keys in self.embeds.values())
+        size = limits.max_sequence_length * numbers * widths["text_encoder"] + ALIGNMENT * len(self.embeds)
+        made = (*self.embeds, *(() if distilled else (NEGATIVE + name for name in self.embeds)))
+        reads = ["prompt", "max_sequence_length", *(("negative_prompt",) if self.negative and not distilled else ())]
         text = replace(
             TEXT_ENCODE,
             components=("text_encoder", "tokenizer"),
             outputs=made,
             reads=tuple(reads if distilled else [*reads, SCALE]),
-            room=Room(size * len(made) // len(served.embeds)),
+            room=Room(size * len(made) // len(self.embeds)),
         )
         each = packing.channels * MOST_PIXELS // packing.scale**2 * widths["vae"] + 2 * DTYPES["int64"]
         picture = replace(
@@ -246,11 +231,11 @@ class Modular(PackedFamily):
             outputs=(SEEN, SIZES),
             reads=REFERENCES,
             role=VAE_DECODE.role,
-            room=Room(2 * ALIGNMENT + served.references * each),
+            room=Room(2 * ALIGNMENT + self.references * each),
             spreads={"tiles": 0},
             when=UPLOAD,
         )
-        encoders = (text, picture) if served.references else (text,)
+        encoders = (text, picture) if self.references else (text,)
         return with_encoders(encoders, Room(ALIGNMENT, packing.channels * DTYPES["float32"] / packing.scale**2))
 
     @override
@@ -265,12 +250,12 @@ class Modular(PackedFamily):
         if spec.components == ("vae",):
             loader = OneVae(loader)
         if spec.kind == IMAGE_ENCODE.kind:
-            part, packing = _part(spec, self._served.blocks[0], loader), Packing.of(model)
+            part, packing = _part(spec, self.blocks[0], loader), Packing.of(model)
             stage = ImageEncode(References(part, packing.scale * PATCH))
             stage.each, stage.beside = True, REFERENCES[1:]
             return stage
         block = DecodeBlock if spec.kind == VAE_DECODE.kind else BlockStage
-        return block(spec, self._served, loader, bool(model.index().get("is_distilled")))
+        return block(spec, self, loader, bool(model.index().get("is_distilled")))
 
 
 def _part(spec: StageSpec, blocks: str, loader: Loader) -> Any:
@@ -303,18 +288,22 @@ def _quiet(block: Any) -> None:
 _SCHEDULER = ("diffusers", ("FlowMatchEulerDiscreteScheduler",))
 _QWEN_TOKENIZER = ("transformers", ("Qwen2Tokenizer", "Qwen2TokenizerFast", *FAST_TOKENIZERS))
 
-KLEIN = Modular(Served(
-    source=("pipelines/flux2/pipeline_flux2_klein.py", "Flux2KleinPipeline"),
-    blocks=("Flux2KleinBaseAutoBlocks", "Flux2KleinAutoBlocks"),
-    classes={
+
+class Klein(Modular):
+    """FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
+
+    name = "modular Flux2KleinPipeline"
+    source = ("pipelines/flux2/pipeline_flux2_klein.py", "Flux2KleinPipeline")
+    blocks = ("Flux2KleinBaseAutoBlocks", "Flux2KleinAutoBlocks")
+    classes = {
         "tokenizer": _QWEN_TOKENIZER,
         "text_encoder": ("transformers", ("Qwen3ForCausalLM",)),
         "transformer": ("diffusers", ("Flux2Transformer2DModel",)),
         "scheduler": _SCHEDULER,
         "vae": ("diffusers", ("AutoencoderKLFlux2",)),
-    },
-    embeds={"prompt_embeds": ("joint_attention_dim",)},
-    cut=Cut(
+    }
+    embeds = {"prompt_embeds": ("joint_attention_dim",)}
+    cut = Cut(
         blocks=("transformer_blocks", "single_transformer_blocks"),
         attention="attn",
         order=("text", "image"),
@@ -328,24 +317,29 @@ KLEIN = Modular(Served(
             divided=("num_attention_heads",),
         ),
         gives=("encoder_hidden_states", "hidden_states"),
-    ),
-    unguided=1.0,
-    references=len(REFERENCES),
-))  # fmt: skip
-"""FLUX.2 klein. There is no negative prompt: guidance goes away from an empty one."""
+    )
+    unguided = 1.0
+    references = len(REFERENCES)
 
-KREA = Modular(Served(
-    source=("pipelines/krea2/pipeline_krea2.py", "Krea2Pipeline"),
-    blocks=("Krea2AutoBlocks", "Krea2TurboAutoBlocks"),
-    classes={
+
+KLEIN = Klein()
+
+
+class Krea(Modular):
+    """Krea 2, whose guidance is beyond the prompt's own prediction and thus applies from a scale of 0 on."""
+
+    name = "modular Krea2Pipeline"
+    source = ("pipelines/krea2/pipeline_krea2.py", "Krea2Pipeline")
+    blocks = ("Krea2AutoBlocks", "Krea2TurboAutoBlocks")
+    classes = {
         "tokenizer": _QWEN_TOKENIZER,
         "text_encoder": ("transformers", ("Qwen3VLModel",)),
         "transformer": ("diffusers", ("Krea2Transformer2DModel",)),
         "scheduler": _SCHEDULER,
         "vae": ("diffusers", ("AutoencoderKLQwenImage",)),
-    },
-    embeds={"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()},
-    cut=Cut(
+    }
+    embeds = {"prompt_embeds": ("num_text_layers", "text_hidden_dim"), "prompt_embeds_mask": ()}
+    cut = Cut(
         blocks=("transformer_blocks",),
         attention="attn",
         order=("tokens",),
@@ -358,9 +352,10 @@ KREA = Modular(Served(
             heads=("transformer_*.attn.num_heads", "transformer_*.attn.num_kv_heads"),
             divided=("num_attention_heads", "num_key_value_heads", "intermediate_size"),
         ),
-    ),
-    unguided=0.0,
-    negative=True,
-    fixed={"text_encoder_select_layers": [*range(2, 36, 3)], "patch_size": 2},
-))  # fmt: skip
-"""Krea 2, whose guidance is beyond the prompt's own prediction and thus applies from a scale of 0 on."""
+    )
+    unguided = 0.0
+    negative = True
+    fixed = {"text_encoder_select_layers": [*range(2, 36, 3)], "patch_size": 2}
+
+
+KREA = Krea()

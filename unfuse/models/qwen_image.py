@@ -146,10 +146,7 @@ class QwenImage(PackedFamily):
     denoiser = QwenImageDenoiser
     vae = QwenImageVae
     packing = Shape.of
-    starts = {
-        "image": ("pipelines/qwenimage/pipeline_qwenimage_img2img.py", "QwenImageImg2ImgPipeline"),
-        "mask": ("pipelines/qwenimage/pipeline_qwenimage_inpaint.py", "QwenImageInpaintPipeline"),
-    }
+    starts = ("image", "mask")
     cut = Cut(
         blocks=("transformer_blocks",),
         attention="attn",

@@ -6,9 +6,8 @@ to picture has. A request without a picture has one stage less. The picture is e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -28,6 +27,10 @@ from unfuse.stages.specs import DENOISE, REDRAW_ENCODE, VAE_DECODE
 if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
+
+
+NAMED = {"image": "Img2Img", "mask": "Inpaint"}
+"""By what a request brings, the word that diffusers' names of files and classes have for it."""
 
 
 class OneVae(Loader):
@@ -72,8 +75,8 @@ class PictureVae:
 class Redrawing(DiffusersFamily):
     """A family whose VAE is an AutoencoderKL, and which diffusers has pipelines for that start from a picture."""
 
-    starts: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    """By what such a request brings, the file and the class of the pipeline, whose strength is usual for it."""
+    starts: Sequence[str] = ()
+    """What such a request may bring; in diffusers each has a pipeline of its own, whose strength is usual for it."""
     packs = False
     """Whether the transformer sees latents as patches."""
     whole_steps = False
@@ -95,8 +98,13 @@ class Redrawing(DiffusersFamily):
         return replace(
             card,
             pipeline=Pipeline((encode, *map(behind, card.pipeline.stages))),
-            starts={what: float(call_defaults(*source)["strength"] or 0) for what, source in self.starts.items()},
+            starts={what: float(self._usual(NAMED[what])["strength"] or 0) for what in self.starts},
         )
+
+    def _usual(self, how: str) -> Params:
+        """The defaults of the call of the pipeline that redraws so, whose file and class are named after this one's."""
+        file, name = self.source
+        return call_defaults(file.replace(".py", f"_{how.lower()}.py"), name.replace("Pipeline", f"{how}Pipeline"))
 
     @override
     def stage(self, kind: str, loader: Loader) -> Stage:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from unfuse.stages.denoise import NoiseScheduler
 
-FILES = "pipelines/stable_diffusion_3/pipeline_stable_diffusion_3"
-
 DUAL = "dual_attention_layers"
 """Blocks in which the picture also sees itself alone."""
 
@@ -118,7 +116,7 @@ class Sd3(GridFamily):
     """The stages of a StableDiffusion3Pipeline folder."""
 
     name = "sd3"
-    source = (f"{FILES}.py", "StableDiffusion3Pipeline")
+    source = ("pipelines/stable_diffusion_3/pipeline_stable_diffusion_3.py", "StableDiffusion3Pipeline")
     classes = {
         "tokenizer": ("transformers", CLIP_TOKENIZERS),
         "text_encoder": ("transformers", ("CLIPTextModelWithProjection",)),
@@ -137,7 +135,7 @@ class Sd3(GridFamily):
     }
     denoiser = Sd3Denoiser
     shape = Shape.of
-    starts = {"image": (f"{FILES}_img2img.py", "StableDiffusion3Img2ImgPipeline")}
+    starts = ("image",)
     cut = Cut(
         blocks=("transformer_blocks",),
         attention="attn",

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 PIXEL_MULTIPLE = 8
 """The pipeline refuses other sizes, whatever the VAE."""
 
-FILES = "pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl"
-
 ZEROS = "force_zeros_for_empty_prompt"
 
 
@@ -108,7 +106,7 @@ class Sdxl(GridFamily):
     """The stages of a StableDiffusionXLPipeline folder."""
 
     name = "sdxl"
-    source = (f"{FILES}.py", "StableDiffusionXLPipeline")
+    source = ("pipelines/stable_diffusion_xl/pipeline_stable_diffusion_xl.py", "StableDiffusionXLPipeline")
     classes = {
         "tokenizer": ("transformers", CLIP_TOKENIZERS),
         "text_encoder": ("transformers", ("CLIPTextModel",)),
@@ -124,10 +122,7 @@ class Sdxl(GridFamily):
     }
     denoiser = SdxlDenoiser
     shape = Shape.of
-    starts = {
-        "image": (f"{FILES}_img2img.py", "StableDiffusionXLImg2ImgPipeline"),
-        "mask": (f"{FILES}_inpaint.py", "StableDiffusionXLInpaintPipeline"),
-    }
+    starts = ("image", "mask")
     whole_steps = True
     adapts = "unet"
 

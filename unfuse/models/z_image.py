@@ -154,10 +154,7 @@ class ZImage(GridFamily):
     denoiser = ZImageDenoiser
     vae = partial(GridPictureVae, cast_first=True)
     shape = Shape.of
-    starts = {
-        "image": ("pipelines/z_image/pipeline_z_image_img2img.py", "ZImageImg2ImgPipeline"),
-        "mask": ("pipelines/z_image/pipeline_z_image_inpaint.py", "ZImageInpaintPipeline"),
-    }
+    starts = ("image", "mask")
     cut = Cut(
         blocks=("layers",),
         attention="attention",

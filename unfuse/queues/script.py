@@ -12,19 +12,9 @@ from typing import Any
 
 import msgspec
 
+from unfuse.core import errors
 from unfuse.core.card import ModelCard
 from unfuse.core.codec import decode, encode
-from unfuse.core.errors import (
-    Conflict,
-    Damaged,
-    LeaseLost,
-    LimitReached,
-    NotFound,
-    Overloaded,
-    ProtocolError,
-    TransientError,
-    UnfuseError,
-)
 from unfuse.core.event import Event
 from unfuse.core.growth import Grown
 from unfuse.core.messages import WorkerInfo
@@ -38,13 +28,13 @@ SCRIPT = "\n".join(files("unfuse.queues").joinpath("scripts", f"{name}.lua").rea
 SCRIPT_ID = hashlib.sha1(SCRIPT.encode(), usedforsecurity=False).hexdigest()
 """All verbs as one script, and the SHA-1 by which Redis finds it when it is loaded."""
 
-REFUSALS: dict[str, type[UnfuseError]] = {
-    "NOTFOUND": NotFound,
-    "LEASELOST": LeaseLost,
-    "CONFLICT": Conflict,
-    "OVERLOADED": Overloaded,
-    "DAMAGED": Damaged,
-    "PROTOCOL": ProtocolError,
+REFUSALS: dict[str, type[errors.UnfuseError]] = {
+    "NOTFOUND": errors.NotFound,
+    "LEASELOST": errors.LeaseLost,
+    "CONFLICT": errors.Conflict,
+    "OVERLOADED": errors.Overloaded,
+    "DAMAGED": errors.Damaged,
+    "PROTOCOL": errors.ProtocolError,
 }
 DROPPABLE = ("request", "worker", "card", "lease", "declaration")
 """Kinds of unreadable records that can be dropped; others, such as an event, are only passed over."""
@@ -96,17 +86,17 @@ def record(reply: Sequence[Any], sent: RequestContext | None = None) -> Record:
     return Record(context, decode(running, tuple[Running, ...]), position)
 
 
-def error(met: Exception, place: str) -> UnfuseError:
+def error(met: Exception, place: str) -> errors.UnfuseError:
     """The exception for an error of the script, or of the server at `place`."""
     kind, _, text = str(met).partition(" ")
     if kind == "LIMITED":
         seconds, _, text = text.partition(" ")
-        return LimitReached(text, float(seconds))
+        return errors.LimitReached(text, float(seconds))
     if kind in REFUSALS:
         return REFUSALS[kind](text)
     if BROKEN.search(str(met)):
-        return Damaged(f"the queue at {place} holds data that is not as expected: {met}")
-    return TransientError(f"the queue at {place} does not answer: {met}")
+        return errors.Damaged(f"the queue at {place} holds data that is not as expected: {met}")
+    return errors.TransientError(f"the queue at {place} does not answer: {met}")
 
 
 def member(info: bytes, cards: tuple[ModelCard, ...], seen: bytes, leased: bytes) -> Member:

@@ -20,15 +20,13 @@ from unfuse.core.event import Event
 from unfuse.core.growth import Grown, check_gap, check_growth
 from unfuse.core.request import Change, Record, RequestContext
 from unfuse.core.task import Claim, Lease, Task
-from unfuse.queues.base import FRONT, Filter, Limits, Member, PoolStats, Renewal, Stats
+from unfuse.queues.base import FRONT, Filter, Limits, PoolStats, Stats
 from unfuse.queues.cached import CachedRefs
 from unfuse.queues.history import History
 from unfuse.queues.index import Entry, Index
-from unfuse.queues.leases import Leases
-from unfuse.queues.members import Members
-from unfuse.queues.pool_queues import PoolQueues, Rank
+from unfuse.queues.leases import Leases, Returned
+from unfuse.queues.pool_queues import Key, PoolQueues, Rank
 from unfuse.queues.remaining import NANOSECONDS, remaining_of
-from unfuse.queues.returned import Key, Returned
 from unfuse.queues.row import Row, StoredTask
 from unfuse.queues.storable import check_storable
 from unfuse.queues.tenants import Tenants
@@ -36,7 +34,7 @@ from unfuse.queues.wanted import Wanted
 
 
 class QueueState:
-    """Requests with their tasks, leases and events, the encoder cache's index, and the registered workers.
+    """Requests with their tasks, leases and events, and the encoder cache's index.
 
     `changed` is called with each entry that a journal has to write, when it has changed. `changed_pools` has the pools
     in which a caller may find something new; the queue takes them from there.
@@ -45,23 +43,23 @@ class QueueState:
     def __init__(self, clock: Clock, changed: Callable[[Entry], object] = lambda _: None) -> None:
         self.requests: dict[str, Entry] = {}
         self.changed_pools: dict[str, None] = {}
-        self.cached, self.members = CachedRefs(), Members()
+        self.cached = CachedRefs()
         self._clock, self._changed = clock, changed
-        self._index = Index()
+        self.index = Index()
         self._active = 0
         self._cost = 0.0
         self._tenants = Tenants()
         self._left = Counter[str]()
         self._pushed: dict[Key, float] = {}
-        self._pool_queues = PoolQueues()
-        self._leases = Leases()
+        self.pool_queues = PoolQueues()
+        self.leases = Leases()
         self._returned = Returned()
         self._arrivals = 0
 
     def submit(self, context: RequestContext, tasks: Sequence[Task], events: Sequence[Event], limits: Limits) -> Entry:
         """Store a new request; a repeat returns the stored one. See `TaskQueue.submit`."""
         check_storable(context, *tasks, *events)
-        known = self.requests.get(context.id) or self._index.repeated(context)
+        known = self.requests.get(context.id) or self.index.repeated(context)
         if known is not None:
             return known
         self._tenants.require(context.tenant, limits.tenant, self._clock.now())
@@ -80,10 +78,10 @@ class QueueState:
         held_back = frozenset(
             pool
             for pool, offer in wanted.pools.items()
-            if any(self._pool_queues.size(fed) > most for fed, most in offer.behind.items())
+            if any(self.pool_queues.size(fed) > most for fed, most in offer.behind.items())
         )
         excluded = self._returned.excluded_for(worker)
-        return self._pool_queues.next(wanted, held_back, excluded, self._clock.now(), used)
+        return self.pool_queues.next(wanted, held_back, excluded, self._clock.now(), used)
 
     def claim(self, worker: str, wanted: Wanted, ttl: float) -> list[Lease]:
         """Claim tasks, without waiting. See `TaskQueue.lease`."""
@@ -92,10 +90,10 @@ class QueueState:
         while len(leases) < wanted.slots and (rank := self.next_task(worker, wanted, used)) is not None:
             task = rank[3]
             used.update(task.resources)
-            self._pool_queues.remove(task.key)
+            self.pool_queues.remove(task.key)
             at = self._clock.wall()
             entry = self.requests[task.request]
-            lease = self._leases.give(rank, worker, self._clock.now() + ttl, at)
+            lease = self.leases.give(rank, worker, self._clock.now() + ttl, at)
             leases.append(msgspec.structs.replace(lease, appended=entry.appended.get(task.stage, 0)))
             entry.history.publish(Event("stage_started", at, task.stage, task.attempt, worker), at)
             self._note_change(entry)
@@ -103,14 +101,10 @@ class QueueState:
             self.changed_pools |= dict.fromkeys(wanted.pools)
         return leases
 
-    def renew(self, claims: Sequence[Claim], ttl: float) -> Renewal:
-        """Extend the leases that are still held."""
-        return self._leases.renew(claims, self._clock.now() + ttl)
-
     def progress(self, claim: Claim, events: Sequence[Event]) -> bool:
         """Publish progress of a lease. False if it is not held."""
         check_storable(*events)
-        mine = self._leases.held(claim)
+        mine = self.leases.held(claim)
         if mine is None:
             return False
         for event in events[-1:]:
@@ -127,7 +121,7 @@ class QueueState:
         new: builtins.list[Grown | None] = []
         for one in grown:
             request, stage = one.claim.key
-            recorded = self.requests[request].appended.get(stage, 0) if self._leases.held(one.claim) else None
+            recorded = self.requests[request].appended.get(stage, 0) if self.leases.held(one.claim) else None
             if recorded is not None:
                 check_gap(one, recorded)
                 one = Grown(one.claim, recorded, one.pieces[recorded - one.offset :])
@@ -148,7 +142,7 @@ class QueueState:
             state = entry.context.stages.get(claim.stage)
             if state and (state.status, state.attempt, state.token) == ("done", claim.attempt, claim.token):
                 return entry
-            if self._leases.held(claim) is None:
+            if self.leases.held(claim) is None:
                 raise _lost(claim)
         if context.version != entry.context.version + 1:
             raise Conflict(f"{context.id} is at version {entry.context.version}: {context.version} does not follow it")
@@ -166,10 +160,10 @@ class QueueState:
 
     def hand_back(self, claim: Claim) -> bool:
         """Return a leased task to its place. False if the lease is not held."""
-        mine = self._leases.held(claim)
+        mine = self.leases.held(claim)
         if mine is None:
             return False
-        self._leases.end(claim.key)
+        self.leases.end(claim.key)
         priority, order, arrival, task = mine.rank
         self._put((priority, order, arrival, msgspec.structs.replace(task, attempt=task.attempt + 1)))
         self._note_change(self.requests[task.request])
@@ -177,17 +171,13 @@ class QueueState:
 
     def turn_down(self, claim: Claim) -> int:
         """Return a leased task to its place and count that. Returns how many workers are now excluded from it."""
-        mine = self._leases.held(claim)
+        mine = self.leases.held(claim)
         if mine is None:
             raise _lost(claim)
         if not mine.running.step:
             self._returned.count(claim.key, mine.lease.worker)
         self.hand_back(claim)
         return self._returned.count_excluded(claim.key)
-
-    def expired(self, ttl: float) -> list[Lease]:
-        """Leases whose time has passed; none after a gap, which extends all leases."""
-        return self._leases.expired(self._clock.now(), ttl)
 
     def entry(self, request: str) -> Entry:
         """The entry of a request. Raises NotFound."""
@@ -199,12 +189,12 @@ class QueueState:
     def record(self, entry: Entry) -> Record:
         """The record of a request, with what runs now and its position."""
         keys = [(entry.context.id, stage) for stage in entry.stages]
-        running = tuple(held.running for key in keys if (held := self._leases.of(key)))
+        running = tuple(held.running for key in keys if (held := self.leases.of(key)))
         if running:
             return Record(entry.context, running)
         self.release_due(self._clock.now())
-        waiting = [rank for key in keys if (rank := self._pool_queues.rank(key))]
-        position = min((self._pool_queues.position(rank) for rank in waiting), default=None)
+        waiting = [rank for key in keys if (rank := self.pool_queues.rank(key))]
+        position = min((self.pool_queues.position(rank) for rank in waiting), default=None)
         return Record(entry.context, (), position)
 
     def over(self, requests: Sequence[str]) -> builtins.list[str]:
@@ -217,11 +207,7 @@ class QueueState:
         behind = None if after is None else self.entry(after)
         if behind is not None and which.tenant not in (None, behind.context.tenant):
             raise _unknown(behind.context.id)
-        return [*islice(self._index.find(which, behind, oldest_first), limit)]
-
-    def size(self, pool: str) -> int:
-        """The number of tasks that wait in a pool, delayed ones included."""
-        return self._pool_queues.size(pool)
+        return [*islice(self.index.find(which, behind, oldest_first), limit)]
 
     def stats(self, pools: Sequence[str]) -> Stats:
         """The number of active requests, and the statistics of these pools."""
@@ -230,26 +216,13 @@ class QueueState:
 
     def _pool_stats(self, pool: str) -> PoolStats:
         wall = self._clock.wall()
-        oldest = max((wall - self._pushed[rank[3].key] for rank in self._pool_queues.front(pool, FRONT)), default=0.0)
-        return PoolStats(self._pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
+        oldest = max((wall - self._pushed[rank[3].key] for rank in self.pool_queues.front(pool, FRONT)), default=0.0)
+        return PoolStats(self.pool_queues.size(pool), max(0.0, oldest), self._left[pool] / NANOSECONDS)
 
     def peek(self, pool: str, limit: int) -> Sequence[Task]:
         """The tasks of a pool that would be leased next."""
         self.release_due(self._clock.now())
-        return [rank[3] for rank in self._pool_queues.front(pool, limit)]
-
-    def workers(self) -> Sequence[Member]:
-        """All registered workers, in order of arrival."""
-        return self.members.members(self._leases.by_worker())
-
-    def bye(self, worker: str) -> None:
-        """Forget a worker: its leases expire now."""
-        self.members.bye(worker)
-        self._leases.lapse(worker, self._clock.now())
-
-    def over_before(self, time: float) -> Sequence[Entry]:
-        """Requests that ended before this Unix time."""
-        return self._index.over_before(time)
+        return [rank[3] for rank in self.pool_queues.front(pool, limit)]
 
     def drop(self, request: str) -> Entry | None:
         """Drop a request if it is over. Returns its entry; None if nothing was dropped."""
@@ -257,23 +230,14 @@ class QueueState:
         if entry is None or not entry.context.over:
             return None
         del self.requests[request]
-        self._index.remove(entry)
+        self.index.remove(entry)
         entry.history.end()
         self._changed(entry)
         return entry
 
     def release_due(self, now: float) -> None:
         """Let the delayed tasks whose time has come be leased."""
-        self.changed_pools |= dict.fromkeys(self._pool_queues.release_due(now))
-
-    def next_due(self) -> float | None:
-        """When the next delayed task may be leased."""
-        return self._pool_queues.next_due()
-
-    def end(self) -> None:
-        """End all histories: the queue is closed."""
-        for entry in self.requests.values():
-            entry.history.end()
+        self.changed_pools |= dict.fromkeys(self.pool_queues.release_due(now))
 
     def row(self, entry: Entry) -> Row | None:
         """The row to store for an entry; None if the request was dropped."""
@@ -283,9 +247,9 @@ class QueueState:
         stored = []
         for key in ((context.id, stage) for stage in entry.stages):
             returned = dict(self._returned.counts(key))
-            if rank := self._pool_queues.rank(key):
+            if rank := self.pool_queues.rank(key):
                 stored.append(StoredTask(rank[2], rank[3], returned=returned, pushed=self._pushed[key]))
-            if held := self._leases.of(key):
+            if held := self.leases.of(key):
                 lease, since = held.lease, held.running.since
                 leased = lease.task, lease.worker, lease.token, since
                 stored.append(StoredTask(held.rank[2], *leased, returned, self._pushed[key]))
@@ -314,7 +278,7 @@ class QueueState:
             if not stored.token:
                 self._put(rank)
                 continue
-            lease = self._leases.restore(rank, stored.worker, stored.token, self._clock.now(), stored.since)
+            lease = self.leases.restore(rank, stored.worker, stored.token, self._clock.now(), stored.since)
             claims.append(lease.claim)
         self._update_index(entry)
         return claims
@@ -335,7 +299,7 @@ class QueueState:
                 f"what is in progress and this together cost more than {limits.max_cost:g}: try again later"
             )
         for pool, more in Counter(task.pool for task in tasks).items():
-            size = self._pool_queues.size(pool)
+            size = self.pool_queues.size(pool)
             if size + more > limits.max_queue:
                 raise Overloaded(f"{size} tasks wait in pool {pool}, up to {limits.max_queue} may: try again later")
 
@@ -365,15 +329,15 @@ class QueueState:
             self._put((-task.priority, task.order, self._arrival(), task))
 
     def _put(self, rank: Rank) -> None:
-        self._pool_queues.put(rank, self._clock.now())
+        self.pool_queues.put(rank, self._clock.now())
         self.changed_pools[rank[3].pool] = None
 
     def _remove_task(self, key: Key) -> None:
         """Remove a task from its queue and end its lease, whichever there is."""
-        self._leases.end(key)
+        self.leases.end(key)
         self._returned.forget(key)
         self._pushed.pop(key, None)
-        if rank := self._pool_queues.remove(key):
+        if rank := self.pool_queues.remove(key):
             self.changed_pools[rank[3].pool] = None
 
     def _note_change(self, entry: Entry) -> None:
@@ -383,8 +347,8 @@ class QueueState:
 
     def _update_index(self, entry: Entry) -> None:
         context = entry.context
-        is_running = any(self._leases.of((context.id, stage)) for stage in entry.stages)
-        self._index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
+        is_running = any(self.leases.of((context.id, stage)) for stage in entry.stages)
+        self.index.put(entry, "in_progress" if is_running and context.status == "queued" else context.status)
 
 
 def _unknown(request: str) -> NotFound:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from unfuse.core.errors import ProtocolError
 from unfuse.queues.base import Damage
-from unfuse.supervision.repeated_errors import RepeatedErrors
+from unfuse.supervision.supervisor import RepeatedErrors
 
 MOST = 1000
 """How many are remembered: enough to begin a repair."""

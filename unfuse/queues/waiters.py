@@ -53,7 +53,7 @@ class Waiters:
         pools, self._state.changed_pools = self._state.changed_pools, {}
         for pool in pools:
             self._wake_for(pool)
-        due = None if self._closed else self._state.next_due()
+        due = None if self._closed else self._state.pool_queues.next_due()
         if due != self._due:
             self._withdraw_alarm()
             self._due, self._withdraw_alarm = due, lambda: None

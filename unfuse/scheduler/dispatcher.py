@@ -14,35 +14,9 @@ import structlog
 from typing_extensions import override
 
 from unfuse import __version__
+from unfuse.core import messages
 from unfuse.core.errors import Damaged, LeaseLost, NotFound, TransientError
 from unfuse.core.event import Event, EventType
-from unfuse.core.messages import (
-    Accepted,
-    Announced,
-    Append,
-    Ask,
-    Beat,
-    Borrow,
-    Bye,
-    Done,
-    Failed,
-    Granted,
-    Hello,
-    Keep,
-    Places,
-    Progress,
-    Pulse,
-    Recall,
-    Recorded,
-    Refused,
-    Saved,
-    Steps,
-    Stranger,
-    ToScheduler,
-    ToWorker,
-    Welcome,
-    WorkerInfo,
-)
 from unfuse.core.request import RequestContext
 from unfuse.core.task import Claim, Lease
 from unfuse.scheduler.backpressure import Backpressure, Dispatch
@@ -68,8 +42,8 @@ QUEUE_TRIES, QUEUE_PAUSE_S = 16, 0.5
 PROGRESS: tuple[EventType, ...] = ("progress", "preview")
 """What a step may publish, in order."""
 
-NOTHING = Granted((), {})
-NOT_LEASED = Refused("it is not leased to this worker (any more)", lease_lost=True)
+NOTHING = messages.Granted((), {})
+NOT_LEASED = messages.Refused("it is not leased to this worker (any more)", lease_lost=True)
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +56,7 @@ class _Peer:
     One that hands a task back because it `leaves` gets no other.
     """
 
-    hello: Hello
+    hello: messages.Hello
     ask: asyncio.Task[list[Lease]] | None = None
     claims: set[Claim] = field(default_factory=set)
     leaves: bool = False
@@ -92,10 +66,10 @@ class _Peer:
     held: int = 0
 
     @property
-    def worker(self) -> WorkerInfo:
+    def worker(self) -> messages.WorkerInfo:
         return self.hello.worker
 
-    def asks(self, ask: Ask) -> None:
+    def asks(self, ask: messages.Ask) -> None:
         """Remember how many tasks it holds."""
         self.held = self.worker.slots - (ask.slots if ask.above is None else 0)
 
@@ -118,13 +92,13 @@ class Dispatcher(Observer):
         self,
         scheduler: Scheduler,
         models: Sequence[tuple[str, str, str]],
-        places: Places,
+        places: messages.Places,
         outcome: Mapping[str, str] | None = None,
         dispatch: Dispatch = "locality",
     ) -> None:
         self.scheduler, self._queue, self._clock = scheduler, scheduler.queue, scheduler.clock
         self._dispatch, ttl = dispatch, scheduler.lease_ttl
-        self._welcome = Welcome(
+        self._welcome = messages.Welcome(
             tuple(models), places, ttl, beat=min(1.0, ttl / 4), outcome=dict(outcome or {}),
             by_outcome=True, gathers=True, appends=True, announces=True, keeps=True, lends=bool(places.loras),
             swaps=True, version=__version__,
@@ -139,31 +113,33 @@ class Dispatcher(Observer):
         """Offer these models from now on to workers that come without."""
         self._welcome = msgspec.structs.replace(self._welcome, models=tuple(models))
 
-    async def answer(self, peer: bytes, message: ToScheduler) -> ToWorker | None:
+    async def answer(self, peer: bytes, message: messages.ToScheduler) -> messages.ToWorker | None:
         """The reply to one message, or None while the queue is away: the worker will say it again."""
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             return await self._hello(peer, message)
         known = self._peers.get(peer)
-        if known is None or isinstance(message, Borrow):
-            return Refused("it lends nothing itself") if known else Stranger()
+        if known is None or isinstance(message, messages.Borrow):
+            return messages.Refused("it lends nothing itself") if known else messages.Stranger()
         self._heard(known)
         match message:
-            case Ask():
+            case messages.Ask():
                 return await self._ask(known, message)
-            case Beat():
+            case messages.Beat():
                 return await self._beat(known, message)
-            case Steps():
-                return Pulse(tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ())
-            case Progress():
-                return Accepted() if await self._stepped(known, message) else NOT_LEASED
-            case Append():
+            case messages.Steps():
+                return messages.Pulse(
+                    tuple([one.claim for one in message.progress if not await self._stepped(known, one)]), ()
+                )
+            case messages.Progress():
+                return messages.Accepted() if await self._stepped(known, message) else NOT_LEASED
+            case messages.Append():
                 return await self._append(known, message)
-            case Recall():
+            case messages.Recall():
                 return await self._recall(known, message.claim, message.after)
-            case Bye():
+            case messages.Bye():
                 self._leave(peer)
                 await self._queue.bye(known.worker.id)
-                return Accepted()
+                return messages.Accepted()
             case _:
                 return await self._report(known, message)
 
@@ -183,12 +159,12 @@ class Dispatcher(Observer):
             self._interruption.set()
             self._interruption = asyncio.Event()
 
-    async def undelivered(self, peer: bytes, reply: ToWorker) -> None:
+    async def undelivered(self, peer: bytes, reply: messages.ToWorker) -> None:
         """Take back what was granted to a worker whose connection broke."""
         if known := self._peers.get(peer):
             self.scheduler.upkeep.disconnected(known.worker.id)
         self._leave(peer)
-        if isinstance(reply, Granted):
+        if isinstance(reply, messages.Granted):
             await self._take_back(reply.leases)
 
     async def _take_back(self, leases: Sequence[Lease]) -> None:
@@ -197,7 +173,7 @@ class Dispatcher(Observer):
             with self._background.besides("taking a task back"):
                 await self._queue.hand_back(lease.claim)
 
-    async def _hello(self, peer: bytes, hello: Hello) -> Welcome | Refused:
+    async def _hello(self, peer: bytes, hello: messages.Hello) -> messages.Welcome | messages.Refused:
         """Register a worker, unless another one goes by its id. It has one connection: the newest."""
         proof = blake2b(hello.secret, digest_size=16).digest() if hello.secret else b""
         worker = msgspec.structs.replace(hello.worker, proof=proof)
@@ -206,7 +182,7 @@ class Dispatcher(Observer):
             return welcome
         if any(member.info.id == worker.id and member.info.proof != proof for member in await self._queue.workers()):
             log.warning("refused a worker under another one's id", worker=worker.id)
-            return Refused(
+            return messages.Refused(
                 f"worker {worker.id} is registered with another secret: start this one under an id of its own"
             )
         await self._queue.hello(worker, hello.cards)
@@ -241,7 +217,7 @@ class Dispatcher(Observer):
             self._backpressure = None
             peer.withdraw_alarm()
 
-    async def _ask(self, peer: _Peer, ask: Ask) -> Granted:
+    async def _ask(self, peer: _Peer, ask: messages.Ask) -> messages.Granted:
         """Lease for a worker. A newer Ask replaces one that waits, which is answered with nothing."""
         backpressure = await self._look()
         keep = backpressure.keep(peer.worker, self.scheduler.in_flight)
@@ -261,7 +237,7 @@ class Dispatcher(Observer):
             peer.ask = None
         return await self._granted(peer, [] if waiting.cancelled() else waiting.result())
 
-    async def _complete(self, peer: _Peer, done: Done) -> Accepted | Granted:
+    async def _complete(self, peer: _Peer, done: messages.Done) -> messages.Accepted | messages.Granted:
         """Record an outcome; with an Ask, lease what the worker would take next in the same transaction.
 
         Where who gets a task is up to who has waited, or somebody who waits holds fewer, the worker asks again instead.
@@ -274,7 +250,7 @@ class Dispatcher(Observer):
             peer.asks(ask)
         if ask is None or peer.leaves or self._dispatch != "locality" or self._is_relieved(peer):
             await self.scheduler.complete(done, worker.id)
-            return NOTHING if ask else Accepted()
+            return NOTHING if ask else messages.Accepted()
         backpressure = await self._look()
         wanted = backpressure.wanted(worker, ask, backpressure.keep(worker, self.scheduler.in_flight), self._dispatch)
         peer.withdraw()
@@ -287,7 +263,7 @@ class Dispatcher(Observer):
         others = (other for other in self._peers.values() if other.ask and not other.leaves)
         return any(other.held < peer.held and not pools.isdisjoint(other.worker.pools) for other in others)
 
-    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> Granted:
+    async def _granted(self, peer: _Peer, leases: Sequence[Lease]) -> messages.Granted:
         """The answer that gives a worker these tasks, with all it needs for them; they go back if there is none."""
         try:
             leases = [await self.scheduler.resumed(lease) for lease in leases]
@@ -300,7 +276,7 @@ class Dispatcher(Observer):
         for lease in leases:
             self.scheduler.observers.tell(Observer.dispatched, lease.task.pool)
             self.scheduler.swaps.worked(peer.worker.id)
-        return Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
+        return messages.Granted(tuple(leases), peers, {id: owner.engines for id, owner in owners.items()})
 
     async def _look(self) -> Backpressure:
         """The flow through the pools, as it was lately."""
@@ -319,7 +295,7 @@ class Dispatcher(Observer):
             peer.claims.add(claim)
         return claim in peer.claims
 
-    async def _beat(self, peer: _Peer, beat: Beat) -> Pulse:
+    async def _beat(self, peer: _Peer, beat: messages.Beat) -> messages.Pulse:
         hello = peer.hello
         worker = beat.of(hello.worker)
         await self._queue.hello(worker, hello.cards)
@@ -337,11 +313,13 @@ class Dispatcher(Observer):
         if not (ended or over or load):
             with suppress(TimeoutError):
                 await asyncio.wait_for(interruption.wait(), min(beat.wait, self._welcome.beat))
-        return Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load)
+        return messages.Pulse(ended, tuple(over), tuple(self.scheduler.in_flight.lost(beat.holding)), load)
 
     async def _report(
-        self, peer: _Peer, message: Announced | Saved | Keep | Done | Failed
-    ) -> Accepted | Granted | Refused | None:
+        self,
+        peer: _Peer,
+        message: messages.Announced | messages.Saved | messages.Keep | messages.Done | messages.Failed,
+    ) -> messages.Accepted | messages.Granted | messages.Refused | None:
         """Record what a worker says of a task; while the queue is away, an outcome waits for it."""
         claim, worker = message.claim, peer.worker.id
         self.scheduler.swaps.worked(worker)
@@ -349,41 +327,41 @@ class Dispatcher(Observer):
         for _ in range(QUEUE_TRIES):
             try:
                 match message:
-                    case Announced():
+                    case messages.Announced():
                         await self.scheduler.announce(message, worker)
-                    case Saved():
+                    case messages.Saved():
                         await self.scheduler.save(message, worker)
-                    case Keep():
+                    case messages.Keep():
                         await self.scheduler.keep(message, worker)
-                    case Done():
+                    case messages.Done():
                         return await self._complete(peer, message)
-                    case Failed():
+                    case messages.Failed():
                         peer.leaves |= message.reason == "drain"
                         log.warning("task failed", kind=message.kind, reason=message.message, **about)
                         await self.scheduler.fail(message, worker)
             except (LeaseLost, NotFound, Damaged) as error:
                 log.info("report refused", reason=str(error), **about)
-                return Refused(str(error), lease_lost=True)
+                return messages.Refused(str(error), lease_lost=True)
             except TransientError:
                 await asyncio.sleep(QUEUE_PAUSE_S)
                 continue
-            return Accepted()
+            return messages.Accepted()
         return None
 
-    async def _append(self, peer: _Peer, message: Append) -> Pulse:
+    async def _append(self, peer: _Peer, message: messages.Append) -> messages.Pulse:
         """Record what has grown; tells of which tasks it cannot be."""
         own = [one for one in message.grown if await self._owns(peer, one.claim)]
         kept = await self.scheduler.growing.append(own)
-        return Pulse(tuple(one.claim for one in message.grown if one.claim not in kept), ())
+        return messages.Pulse(tuple(one.claim for one in message.grown if one.claim not in kept), ())
 
-    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> Recorded | Refused:
+    async def _recall(self, peer: _Peer, claim: Claim, after: int) -> messages.Recorded | messages.Refused:
         """Read what is recorded of a task for the worker that has it."""
         with suppress(NotFound, Damaged):
             if await self._owns(peer, claim):
-                return Recorded(tuple(await self._queue.appended(claim.request, claim.stage, after)))
+                return messages.Recorded(tuple(await self._queue.appended(claim.request, claim.stage, after)))
         return NOT_LEASED
 
-    async def _stepped(self, peer: _Peer, message: Progress) -> bool:
+    async def _stepped(self, peer: _Peer, message: messages.Progress) -> bool:
         """Publish steps; False if the lease is not this worker's (any more). While the queue is away they are lost."""
         claim, last, worker = message.claim, min(message.step, message.steps), peer.worker.id
         stage, attempt, steps = claim.stage, claim.attempt, message.steps

@@ -42,74 +42,60 @@ def thing(fields: Schema, **optional: Schema) -> Schema:
     return {"type": "object", "required": list(fields), "properties": fields | optional}
 
 
-STAGE = thing(
-    {
-        "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
-        "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
-        "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
-        "exchange_s": SECONDS,
-        "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT, "devices": INTEGER,
-    }
-)  # fmt: skip
+STAGE = thing({
+    "name": TEXT, "pool": TEXT, "status": TEXT, "worker": TEXT, "attempt": INTEGER, "cached": FLAG,
+    "failures": INTEGER, "crashes": INTEGER, "recomputes": INTEGER,
+    "queued_s": SECONDS, "get_s": SECONDS, "run_s": SECONDS, "put_s": SECONDS, "save_s": SECONDS,
+    "exchange_s": SECONDS,
+    "steps": INTEGER, "resumed": INTEGER, "batch": NUMBER, "device": TEXT, "devices": INTEGER,
+})  # fmt: skip
 ERROR = thing({"code": TEXT, "message": TEXT}, stage=TEXT, evidence=TEXT)
-REQUEST = thing(
-    {
-        "id": TEXT, "object": {"const": "request"}, "model": TEXT,
-        "medium": {"enum": [medium.name for medium in MEDIA]},
-        "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
-        "status": {"enum": list(get_args(RequestStatus))}, "state": {"enum": [*get_args(RequestStatus), LOADING]},
-        "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
-        "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
-        "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
-        "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
-        "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
-        "stages": array(STAGE),
-        "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
-        "error": perhaps(ERROR), "metadata": table(TEXT),
-        "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
-    }
-)  # fmt: skip
+REQUEST = thing({
+    "id": TEXT, "object": {"const": "request"}, "model": TEXT,
+    "medium": {"enum": [medium.name for medium in MEDIA]},
+    "prompt": perhaps(TEXT), "params": table(ANY), "tenant": TEXT, "priority": INTEGER,
+    "status": {"enum": list(get_args(RequestStatus))}, "state": {"enum": [*get_args(RequestStatus), LOADING]},
+    "stage": perhaps(TEXT), "step": INTEGER, "steps": INTEGER,
+    "progress": {**INTEGER, "minimum": 0, "maximum": 100, "description": "percent of the predicted seconds"},
+    "queue_position": perhaps(INTEGER), "eta_s": perhaps(SECONDS), "seed": perhaps(INTEGER),
+    "cost": thing({"predicted_s": SECONDS, "device_s": table(SECONDS), "money": perhaps(NUMBER)}),
+    "created_at": UNIX, "started_at": perhaps(UNIX), "completed_at": perhaps(UNIX), "attempts": INTEGER,
+    "stages": array(STAGE),
+    "result": array(thing({"url": TEXT, "content_type": TEXT, "bytes": BYTES})),
+    "error": perhaps(ERROR), "metadata": table(TEXT),
+    "webhook": perhaps(thing({"url": TEXT, "state": TEXT, "attempts": INTEGER, "reason": TEXT})),
+})  # fmt: skip
 DAMAGE = thing({"id": TEXT, "object": {"const": "damaged"}, "kind": TEXT, "error": ERROR})
-VIDEO = thing(
-    {
-        "id": TEXT, "object": {"const": "video"}, "created_at": INTEGER, "completed_at": perhaps(INTEGER),
-        "status": {"enum": ["queued", "in_progress", "completed", "failed"]}, "progress": INTEGER, "prompt": TEXT,
-        "model": TEXT,
-        "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
-        "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
-    }
-)  # fmt: skip
-MODEL = thing(
-    {
-        "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
-        "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
-        "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
-        "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
-        "state": {"enum": ["ready", "loading"]},
-    }
-)  # fmt: skip
-WORKER = thing(
-    {
-        "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
-        "holds": perhaps(TEXT), "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT),
-        "pid": INTEGER, "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER,
-        "engines": table(TEXT), "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
-        "healthy": FLAG, "seen_s": SECONDS,
-    }
-)  # fmt: skip
-POOL = thing(
-    {
-        "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
-        "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT,
-        "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
-    }
-)  # fmt: skip
-PICTURES = thing(
-    {
-        "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
-        "data": array(thing({"seed": INTEGER}, b64_json=TEXT, url=TEXT)), "output_format": TEXT, "usage": table(ANY),
-    }
-)  # fmt: skip
+VIDEO = thing({
+    "id": TEXT, "object": {"const": "video"}, "created_at": INTEGER, "completed_at": perhaps(INTEGER),
+    "status": {"enum": ["queued", "in_progress", "completed", "failed"]}, "progress": INTEGER, "prompt": TEXT,
+    "model": TEXT,
+    "seconds": TEXT, "size": TEXT, "error": perhaps(thing({"code": TEXT, "message": TEXT})),
+    "num_frames": INTEGER, "fps": ANY, "seed": INTEGER, "output_format": TEXT, "metadata": table(TEXT),
+})  # fmt: skip
+MODEL = thing({
+    "id": TEXT, "object": {"const": "model"}, "created": INTEGER, "owned_by": TEXT, "makes_video": FLAG,
+    "takes_image": FLAG, "starts_from": table(NUMBER), "references": INTEGER,
+    "last_frame": {"enum": ["", "may", "must"]}, "loras": array(TEXT), "limits": table(NUMBER),
+    "defaults": table(ANY), "quality": table(table(ANY)), "stages": table(TEXT),
+    "state": {"enum": ["ready", "loading"]},
+})  # fmt: skip
+WORKER = thing({
+    "id": TEXT, "object": {"const": "worker"}, "node": TEXT, "role": TEXT, "device": TEXT, "pools": array(TEXT),
+    "holds": perhaps(TEXT), "outcome": table(TEXT), "slots": INTEGER, "leased": INTEGER, "models": array(TEXT),
+    "pid": INTEGER, "room": BYTES, "used": BYTES, "high_water": BYTES, "fragmentation": NUMBER,
+    "engines": table(TEXT), "ranks": array(thing({"compute_s": SECONDS, "exchange_s": SECONDS})),
+    "healthy": FLAG, "seen_s": SECONDS,
+})  # fmt: skip
+POOL = thing({
+    "id": TEXT, "object": {"const": "pool"}, "models": array(TEXT), "workers": array(TEXT), "slots": INTEGER,
+    "leased": INTEGER, "waiting": INTEGER, "oldest_s": SECONDS, "state": TEXT,
+    "shares": thing({"largest": INTEGER, "blame": table(TEXT)}),
+})  # fmt: skip
+PICTURES = thing({
+    "created": INTEGER, "id": TEXT, "model": TEXT, "size": TEXT, "quality": TEXT, "background": TEXT,
+    "data": array(thing({"seed": INTEGER}, b64_json=TEXT, url=TEXT)), "output_format": TEXT, "usage": table(ANY),
+})  # fmt: skip
 
 _HEADERS = {"x-request-id": {"description": "what this call is called in the server's log", "schema": TEXT}}
 _LATER = {"location": {"description": "where the request is read", "schema": TEXT}}
@@ -139,18 +125,14 @@ _TOLD = thing({"token": TEXT, "logprob": NUMBER, "bytes": array(INTEGER)})
 _LIKELY = thing({"content": array({**_TOLD, "properties": _TOLD["properties"] | {"top_logprobs": array(_TOLD)}})})
 _CALL = thing({"id": TEXT, "type": {"const": "function"}, "function": thing({"name": TEXT, "arguments": TEXT})})
 _SAID = thing({"role": {"const": "assistant"}, "content": perhaps(TEXT), "refusal": ANY}, tool_calls=array(_CALL))
-CHOICE = thing(
-    {
-        "index": INTEGER, "message": _SAID, "logprobs": perhaps(_LIKELY),
-        "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
-    }
-)  # fmt: skip
-ANSWERED = thing(
-    {
-        "id": TEXT, "object": {"const": "chat.completion"}, "created": INTEGER, "model": TEXT,
-        "choices": array(CHOICE), "usage": ANY, "seed": INTEGER,
-    }
-)  # fmt: skip
+CHOICE = thing({
+    "index": INTEGER, "message": _SAID, "logprobs": perhaps(_LIKELY),
+    "finish_reason": {"enum": ["stop", "length", "tool_calls"]},
+})  # fmt: skip
+ANSWERED = thing({
+    "id": TEXT, "object": {"const": "chat.completion"}, "created": INTEGER, "model": TEXT,
+    "choices": array(CHOICE), "usage": ANY, "seed": INTEGER,
+})  # fmt: skip
 ACCEPTED: Answers = {202: answer("With `Prefer: respond-async`: the request", REQUEST, headers=_LATER)}
 DRAWN = ACCEPTED | one(PICTURES)
 DRAWN[200]["content"] |= {"text/event-stream": {"schema": SENT}}

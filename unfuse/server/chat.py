@@ -34,8 +34,7 @@ from unfuse.server.caller import answer_call
 from unfuse.server.errors import envelope, refusal_of
 from unfuse.server.fields import CHAT
 from unfuse.server.gateway import Gateway, Served
-from unfuse.server.growing import pieces
-from unfuse.server.said import GrowingMessage, whole
+from unfuse.server.said import GrowingMessage, pieces, whole
 from unfuse.server.shown import read_shown
 from unfuse.stores.results import ResultStore
 

@@ -18,17 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unfuse.core.errors import (
-    Damaged,
-    InvalidParameter,
-    LimitReached,
-    NotFound,
-    Overloaded,
-    ResultsUnavailable,
-    TransientError,
-    UnfuseError,
-    UnknownModel,
-)
+from unfuse.core import errors
 from unfuse.server.answers import TEXT, Answers, Schema, perhaps, thing
 
 log = structlog.get_logger(__name__)
@@ -43,7 +33,7 @@ DOCUMENTED: Answers = {"4XX": _ENVELOPE, "5XX": _ENVELOPE}
 """The error replies of every route, for /openapi.json."""
 
 
-class Refusal(UnfuseError):
+class Refusal(errors.UnfuseError):
     """A call that the gateway itself refuses, with an HTTP status and a code for programs."""
 
     def __init__(
@@ -66,7 +56,7 @@ def envelope(error: Refusal) -> dict[str, object]:
 
 def install(app: FastAPI) -> None:
     """Answer every UnfuseError of the routes in OpenAI's format."""
-    app.add_exception_handler(UnfuseError, _answer)
+    app.add_exception_handler(errors.UnfuseError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(RequestValidationError, _answer)
 
@@ -84,14 +74,14 @@ def refusal_of(error: Exception) -> Refusal:
     match error:
         case Refusal():
             return error
-        case UnknownModel():
+        case errors.UnknownModel():
             return Refusal(404, "model_not_found", str(error), error.param or "model")
-        case InvalidParameter():
+        case errors.InvalidParameter():
             return Refusal(400, "invalid_parameter", str(error), error.param)
-        case NotFound():
+        case errors.NotFound():
             return Refusal(404, "not_found", str(error))
-        case Overloaded():
-            code = "rate_limit_exceeded" if isinstance(error, LimitReached) else "overloaded"
+        case errors.Overloaded():
+            code = "rate_limit_exceeded" if isinstance(error, errors.LimitReached) else "overloaded"
             return Refusal(429, code, str(error), headers={"retry-after": str(max(1, ceil(error.retry_after)))})
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
@@ -106,13 +96,13 @@ def refusal_of(error: Exception) -> Refusal:
 def _trouble(error: Exception) -> Refusal:
     """The refusal for an error that is not the client's fault. Its reason may name local paths, and is only logged."""
     match error:
-        case Damaged():
+        case errors.Damaged():
             return Refusal(500, "damaged", str(error), headers={"x-should-retry": "false"})
-        case ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
+        case errors.ResultsUnavailable() | OSError(errno=errno.ENOSPC | errno.EDQUOT):
             log.error("no room", reason=str(error.__cause__ or error))
             message = "the server has no room for what it was sent, or cannot reach where it is kept: try again later"
             return Refusal(503, "no_room", message, headers={"retry-after": "10"})
-        case TransientError():
+        case errors.TransientError():
             log.error("unavailable", reason=str(error))
             message = "the server cannot do this now, try again soon; its log holds why, under this x-request-id"
             return Refusal(503, "unavailable", message, headers={"retry-after": "2"})

@@ -14,8 +14,7 @@ from unfuse.core.pool import declared, outcome_of
 from unfuse.core.request import RequestContext
 from unfuse.queues.base import Member, Stats, TaskQueue
 from unfuse.scheduler.observer import Observer
-from unfuse.server.cost_metrics import CostMetrics
-from unfuse.server.device_metrics import DeviceMetrics
+from unfuse.server.device_metrics import CostMetrics, DeviceMetrics
 from unfuse.server.text_metrics import TextMetrics
 from unfuse.transfer import PREFERENCE
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from unfuse.core.errors import ConfigError
-from unfuse.core.nearest import nearest
+from unfuse.core.registry import nearest
 from unfuse.core.request import RequestContext
 
 KINDS = ("cpu", "cuda", "xpu", "mps")

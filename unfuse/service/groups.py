@@ -45,19 +45,13 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key: Annotated[
         tuple[str, ...], says("A key clients may show, or a file of lines: NAME KEY, and what it may do.", secret=True)
     ] = ()
-    admin_key: Annotated[
-        tuple[str, ...],
-        says(
-            "A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does.",
-            secret=True,
-        ),
-    ] = ()
-    allowed_hosts: Annotated[
-        tuple[str, ...],
-        says(
-            "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
-        ),
-    ] = ()
+    admin_key: Annotated[tuple[str, ...], says(
+        "A key, or a file of them, that also opens workers, pools and other tenants' requests; a sole key does.",
+        secret=True,
+    )] = ()  # fmt: skip
+    allowed_hosts: Annotated[tuple[str, ...], says(
+        "Without keys: names that clients may reach it by, beside localhost; .domain for all below it; * for any."
+    )] = ()  # fmt: skip
     allowed_origins: Annotated[
         tuple[str, ...], says("Websites that may use it from a browser, like https://example.com; * for any.")
     ] = ()
@@ -68,82 +62,54 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections_per_address: Annotated[
         int, says("Connections that may be open from one address, no proxy's; more are told 429.", ge=1)
     ] = 2048
-    image_hosts: Annotated[
-        tuple[str, ...],
-        says(
-            "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and * "
-            "as for --webhook-hosts."
-        ),
-    ] = ()
-    webhook_hosts: Annotated[
-        tuple[str, ...],
-        says(
-            "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, "
-            ".example for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may "
-            "lead too."
-        ),
-    ] = ()
+    image_hosts: Annotated[tuple[str, ...], says(
+        "Hosts that pictures of chats are fetched from, where messages name their addresses: names, networks and * as "
+        "for --webhook-hosts."
+    )] = ()  # fmt: skip
+    webhook_hosts: Annotated[tuple[str, ...], says(
+        "Hosts that requests may name as webhooks, which are told of their ends: names like hooks.example, .example "
+        "for all below it, * for any of the internet; and networks like 10.0.0.0/8, to which names may lead too."
+    )] = ()  # fmt: skip
     webhook_secret: Annotated[
         tuple[str, ...],
         says("What webhooks are signed with, as `openssl rand -base64 32` makes it, or a file of it.", secret=True),
     ] = ()
-    queue: Annotated[
-        str,
-        says(
-            "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, or memory, which keeps none."
-        ),
-    ] = "sqlite:DATA_DIR/queue.db"
+    queue: Annotated[str, says(
+        "Where tasks wait and requests live: sqlite:PATH, redis://HOST:PORT/DATABASE, or memory, which keeps none."
+    )] = "sqlite:DATA_DIR/queue.db"  # fmt: skip
     results: Annotated[str, says("Where results are kept; DATA_DIR stands for the data folder.")] = "disk:DATA_DIR"
-    store: Annotated[
-        str,
-        says(
-            "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or "
-            "pull them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. "
-            "disk:PATH, redis://… or s3://…: in that place, where every worker must reach it."
-        ),
-    ] = "shared_memory"
-    durable: Annotated[
-        str,
-        says(
-            "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
-            "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
-        ),
-    ] = "none"
+    store: Annotated[str, says(
+        "Where the tensors lie that stages hand on. shared_memory: in the workers' arenas, where others map or pull "
+        "them. spill:shared_memory+disk:PATH: there, and what nobody reads goes to a disk when one fills. disk:PATH, "
+        "redis://… or s3://…: in that place, where every worker must reach it."
+    )] = "shared_memory"  # fmt: skip
+    durable: Annotated[str, says(
+        "Where workers also copy what --durable-stages make, so that a request whose worker dies goes on from it "
+        "instead of being computed again: disk:PATH, redis://… or s3://…; none keeps no copies."
+    )] = "none"  # fmt: skip
     durable_stages: Annotated[
         tuple[str, ...], says("Kinds of stages whose outputs --durable copies, such as text_encode.")
     ] = ("denoise",)
-    checkpoint: Annotated[
-        str,
-        says(
-            "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
-            "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
-        ),
-    ] = "auto"
-    encode: Annotated[
-        tuple[str, ...],
-        says(
-            "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit "
-            "floats as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are "
-            "no longer those of the undivided pipeline, bit for bit."
-        ),
-    ] = ()
+    checkpoint: Annotated[str, says(
+        "When a running denoiser's state is saved, for another worker to go on from: every so many steps (10) or "
+        "seconds (30s); auto weighs what saving costs against what would be lost; none never does."
+    )] = "auto"  # fmt: skip
+    encode: Annotated[tuple[str, ...], says(
+        "Hand on what a kind of stage makes in fewer bytes: text_encode=bf16 or denoise=fp16 stores its 32-bit floats "
+        "as 16, text_encode=int4 all of its floats in four bits, in blocks that share a scale. Results are no longer "
+        "those of the undivided pipeline, bit for bit."
+    )] = ()  # fmt: skip
     loras: Annotated[str, says("Folder of adapters (LoRA): a request may name one, NAME.safetensors as NAME.")] = ""
-    listen: Annotated[
-        tuple[str, ...],
-        says(
-            "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with "
-            "keys that are made if there are none; or another unix:PATH in its place."
-        ),
-    ] = ()
-    workers: Annotated[
-        str,
-        says(
-            "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
-            "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
-            "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, "
-            "which is also what auto does where models fit one by one."
-        ),
-    ] = "auto"
+    listen: Annotated[tuple[str, ...], says(
+        "More addresses for workers than the unix socket that is in the run folder anyway: tcp://HOST:PORT, with keys "
+        "that are made if there are none; or another unix:PATH in its place."
+    )] = ()  # fmt: skip
+    workers: Annotated[str, says(
+        "Workers to start here: auto has all stages in each where that fits, and takes models apart where it does "
+        "not; split is one for each role, none leaves them to `unfuse worker`; or how many of what, like all=2 "
+        "(undivided), or encoder+decoder=1,denoiser=2; swap is one on each device that has one model at a time, which "
+        "is also what auto does where models fit one by one."
+    )] = "auto"  # fmt: skip
     device_memory: Annotated[
         tuple[str, ...],
         says("DEVICE=SIZE: what is planned for on a device at most, like cuda:0=20GiB or cpu=4GiB; else what is free."),
@@ -158,14 +124,11 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says("ROLE=N: tasks that each worker of a role holds at a time; else as many as its stages say."),
     ] = ()
-    image_timeout: Annotated[
-        float,
-        says(
-            "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
-            "number where nothing was measured. 0 sets no limit.",
-            ge=0,
-        ),
-    ] = 300.0
+    image_timeout: Annotated[float, says(
+        "Seconds that a picture's stages may run, queues not counted; at least 5 times what was predicted, and any "
+        "number where nothing was measured. 0 sets no limit.",
+        ge=0,
+    )] = 300.0  # fmt: skip
     video_timeout: Annotated[float, says("The same of a video.", ge=0)] = 600.0
     max_active: Annotated[int, says("Requests accepted and not over; the next is refused with 429.", ge=1)] = (
         Limits().max_active
@@ -199,41 +162,29 @@ class Serve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     strict_params: Annotated[bool, says("Refuse what a client asks for in vain, such as a quality no model knows.")] = (
         False
     )
-    on_disconnect: Annotated[
-        Literal["continue", "cancel"],
-        says(
-            "What becomes of a picture whose client waits for it and is gone: it is made all the same, or cancelled at "
-            "its next step, unless another call with its idempotency key waits."
-        ),
-    ] = "continue"
-    reuse_results: Annotated[
-        bool,
-        says(
-            "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers "
-            "made and that are still kept."
-        ),
-    ] = False
-    feature_cache: Annotated[
-        float,
-        says(
-            "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last time "
-            "by less than this share; requests may say otherwise. 0 skips nothing.",
-            ge=0, le=1,
-        ),
-    ] = 0.0  # fmt: skip
+    on_disconnect: Annotated[Literal["continue", "cancel"], says(
+        "What becomes of a picture whose client waits for it and is gone: it is made all the same, or cancelled at "
+        "its next step, unless another call with its idempotency key waits."
+    )] = "continue"  # fmt: skip
+    reuse_results: Annotated[bool, says(
+        "Answer a request with the results of an equal one of the same API key, with a seed, that exact workers made "
+        "and that are still kept."
+    )] = False  # fmt: skip
+    feature_cache: Annotated[float, says(
+        "Where pools batch: skip a transformer's other blocks while what its first one adds differs from last time by "
+        "less than this share; requests may say otherwise. 0 skips nothing.",
+        ge=0, le=1,
+    )] = 0.0  # fmt: skip
     drain_timeout: Annotated[float, says("Seconds running work gets to finish after SIGTERM.", ge=0)] = 20.0
 
 
 class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker."""
 
-    workers: Annotated[
-        str,
-        says(
-            "Start, place and restart all workers of this machine, as `serve` does: auto, split, or how many of what; "
-            "else this is one worker."
-        ),
-    ] = ""
+    workers: Annotated[str, says(
+        "Start, place and restart all workers of this machine, as `serve` does: auto, split, or how many of what; "
+        "else this is one worker."
+    )] = ""  # fmt: skip
     role: Annotated[
         str, says("Stages to run: a role such as denoiser, several as encoder+decoder, or all; by commas, in turns.")
     ] = "all"
@@ -242,13 +193,10 @@ class Worker(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[str, ...],
         says("Of these stages only those of one component: --role encoder --component text_encoder_2."),
     ] = ()
-    scheduler: Annotated[
-        tuple[str, ...],
-        says(
-            "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one "
-            "is gone, the worker goes to the next. Without any it is the server that runs here."
-        ),
-    ] = ()
+    scheduler: Annotated[tuple[str, ...], says(
+        "Scheduler to work for: the HTTP port of a server of this machine, tcp://HOST:PORT or unix:PATH; when one is "
+        "gone, the worker goes to the next. Without any it is the server that runs here."
+    )] = ()  # fmt: skip
     model: Annotated[tuple[str, ...], says("Models to load; without one the scheduler says which.")] = ()
     slots: Annotated[
         int, says("Tasks it holds at a time: one runs while inputs of others arrive; 0 is what its role has.", ge=0)
@@ -279,39 +227,30 @@ SHARED_ARENA, OWN_ARENA = 512 << 20, 2 << 30
 class Arena(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's tensor memory."""
 
-    bytes: Annotated[
-        int,
-        says_bytes(
-            "Most memory for stage outputs, taken from the machine as they come; 0 is 512 MiB for each worker that "
-            "`serve` starts, and 2 GiB for one that is started by itself.",
-            flag="--arena",
-        ),
-    ] = 0
+    bytes: Annotated[int, says_bytes(
+        "Most memory for stage outputs, taken from the machine as they come; 0 is 512 MiB for each worker that "
+        "`serve` starts, and 2 GiB for one that is started by itself.",
+        flag="--arena",
+    )] = 0  # fmt: skip
 
 
 class Kv(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A worker's memory for the keys and values of texts."""
 
-    bytes: Annotated[
-        int,
-        says_bytes(
-            "Memory of each worker for the keys and values of tokens; 0 is a quarter of what is free on the device.",
-            flag="--kv",
-        ),
-    ] = 0
+    bytes: Annotated[int, says_bytes(
+        "Memory of each worker for the keys and values of tokens; 0 is a quarter of what is free on the device.",
+        flag="--kv",
+    )] = 0  # fmt: skip
 
 
 class Buffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where tensors from other nodes arrive that are longer than it."""
 
-    tokens: Annotated[
-        int,
-        says(
-            "Tokens of which a worker receives what a prompt reads at a time; longer ones arrive in pieces. 0 is any "
-            "length at once.",
-            ge=0,
-        ),
-    ] = 8192
+    tokens: Annotated[int, says(
+        "Tokens of which a worker receives what a prompt reads at a time; longer ones arrive in pieces. 0 is any "
+        "length at once.",
+        ge=0,
+    )] = 8192  # fmt: skip
 
 
 class Store(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -332,14 +271,11 @@ class Spill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Transfer(TransferSettings, frozen=True, forbid_unknown_fields=True):
     """How tensors move between nodes."""
 
-    engine: Annotated[
-        tuple[str, ...],
-        says(
-            "Ways to move tensors between machines, the best that both have: tcp, zmq, gloo, mooncake, nccl, nixl, "
-            "module:attr.",
-            min_length=1,
-        ),
-    ] = ("tcp", "zmq")
+    engine: Annotated[tuple[str, ...], says(
+        "Ways to move tensors between machines, the best that both have: tcp, zmq, gloo, mooncake, nccl, nixl, "
+        "module:attr.",
+        min_length=1,
+    )] = ("tcp", "zmq")  # fmt: skip
 
 
 class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -354,13 +290,10 @@ class Leases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Log(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The log on standard error."""
 
-    level: Annotated[
-        Literal["auto", "error", "warning", "info", "debug"],
-        says(
-            "Log lines of this level and above; auto is info for serve and worker, warning for other verbs.",
-            flag="--log-level",
-        ),
-    ] = "auto"
+    level: Annotated[Literal["auto", "error", "warning", "info", "debug"], says(
+        "Log lines of this level and above; auto is info for serve and worker, warning for other verbs.",
+        flag="--log-level",
+    )] = "auto"  # fmt: skip
     format: Annotated[
         Literal["auto", "text", "json"],
         says("How log lines are written; auto is text on a terminal, else JSON.", flag="--log-format"),
@@ -376,13 +309,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     server: Annotated[str, says("Server that the client verbs talk to.")] = "http://127.0.0.1:8000"
     api_key: Annotated[str, says("Key the client verbs show, and that `serve` accepts.", secret=True)] = ""
-    keys: Annotated[
-        str,
-        says(
-            "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; "
-            "by default those in the data folder."
-        ),
-    ] = ""
+    keys: Annotated[str, says(
+        "Folder of the keys, made by `unfuse keys new`, that schedulers and workers know each other by over TCP; by "
+        "default those in the data folder."
+    )] = ""  # fmt: skip
     insecure_listen: Annotated[
         bool, says("Have workers over TCP without keys: whoever reaches the port sees prompts and forges results.")
     ] = False

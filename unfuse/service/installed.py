@@ -10,17 +10,8 @@ from unfuse.core.errors import UsageError
 INSTALL = "pip install 'unfuse[serve]'"
 
 SERVER = (
-    "apsw",
-    "diffusers",
-    "fastapi",
-    "huggingface_hub",
-    "numpy",
-    "torch",
-    "transformers",
-    "uvicorn",
-    "uvloop",
-    "zmq",
-)
+    "apsw", "diffusers", "fastapi", "huggingface_hub", "numpy", "torch", "transformers", "uvicorn", "uvloop", "zmq",
+)  # fmt: skip
 """Packages without which there is no server, as they are imported."""
 
 

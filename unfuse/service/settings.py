@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from unfuse.core.errors import UsageError
-from unfuse.core.nearest import nearest
+from unfuse.core.registry import nearest
 from unfuse.service.groups import Settings
 from unfuse.service.size import Size, seconds_in
 

@@ -32,7 +32,7 @@ def engines(settings: Settings, options: TransferOptions) -> dict[str, TransferE
 def transfers(wanted: Transfer) -> dict[str, str]:
     """For each transfer engine, whether it listens in the workers of this machine, and for whom."""
     states = {}
-    for name in sorted({*BACKENDS, *wanted.engine} - {"fake"}):
+    for name in sorted({*BACKENDS, *wanted.engine}):
         try:
             engine: type[TransferEngine] = resolve(BACKENDS, name, "transfer engine")
         except ConfigError as error:

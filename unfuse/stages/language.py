@@ -22,11 +22,10 @@ from unfuse.core.grammar import GRAMMAR
 from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, Answer, Piece, unpacked
 from unfuse.stages.base import Media, OpenOutput, Receiving, StageInput, StageOutput, Tensors, need
-from unfuse.stages.constraint import Constraint, Grammars
 from unfuse.stages.handed_kv import CHUNKS, REST, Given, KvReader
 from unfuse.stages.paged_kv import KvSequence, NoBlocks
 from unfuse.stages.sampling import Sampled, Sampling, sample
-from unfuse.stages.sequences import PROMPT, Growing, PromptStage, Sequences
+from unfuse.stages.sequences import PROMPT, Constraint, Grammars, Growing, PromptStage, Sequences
 from unfuse.stages.words import Tokenizer, Words
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from unfuse.core.plan import Params
 from unfuse.core.text import CHUNK, TextLoad, unpacked
 from unfuse.core.vision import SHOWN, Vision
 from unfuse.stages.base import Computed, JointStage, StageInput, State, Tensors, need
-from unfuse.stages.constraint import Constraint
 from unfuse.stages.handed_kv import Given, KvLayout, KvWriter, SharedKvWriter
 from unfuse.stages.language_model import LanguageModel
 from unfuse.stages.paged_kv import KvSequence, KvUsage, NoBlocks, PagedKv
@@ -24,6 +23,34 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from unfuse.parallel.group import Axis
+from typing import Protocol
+
+
+class Constraint(Protocol):
+    """A text that has to match a grammar, and is followed somewhere else."""
+
+    @property
+    def compiling(self) -> bool:
+        """Whether its grammar is not compiled yet."""
+
+    def begin(self, ids: Sequence[int]) -> None:
+        """Have it found out, meanwhile, what may follow these ids."""
+
+    def waits(self, wait_s: float = 0.0) -> bool:
+        """Whether that is overdue, also after so many seconds."""
+
+    def allowed(self, ids: Sequence[int]) -> bytes | None:
+        """A bit for each token, set if it may follow these ids; None if that is overdue. Raises PermanentError."""
+
+    def close(self) -> None:
+        """The text is over."""
+
+
+class Grammars(Protocol):
+    """What follows texts by their grammars."""
+
+    def open(self, grammar: bytes) -> Constraint:
+        """A new text, which has to match this grammar."""
 
 
 PROMPT = "prompt"

@@ -9,6 +9,7 @@ from unfuse.core.registry import resolve
 _SUITES = {
     "ArenaOwner": "unfuse.testing.transfer_owner:ArenaOwner",
     "Faults": "unfuse.testing.transfer_faults:Faults",
+    "FakeEngine": "unfuse.testing.fake_transfer:FakeEngine",
     "FaultyEngine": "unfuse.testing.transfer_faults:FaultyEngine",
     "ManualClock": "unfuse.testing.clock:ManualClock",
     "Pair": "unfuse.testing.transfer_suite:Pair",

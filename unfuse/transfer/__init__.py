@@ -9,7 +9,6 @@ from unfuse.core.registry import resolve
 from unfuse.transfer.base import TransferEngine, TransferOptions
 
 BACKENDS = {
-    "fake": "unfuse.transfer.fake:FakeEngine",
     "gloo": "unfuse.transfer.pairs:GlooEngine",
     "mooncake": "unfuse.transfer.mooncake:MooncakeEngine",
     "nccl": "unfuse.transfer.pairs:NcclEngine",

@@ -29,13 +29,10 @@ class LinkBroken(TransientError):
 class TransferSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings: how engines move tensors, and when they give up."""
 
-    trusted_network: Annotated[
-        bool,
-        Meta(
-            description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and "
-            "overwrite its tensors."
-        ),
-    ] = False
+    trusted_network: Annotated[bool, Meta(
+        description="Allow engines (gloo, mooncake, nccl, nixl) that let whoever reaches a worker read and overwrite "
+        "its tensors."
+    )] = False  # fmt: skip
     threads: Annotated[
         int, Meta(description="Threads of a worker that move tensors here from one owner, at most.", ge=1, le=256)
     ] = 4

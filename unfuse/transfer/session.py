@@ -22,9 +22,33 @@ from unfuse.core.messages import Moved
 from unfuse.core.object_ref import ObjectRef, chunk_bytes
 from unfuse.transfer import agree
 from unfuse.transfer.base import Link, LinkBroken, TransferEngine, TransferOptions
-from unfuse.transfer.counters import TransferCounters
 from unfuse.transfer.movers import Movers
 from unfuse.transfer.sinks import Sink
+
+
+class TransferCounters:
+    """Sums since the last `take`, by engine. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._moved: dict[str, Moved] = {}
+
+    def add(self, engine: str, moved: Moved) -> None:
+        """Add to the sums of an engine."""
+        with self._lock:
+            self._moved[engine] = self._moved.get(engine, Moved()) + moved
+
+    def take(self) -> dict[str, Moved]:
+        """Return the sums, and reset them."""
+        with self._lock:
+            taken, self._moved = self._moved, {}
+            return taken
+
+    def put_back(self, taken: Mapping[str, Moved]) -> None:
+        """Add sums that were taken and could not be reported."""
+        for engine, moved in taken.items():
+            self.add(engine, moved)
+
 
 State = Literal["bootstrapping", "waiting_for_input", "transferring", "success", "failed"]
 

@@ -25,22 +25,9 @@ from unfuse.core.codec import decode, encode
 from unfuse.core.errors import ArenaFull, ConfigError, ObjectLost, ProtocolError
 from unfuse.core.framing import frame, read_message
 from unfuse.core.object_ref import ObjectRef
+from unfuse.transfer import owner_messages
 from unfuse.transfer.base import TransferOptions
 from unfuse.transfer.connection_pool import OwnerConnection, PooledLink
-from unfuse.transfer.owner_messages import (
-    MAX_MESSAGE,
-    Coming,
-    FromOwner,
-    Ping,
-    Pong,
-    Pull,
-    ToOwner,
-    Watch,
-    answer_watch,
-    check_refusal,
-    hold_for,
-    refusal,
-)
 
 NONCE = 32
 MAX_PEERS = 1024
@@ -49,7 +36,7 @@ MAX_STRANGERS = 64
 """The most connections that have not proved the secret yet; above that, the oldest of them is closed."""
 
 Reply = TypeVar("Reply")
-Deliver = Callable[[socket.socket, Extent, Pull], object]
+Deliver = Callable[[socket.socket, Extent, owner_messages.Pull], object]
 
 
 class Owner:
@@ -110,7 +97,7 @@ class Owner:
             prepare(peer, self._options.silence_s)
             self._greet(peer)
             while True:
-                self._answer(peer, decode(read(peer), ToOwner))
+                self._answer(peer, decode(read(peer), owner_messages.ToOwner))
         with self._lock:
             self._strangers.pop(current_thread(), None)
             del self._peers[current_thread()]
@@ -125,25 +112,25 @@ class Owner:
         write(peer, prove(self._options.secret, b"owner", mine, theirs))
         write(peer, self._about)
 
-    def _answer(self, peer: socket.socket, message: ToOwner) -> None:
+    def _answer(self, peer: socket.socket, message: owner_messages.ToOwner) -> None:
         try:
             match message:
-                case Ping():
-                    send(peer, Pong())
-                case Watch():
-                    send(peer, answer_watch(self._arena, message, self._options.heartbeat_s))
-                case Pull():
+                case owner_messages.Ping():
+                    send(peer, owner_messages.Pong())
+                case owner_messages.Watch():
+                    send(peer, owner_messages.answer_watch(self._arena, message, self._options.heartbeat_s))
+                case owner_messages.Pull():
                     self._serve_pull(peer, message)
                 case _:
                     raise ProtocolError(f"not a request: {type(message).__name__}")
         except (ObjectLost, ArenaFull) as error:
-            send(peer, refusal(error))
+            send(peer, owner_messages.refusal(error))
 
-    def _serve_pull(self, peer: socket.socket, pull: Pull) -> None:
-        extent = hold_for(self._arena, pull)
+    def _serve_pull(self, peer: socket.socket, pull: owner_messages.Pull) -> None:
+        extent = owner_messages.hold_for(self._arena, pull)
         together = self._sends and pull.stop > pull.start  # then the reader is woken once, when bytes are there
         try:
-            send(peer, Coming(extent.offset + pull.start), socket.MSG_MORE if together else 0)
+            send(peer, owner_messages.Coming(extent.offset + pull.start), socket.MSG_MORE if together else 0)
             self._deliver(peer, extent, pull)
         finally:
             self._arena.unhold(pull.id)
@@ -166,10 +153,10 @@ class Connection(OwnerConnection):
             raise
 
     @override
-    def ask(self, message: ToOwner, kind: type[Reply], id: str = "") -> Reply:
+    def ask(self, message: owner_messages.ToOwner, kind: type[Reply], id: str = "") -> Reply:
         send(self.socket, message)
-        reply: FromOwner = decode(read(self.socket), FromOwner)
-        check_refusal(reply, id)
+        reply: owner_messages.FromOwner = decode(read(self.socket), owner_messages.FromOwner)
+        owner_messages.check_refusal(reply, id)
         if not isinstance(reply, kind):
             raise ProtocolError(f"the owner answered {type(reply).__name__} to {type(message).__name__}")
         return reply
@@ -216,9 +203,9 @@ class ChannelLink(PooledLink[Connection]):
 
     @override
     def pull(self, ref: ObjectRef, start: int, stop: int, into: NDArray[np.uint8]) -> Generator[int, None, None]:
-        pull = Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
+        pull = owner_messages.Pull(ref.id, ref.key, ref.generation, ref.nbytes, start, stop)
         with self.connection() as connection:
-            coming = connection.ask(pull, Coming, ref.id)
+            coming = connection.ask(pull, owner_messages.Coming, ref.id)
             yield from self.bring(connection, coming.offset, into[: stop - start])
 
 
@@ -247,10 +234,10 @@ def write(connection: socket.socket, data: bytes, flags: int = 0) -> None:
 
 def read(connection: socket.socket) -> bytes:
     """Receive the bytes of one message."""
-    return read_message(partial(receive_exactly, connection), MAX_MESSAGE)
+    return read_message(partial(receive_exactly, connection), owner_messages.MAX_MESSAGE)
 
 
-def send(connection: socket.socket, message: ToOwner | FromOwner, flags: int = 0) -> None:
+def send(connection: socket.socket, message: owner_messages.ToOwner | owner_messages.FromOwner, flags: int = 0) -> None:
     """Send a message."""
     write(connection, encode(message), flags)
 

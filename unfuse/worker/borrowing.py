@@ -38,7 +38,7 @@ class Borrowing:
     async def bring(self, lease: Lease) -> None:
         """Have the adapters of a task here, whose stage uses them. Raises what they cannot be had for."""
         params = lease.task.params
-        if not params.get("lora_id") or lease.task.kind not in ADAPTED or not self._link.lends:
+        if not params.get("lora_id") or lease.task.kind not in ADAPTED or not self._link.welcome.lends:
             return
         for (name, _), id in zip(scales(str(params["lora"])), str(params["lora_id"]).split(","), strict=True):
             async with self._lock:

@@ -17,8 +17,7 @@ from unfuse.core.object_ref import ObjectRef
 from unfuse.core.task import Claim, Lease
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.transfer.base import TransferEngine, TransferOptions
-from unfuse.transfer.counters import TransferCounters
-from unfuse.transfer.session import Session, Transfers
+from unfuse.transfer.session import Session, TransferCounters, Transfers
 from unfuse.transfer.sinks import ArenaSink
 from unfuse.worker.passing import Passing
 from unfuse.worker.unwritten import Unwritten

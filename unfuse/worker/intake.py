@@ -6,21 +6,49 @@ import time
 from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import structlog
 
-from unfuse.core.errors import ResultsUnavailable
+from unfuse.arena.limits import available_memory, readable_bytes
+from unfuse.core.errors import ResultsUnavailable, TransientError
+from unfuse.core.object_ref import ObjectRef
 from unfuse.core.pool import declared
 from unfuse.core.task import Claim, Lease
 from unfuse.stages.base import Receiving, StageInput, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import Held, TensorStore
+from unfuse.stores.tensors import numpy_over, torch_over
 from unfuse.stores.unsealed import Unsealed
 from unfuse.worker.checkpoints import unpack
-from unfuse.worker.collected import Collected
 from unfuse.worker.compute_messages import Arrived, Run, Taken, Waits
 from unfuse.worker.failure import failure
 from unfuse.worker.ranks import Verdict
 from unfuse.worker.turn import Job
+
+
+class Collected:
+    """Takes an object from its front to its end. Raises TransientError where there is no memory for it."""
+
+    def __init__(self, ref: ObjectRef) -> None:
+        if ref.nbytes > (free := available_memory()):
+            has = f"{readable_bytes(free)} of memory are left"
+            raise TransientError(f"an input of {readable_bytes(ref.nbytes)} comes, and {has}")
+        self._ref, self._memory, self._filled = ref, np.empty(ref.nbytes, np.uint8), 0
+
+    def take(self, piece: Any) -> None:
+        """Take the next bytes."""
+        stop = self._filled + len(piece)
+        self._memory[self._filled : stop] = piece
+        self._filled = stop
+
+    def drop(self) -> None:
+        """It goes with whoever has its tensors."""
+
+    def tensors(self, *, as_torch: bool) -> dict[str, Any]:
+        """What has come, by name. Raises ValueError for what is no such object."""
+        over = torch_over if as_torch else numpy_over
+        return {meta.name: over(self._memory, meta) for meta in self._ref.tensors}
+
 
 log = structlog.get_logger(__name__)
 

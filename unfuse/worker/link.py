@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import structlog
 
-from unfuse.core.messages import Ask, Beat, Hello, Stranger, ToScheduler, ToWorker, Welcome
+from unfuse.core.messages import Ask, Beat, Hello, Places, Stranger, ToScheduler, ToWorker, Welcome
 from unfuse.wire.address import Trust, keys_for
 from unfuse.wire.dealer import Dealer
 
@@ -23,6 +23,8 @@ MISSES = 2
 
 RETRY_S, RETRY_MOST_S = 0.1, 2.0
 """The pause, in seconds, after all schedulers failed: it grows from the first number to the second."""
+
+NOTHING = Welcome((), Places(""), 0.0, 0.0)
 
 log = structlog.get_logger(__name__)
 
@@ -53,29 +55,9 @@ class Link:
         return self._welcome is not None
 
     @property
-    def gathers(self) -> bool:
-        """Whether the scheduler that answers now understands Steps."""
-        return self._welcome is not None and self._welcome.gathers
-
-    @property
-    def appends(self) -> bool:
-        """Whether the scheduler that answers now understands Append and Recall."""
-        return self._welcome is not None and self._welcome.appends
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the scheduler that answers now understands Keep."""
-        return self._welcome is not None and self._welcome.keeps
-
-    @property
-    def lends(self) -> bool:
-        """Whether the scheduler that answers now understands Borrow, and has adapters."""
-        return self._welcome is not None and self._welcome.lends
-
-    @property
-    def announces(self) -> bool:
-        """Whether the scheduler that answers now understands Announced."""
-        return self._welcome is not None and self._welcome.announces
+    def welcome(self) -> Welcome:
+        """What the scheduler that answers now says that it understands; nothing where none does."""
+        return self._welcome or NOTHING
 
     async def hello(self, hello: Hello) -> Welcome:
         """Introduce the worker to this scheduler, and keep the message for all later ones."""

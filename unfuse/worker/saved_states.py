@@ -28,7 +28,7 @@ class SavedStates:
         """Have recorded what a task has made so far: its state, or a portion, which others find from then on."""
         if isinstance(saved, StateSaved):
             await self._save(saved)
-        elif self._link.keeps:
+        elif self._link.welcome.keeps:
             answer = await self._link.call(Keep(saved.claim, saved.key, saved.output))
             if isinstance(answer, Accepted):
                 self._objects.share(saved.key, saved.output)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,8 @@ from unfuse.core.messages import Done, Failed
 from unfuse.core.object_ref import ObjectRef
 from unfuse.core.request import Timings
 from unfuse.core.task import Claim
-from unfuse.stages.base import Media, SteppedStage
+from unfuse.core.text import TextLoad
+from unfuse.stages.base import HasTexts, Media, SteppedStage
 from unfuse.stores.results import ResultStore
 from unfuse.stores.tensor_store import TensorStore
 from unfuse.worker.batches import Batches
@@ -31,6 +32,7 @@ from unfuse.worker.compute_messages import (
     StateSaved,
     Stepped,
     Stopped,
+    TextsHeld,
     Turn,
     Waits,
 )
@@ -42,8 +44,32 @@ from unfuse.worker.ranks import Ranks
 from unfuse.worker.settling import Settling, Told
 from unfuse.worker.shown import withdraw_parts
 from unfuse.worker.task_log import about
-from unfuse.worker.text_meter import TextMeter
 from unfuse.worker.turn import Job
+
+TELL_S = 0.25
+"""The least seconds between two messages of a process that works; one that will wait tells what is left at once."""
+
+
+class TextMeter:
+    """Sends what the stages of one process have together, where that is news."""
+
+    def __init__(self, stages: Iterable[SteppedStage[Any]], send: Callable[[TextsHeld], object]) -> None:
+        found = (stage.texts for stage in stages)
+        self._all: list[HasTexts] = [*{id(texts): texts for texts in found if texts is not None}.values()]
+        self._send, self._told, self._at = send, TextsHeld(TextLoad(), 0), 0.0
+        self._retracted = 0
+
+    def tell(self, busy: bool) -> None:
+        """Tell it, if it is time; a process that is not `busy` will do nothing until it gets a task."""
+        now = time.monotonic()
+        if not self._all or (busy and now - self._at < TELL_S):
+            return
+        retracted = sum(texts.retracted for texts in self._all)
+        held = TextsHeld(sum((texts.load() for texts in self._all), TextLoad()), retracted - self._retracted)
+        if held != self._told or held.retracted:
+            self._send(held)
+        self._told, self._at, self._retracted = held, now, retracted
+
 
 PAUSE_S, MOST_PAUSE_S = 0.25, 2.0
 """Seconds until a task that waits for the result store tries again: the first pause, and the longest."""

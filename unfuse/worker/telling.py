@@ -1,13 +1,18 @@
-"""Tells the scheduler of steps: those of tasks that stepped together in one message."""
+"""Tells the scheduler of steps, those of tasks that stepped together in one message, and of what outputs grow by."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
-from unfuse.core.messages import Progress, Pulse, Refused, Steps
-from unfuse.core.task import Claim
+import structlog
+
+from unfuse.core.growth import PIECES_AT_ONCE, Grown
+from unfuse.core.messages import Append, Progress, Pulse, Recall, Recorded, Refused, Steps
+from unfuse.core.task import Claim, Lease
 from unfuse.supervision.supervisor import Supervisor
 from unfuse.worker.compute_messages import Stepped
 from unfuse.worker.link import Link
@@ -32,7 +37,7 @@ class Telling:
     def flush(self) -> None:
         """Tell now of all that waits, before whatever is said next."""
         steps, self._steps = self._steps, []
-        together = [Steps(tuple(steps))] if self._link.gathers and len(steps) > 1 else steps
+        together = [Steps(tuple(steps))] if self._link.welcome.gathers and len(steps) > 1 else steps
         for message in together:
             self._background.once("reporting steps", partial(self._tell, message))
 
@@ -48,3 +53,100 @@ class Telling:
             ended = (message.claim,)
         for claim in ended:
             await self._ended(claim)
+
+
+APPEND_S = 0.05
+"""Seconds between two messages about what has grown; a task that ends does not wait for them."""
+
+PAUSE_S = 1.0
+"""Seconds until a message is repeated that the scheduler could not record, or does not understand."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class _Growth:
+    """The pieces of a task that are not known to be recorded, from number `offset` on. `settled`: there are none."""
+
+    offset: int
+    pieces: list[bytes] = field(default_factory=list)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Growing:
+    """What is still to be recorded, of all tasks, in one message after the other: so pieces stay in order.
+
+    `ended` is called with a claim for which nothing is recorded any more. A scheduler of the version before understands
+    none of this: pieces wait for one that does.
+    """
+
+    def __init__(self, link: Link, background: Supervisor, ended: Callable[[Claim], Awaitable[None]]) -> None:
+        self._link, self._background, self._ended = link, background, ended
+        self._unsaid: dict[Claim, _Growth] = {}
+        self._hurry = asyncio.Event()
+        self._sending = False
+
+    def grown(self, message: Grown) -> None:
+        """Have these pieces recorded soon."""
+        self._unsaid.setdefault(message.claim, _Growth(message.offset)).pieces += message.pieces
+        if not self._sending:
+            self._sending = True
+            self._background.once("recording what has grown", self._send)
+
+    async def settled(self, claim: Claim) -> None:
+        """Wait until all pieces of a task are recorded, or its lease is known to be lost."""
+        if growth := self._unsaid.get(claim):
+            self._hurry.set()
+            await growth.settled.wait()
+
+    async def recorded(self, lease: Lease) -> tuple[bytes, ...] | None:
+        """The pieces that earlier attempts have made; None if the lease is lost."""
+        found: list[bytes] = []
+        while len(found) < lease.appended:
+            match await self._link.call(Recall(lease.claim, len(found))):
+                case Recorded(pieces) if pieces:
+                    found += pieces
+                case Refused(lease_lost=False):
+                    await asyncio.sleep(PAUSE_S)
+                case _:
+                    return None
+        return tuple(found)
+
+    async def _send(self) -> None:
+        """Send messages until nothing is left: the first when tasks that stepped together have told of it."""
+        try:
+            await asyncio.sleep(GATHER_S)
+            while self._unsaid:
+                self._hurry.clear()
+                pause = APPEND_S if self._link.welcome.appends and await self._record(self._some()) else PAUSE_S
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._hurry.wait()
+        finally:
+            self._sending = False
+
+    def _some(self) -> list[Grown]:
+        """As much as one message takes, of those first that have waited longest."""
+        found, room = list[Grown](), PIECES_AT_ONCE
+        for claim, growth in self._unsaid.items():
+            found += [Grown(claim, growth.offset, tuple(growth.pieces[:room]))] if room else []
+            room -= min(room, len(growth.pieces))
+        return found
+
+    async def _record(self, grown: list[Grown]) -> bool:
+        """Have these recorded; False if that failed, and may be tried again."""
+        answer = await self._link.call(Append(tuple(grown)))
+        if not isinstance(answer, Pulse):
+            log.warning("what has grown is not recorded yet", answer=str(answer))
+            return False
+        for one in grown:
+            growth = self._unsaid.pop(one.claim)
+            growth.offset += len(one.pieces)
+            del growth.pieces[: len(one.pieces)]
+            if growth.pieces and one.claim not in answer.ended:
+                self._unsaid[one.claim] = growth
+            else:
+                growth.settled.set()
+        for claim in answer.ended:
+            await self._ended(claim)
+        return True

@@ -42,7 +42,6 @@ from unfuse.worker.borrowing import Borrowing
 from unfuse.worker.compute_messages import Kept, Ready, StateSaved, Stepped, Stopped
 from unfuse.worker.executor import Executor
 from unfuse.worker.failure import unfetched
-from unfuse.worker.growing import Growing
 from unfuse.worker.heartbeat import heartbeat
 from unfuse.worker.holding import WITHDRAW, Holding
 from unfuse.worker.link import BEAT_S, Link
@@ -53,7 +52,7 @@ from unfuse.worker.registration import decide_served, loads_of
 from unfuse.worker.saved_states import SavedStates
 from unfuse.worker.sets import Swapping, sets_of
 from unfuse.worker.task_log import about, log_outcome
-from unfuse.worker.telling import Telling
+from unfuse.worker.telling import Growing, Telling
 
 BEAT_PAUSE_S = 0.02
 """The least seconds between two heartbeats."""
@@ -258,7 +257,7 @@ class Worker:
     async def _announce(self, news: Announced) -> None:
         """Have an output read while it is written, unless what reads it runs here: there it would gain nothing."""
         lease = self._active.get(news.claim)
-        if lease and self._link.announces and declared(lease.task.pool) not in self._read_here:
+        if lease and self._link.welcome.announces and declared(lease.task.pool) not in self._read_here:
             await self._link.call(news)
 
     async def _hear(
